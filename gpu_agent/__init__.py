@@ -2,11 +2,10 @@
 
 Needs torch.
 
-engine's tensors --- pool.py: a view --- transfer.py: pages <-> slots --- agent.py: jobs ---
-kvstore.Client
+    engine's tensors -- pool.py: views -- transfer.py: pages <-> slots -- agent.py: jobs -- Client
 
-What is named here is imported when it is used: torch takes seconds and 200 MB, and the process that
-asks the store for an engine's scheduler does without.
+Names are imported on first use: torch takes seconds and 200 MB, and the process that makes lookups
+for an engine's scheduler does not need it.
 """
 
 import importlib

@@ -6,8 +6,8 @@
     Agent.save, load -> BoundedExecutor -> SaveTask, LoadTask -> MappedPath, BufferedPath -> Client
 
 The engine is never slowed or broken: nothing here blocks it, every job ends by its deadline, and
-whatever goes wrong with the store is a smaller number in a result, never an exception. A caller's
-own mistakes (wrong indices, wrong counts) raise InvalidRequest at once, before anything moves.
+any failure of the store is a smaller number in a result, never an exception. A caller's own
+mistakes (wrong indices, wrong counts) raise InvalidRequest at once, before anything moves.
 """
 
 import logging
@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 log.addFilter(NamesRequest())
 
-# Bytes of one chunk that travels in place. Each chunk costs two round trips and the pipeline's
-# start, about a millisecond, and the node keeps its slots until it is done.
+# Bytes of a chunk that moves in mapped memory. Each chunk costs two round trips and the start of
+# the pipeline, about a millisecond, and the node keeps its slots until the chunk is done.
 IN_PLACE_NBYTES = 256 << 20
 
 Result = TypeVar("Result")
@@ -61,7 +61,7 @@ Result = TypeVar("Result")
 class AgentStats:
     """Counters since the agent was made.
 
-    `pages_forged`: pages of a keyed namespace without its seal, counted by the agent's client,
+    `pages_forged`: pages of a keyed namespace without a valid HMAC, counted by the agent's client,
     which may be shared.
     """
 
@@ -78,7 +78,7 @@ class AgentStats:
 
 
 class AgentCounts:
-    """Count for `AgentStats`, and log each job that did not end well.
+    """The counters of `AgentStats`; logs each job that failed.
 
     Thread-safe.
     """
@@ -111,7 +111,7 @@ class AgentCounts:
         return result
 
     def now(self, **others: int) -> AgentStats:
-        """Return a copy; `others` are counted elsewhere."""
+        """Return a copy with the counters in `others`, which are kept elsewhere."""
         with self._lock:
             return replace(self._stats, **others)
 
@@ -121,9 +121,9 @@ class Agent:
 
     Thread-safe.
 
-    `client` may be shared and is not closed here. `pool`: the engine's own, for calls that name
+    `client` may be shared and is not closed here. `pool`: the engine's pool, for calls that name
     none. Engines whose cache tensors come and go (Hugging Face transformers) pass None and name a
-    pool in each call. `transfer`: by default the fastest for the pool's device; without a pool
+    pool in each call. `transfer`: by default the fastest one for the pool's device; without a pool
     plain torch.
     """
 
@@ -159,7 +159,7 @@ class Agent:
 
     @property
     def stats(self) -> AgentStats:
-        """Return the counts so far."""
+        """Return the counters."""
         return self._counts.now(pages_forged=self._client.stats.forged_pages)
 
     # ---- the engine's side -----------------------------------------------------------------
@@ -167,7 +167,7 @@ class Agent:
     def prepare(self) -> None:
         """Connect, register the namespace and begin to page-lock the node's memory.
 
-        Runs in the background. The first job would have to wait for this.
+        Runs in the background. Otherwise the first job would wait for this.
         """
         self._loads.submit(0, lambda _: self._prepare(), lambda reason: LoadResult(0, 0, reason))
 
@@ -178,7 +178,7 @@ class Agent:
     def present(
         self, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
     ) -> tuple[bool, ...]:
-        """Return which pages are stored; none if the store can not be asked in time.
+        """Return which pages are stored; none if the store does not answer in time.
 
         `timeout_s`: here and in `ask`, `save` and `load`, by default the configured deadline.
         """
@@ -187,10 +187,10 @@ class Agent:
     def ask(
         self, prefix_hashes: Sequence[bytes], hold_s: float = 0.0, timeout_s: float | None = None
     ) -> tuple[bool, ...] | None:
-        """Return which pages are stored; None if the store can not be asked in time.
+        """Return which pages are stored; None if the store does not answer in time.
 
-        `hold_s`: protect stored pages from eviction for so long, which counts as a use. This is for
-        an engine that relies on the answer.
+        `hold_s`: protect stored pages from eviction for this long, which counts as a use. This is
+        for an engine that relies on the answer.
         """
         if not prefix_hashes:
             return ()
@@ -199,8 +199,8 @@ class Agent:
         timeout_s = self.config.lookup_timeout_s if timeout_s is None else timeout_s
         try:
             if hold_s:
-                # Pins end in the order in which they begin, and a page becomes the newest then. The
-                # head of the chain must be last.
+                # Pins end in the order in which they begin, and a page becomes the newest at the
+                # end of its pin. So the head of the chain must be last.
                 tail_first = list(reversed(prefix_hashes))
                 found = tuple(
                     reversed(self._client.pin(namespace, tail_first, hold_s, timeout_s=timeout_s))
@@ -226,10 +226,10 @@ class Agent:
     ) -> SaveJob:
         """Store the pages of a chain, head first, that are not stored yet.
 
-        `units`: where their tokens are (`gpu_agent.pool`). `fence`: the slots are not touched
-        before it; by default a fence behind the work that the calling thread's stream was given so
-        far. Never waits: a save that exceeds a limit is dropped and counted. Raises InvalidRequest
-        for a mistake in the call itself.
+        `units`: the slots of their tokens (`gpu_agent.pool`). `fence`: the slots are not read
+        before it; by default it follows all work enqueued on the calling thread's stream. Never
+        waits: a save that exceeds a limit is dropped and counted. Raises InvalidRequest for a
+        mistake in the call itself.
         """
         timeout_s = self.config.save_timeout_s if timeout_s is None else timeout_s
         pages = self._pages(prefix_hashes, units, pool, timeout_s, fence)
@@ -259,15 +259,15 @@ class Agent:
         timeout_s: float | None = None,
         fence: Fence = None,
     ) -> LoadJob:
-        """Put the leading stored pages of a chain into the slots named by `units`.
+        """Load the leading stored pages of a chain into the slots named by `units`.
 
-        The first `skip_tokens` tokens are in the engine already: pages they cover wholly are not
-        fetched, and their slots are not written. Only the result says which of the other pages are
-        in place: slots of later pages may have been written, with bytes that did not match their
-        checksum. `fence`: as in `save`. Never waits. Raises InvalidRequest for a mistake in the
-        call itself.
+        The first `skip_tokens` tokens are in the engine already: pages that they cover completely
+        are not fetched, and their slots are not written. Only the result says which of the other
+        pages are in place: slots of later pages may have been written with bytes that did not match
+        their checksum. `fence`: as in `save`. Never waits. Raises InvalidRequest for a mistake in
+        the call itself.
 
-        With `placed` the layers travel one after the other: `placed(layer, event)` is called on a
+        With `placed` the layers move one after the other: `placed(layer, event)` is called on a
         worker's thread for each, ascending, and a stream that waits for the event may compute that
         layer. It is not called, or not for all layers, if the load ends early: see `done`.
         """
@@ -348,8 +348,8 @@ class Agent:
         try:
             self._open(pages)
             while not task.run(self._path(buffer, pages.deadline)):
-                pass  # that path was lost, the next one goes on
-            if task.chunked:  # the pages are in place, whatever comes of this
+                pass  # this path was lost, the next one is tried
+            if task.chunked:  # the pages are in place, whatever the touch returns
                 begun(self._ahead, self._touch, pages, pages.prefix_hashes[: task.result.pages])
             self._outage.report(None)
         except KVStoreError as error:
@@ -358,12 +358,12 @@ class Agent:
         return self._counts.loaded(task.result)
 
     def _open(self, pages: PageBatch) -> None:
-        """Open the namespace, unless the calls for pages in place do so."""
+        """Open the namespace, unless the calls for mapped pages do so."""
         if not self._client.maps_arena:
             self._client.open(self.namespace, pages.deadline.remaining())
 
     def _path(self, buffer: torch.Tensor, deadline: Deadline) -> TransferPath:
-        """Return the path that is open now."""
+        """Return the path that can be used now."""
         if self.namespace.key_id or not self._client.maps_arena:
             return BufferedPath(self._client, self._transfer, buffer)
         pages_max = self._client.batch_pages_max(self.namespace, deadline.remaining())
@@ -373,7 +373,7 @@ class Agent:
     def _present(self, pages: PageBatch) -> tuple[bool, ...]:
         """Return which pages are stored, and count those as used.
 
-        A member of a cluster that hangs must not cost the others the time of the save.
+        A hanging member of a cluster must not cost the other pages the time of the save.
         """
         timeout_s = pages.deadline.remaining() / 2
         return self._client.lookup(
@@ -381,9 +381,9 @@ class Agent:
         ).present
 
     def _touch(self, pages: PageBatch, prefix_hashes: list[bytes]) -> None:
-        """Put the chain's age in order again, tail oldest, after it was aged chunk by chunk.
+        """Restore the chain's age order, tail oldest, after it was aged chunk by chunk.
 
-        The pages have moved already, so a failure costs nothing but the order.
+        The pages have moved already, so a failure costs only the order.
         """
         try:
             self._client.lookup(

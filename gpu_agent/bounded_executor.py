@@ -31,9 +31,8 @@ class BoundedExecutor(Generic[Result]):
 
     Thread-safe.
 
-    `submit` never blocks and never raises; its future always gets a result.
-
-    `failed(reason, nbytes)` makes the result of a job that was refused, cancelled, or broke.
+    `submit` never blocks and never raises; its future always gets a result. `failed(reason,
+    nbytes)` makes the result of a job that was refused, cancelled, or broke.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class BoundedExecutor(Generic[Result]):
         self._workers = workers
         self._pending_nbytes_max = pending_nbytes_max
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        # As many as jobs can run; written once, so that the memory is really there
+        # One buffer per running job; written once, so that the memory is allocated
         for _ in range(workers):
             self._buffers.put(torch.empty(buffer_shape, dtype=torch.uint8).zero_())
         self._executor = ThreadPool(workers, f"kvstore-{name}")
@@ -51,7 +50,7 @@ class BoundedExecutor(Generic[Result]):
         self._active: dict[
             concurrent.futures.Future[Result], int
         ] = {}  # future -> page bytes of its job
-        self._pending_nbytes = 0  # their sum: there may be thousands
+        self._pending_nbytes = 0  # their sum, because there may be thousands
         self._running = 0
         self._closed = False
         self._pid = os.getpid()
@@ -62,10 +61,10 @@ class BoundedExecutor(Generic[Result]):
     ) -> concurrent.futures.Future[Result]:
         """Run `work(buffer)` later.
 
-        `nbytes`: what the job counts against the limit.
+        `nbytes`: bytes that the job counts against the limit.
         """
         done: concurrent.futures.Future[Result] = Future()
-        done.set_running_or_notify_cancel()  # from here on nobody can cancel it but we
+        done.set_running_or_notify_cancel()  # from here on only this class can cancel it
         with self._lock:
             reason = self._refusal(nbytes)
             if not reason:
@@ -77,7 +76,7 @@ class BoundedExecutor(Generic[Result]):
     def _refusal(self, nbytes: int) -> str:
         if self._closed:
             return "the agent is closed"
-        if os.getpid() != self._pid:  # where its threads are not
+        if os.getpid() != self._pid:  # a child of a fork, where its threads are missing
             return "the agent was made before a fork; make one in each process"
         pending = self._pending_nbytes
         if pending + nbytes > self._pending_nbytes_max:
@@ -94,9 +93,9 @@ class BoundedExecutor(Generic[Result]):
         work: Callable[[torch.Tensor], Result],
         failed: Callable[[str], Result],
     ) -> str:
-        """Start a job, and return why not: no thread can be had, or the interpreter ends.
+        """Start a job; return the reason if no thread can be started or the interpreter ends.
 
-        Python has put the job in the queue then. `_run` finds that it is not active.
+        Python has queued the job then. `_run` finds that it is not active.
         """
         self._active[done] = nbytes
         self._pending_nbytes += nbytes
@@ -105,7 +104,7 @@ class BoundedExecutor(Generic[Result]):
         except RuntimeError as error:
             self._pending_nbytes -= self._active.pop(done)
             return str(error)
-        except BaseException:  # an interrupt of who submits: nobody will ask for the result
+        except BaseException:  # an interrupt of the caller: nothing will use the result
             self._pending_nbytes -= self._active.pop(done, 0)
             raise
         return ""
@@ -126,7 +125,7 @@ class BoundedExecutor(Generic[Result]):
                 result = failed("the agent is closed") if self.stopping.is_set() else work(buffer)
         except (
             Exception
-        ) as error:  # the edge of a thread: whatever broke, the engine gets its answer
+        ) as error:  # end of a thread's work: the engine needs a result after any error
             log.exception("a %s job broke", self._name)
             result = failed(f"internal error: {error!r}")
         with self._lock:

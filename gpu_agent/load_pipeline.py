@@ -1,4 +1,4 @@
-"""Run a save or a load chunk by chunk, along the path that is open (`transfer_path.py`).
+"""Run a save or a load chunk by chunk, along the path that can be used (`transfer_path.py`).
 
     SaveTask.run(path)    path.save(chunk)                        until all pages are stored
     LoadTask.run(path)    path.fetch(chunk) -> path.place(chunk)  until a page is missing or damaged
@@ -13,7 +13,7 @@ While one part of a load is placed, the next one is fetched, or placed too:
                     fetch 1         | place 1          | fetch 3 ...
 
 In parallel, the link has its next work as soon as one part is placed. This needs a path that may
-write a part before it knows whether the one in front is intact.
+write a part before it knows whether the one before it is intact.
 """
 
 import collections
@@ -35,10 +35,10 @@ DEPTH = 2  # parts of one load that move at a time
 
 @dataclass(frozen=True)
 class SaveResult:
-    """Count the pages of a save.
+    """Pages of a save.
 
-    `stored`: now. `existing`: stored before, or just being stored by another writer. `dropped`: not
-    kept, with the reason.
+    `stored`: by this save. `existing`: stored before, or just being stored by another writer.
+    `dropped`: not kept, with the reason.
     """
 
     stored: int
@@ -49,11 +49,12 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Describe how a load ended.
+    """Result of a load.
 
-    `pages`: leading pages whose KV is in the engine's slots: those that skip_tokens covers wholly,
-    then the `loaded` ones. The content of later pages' slots is undefined: on a GPU they may hold
-    bytes that did not match their checksum. `error`: why a load ended early, None for a plain miss.
+    `pages`: leading pages whose KV is in the engine's slots: those that skip_tokens covers
+    completely, then the `loaded` ones. The content of later pages' slots is undefined: on a GPU
+    they may hold bytes that did not match their checksum. `error`: why a load ended early, None for
+    a plain miss.
     """
 
     pages: int
@@ -63,9 +64,9 @@ class LoadResult:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """`gathered`: the engine may reuse the slots.
+    """A running save. `gathered`: done when the engine may reuse the slots.
 
-    `done`: the outcome; always comes.
+    `done`: the result; it always comes.
     """
 
     gathered: concurrent.futures.Future[None]
@@ -74,7 +75,7 @@ class SaveJob:
 
 @dataclass(frozen=True)
 class LoadJob:
-    """`done`: the outcome; always comes.
+    """A running load. `done`: the result; it always comes.
 
     Until then the slots must not be used.
     """
@@ -94,7 +95,7 @@ class SaveTask:
         self, pages: PageBatch, gathered: concurrent.futures.Future[None], stopping: Event
     ) -> None:
         self.pages = pages
-        self.reason: str | None = None  # of pages that are dropped
+        self.reason: str | None = None  # why pages are dropped
         self.chunked = False  # several calls have aged the chain
         self._gathered = gathered
         self._stopping = stopping
@@ -118,9 +119,9 @@ class SaveTask:
             self._gathered.set_result(None)
 
     def run(self, path: TransferPath) -> bool:
-        """Store what is left along `path`, and return whether the save is over.
+        """Store the remaining pages along `path`, and return whether the save is over.
 
-        It goes on along another path if this one is lost before all slots were read. Raises
+        It continues along another path if this one is lost before all slots were read. Raises
         KVStoreError.
         """
         while self._left:
@@ -136,7 +137,7 @@ class SaveTask:
                     raise
                 return False
             self._left = rest
-            if self._is_full(outcomes):  # without its head the rest of a chain is of no use
+            if self._is_full(outcomes):  # without its head the rest of a chain is useless
                 break
         return True
 
@@ -186,11 +187,10 @@ class LoadTask:
         return LoadResult(self._in_place, self._in_place - self._first, self.error)
 
     def run(self, path: TransferPath) -> bool:
-        """Load what is left along `path`, and return whether the load is over.
+        """Load the remaining pages along `path`, and return whether the load is over.
 
-        It goes on along another path if this one is lost before anything of the next part moved.
-        Raises KVStoreError. However it ends, nothing moves any more and nothing that was fetched is
-        held.
+        It continues along another path if this one is lost before any of the next part moved.
+        Raises KVStoreError. However it ends, afterwards nothing moves and no slot is held.
         """
         count = len(self.pages)
         parts = parts_of(self._in_place, count, path.chunk_pages, path.overlaps)
@@ -222,7 +222,7 @@ class LoadTask:
         try:
             for part in parts:
                 moving = begun(self._ahead, self._move, path, part)
-                if moving is None:  # there is no thread for it
+                if moving is None:  # no thread is free for it
                     while running:
                         yield running.popleft().result()
                     yield self._move(path, part)
@@ -264,7 +264,7 @@ class LoadTask:
     def _place(self, path: TransferPath, part: range, fetched: Fetched) -> int:
         skip = self._skip_tokens - part.start * self.pages.namespace.layout.page_tokens
         placed = self._placed if part.stop == len(self.pages) else None
-        # It skips less than a page, of the first part
+        # Less than a page is skipped, in the first part
         return path.place(fetched, max(0, skip), placed)
 
 
@@ -273,15 +273,15 @@ class _PathLost(Exception):
 
 
 def _goes_on(path: TransferPath, pages: PageBatch) -> bool:
-    """Return whether a job goes on along another path after an error."""
+    """Return whether a job continues along another path after an error."""
     return path.lost and not pages.deadline.passed
 
 
 def parts_of(first: int, count: int, step: int, overlaps: bool) -> list[range]:
     """Return pages `first` to `count`, at most `step` at a time.
 
-    While the first part is fetched nothing is placed, so it is a quarter of the others, where those
-    overlap.
+    Nothing is placed while the first part is fetched, so if parts overlap it is a quarter of the
+    others.
     """
     parts: list[range] = []
     while first < count:

@@ -1,12 +1,12 @@
 """Answer an engine that polls whether pages are stored, and combine several pools' loads.
 
-`LookupCache` asks in the background and answers at once:
+`LookupCache` makes lookups in the background and answers at once:
 
-    lookup   None ... None  True|False      new keys of a step are asked in one call, after `flush`
+    lookup   None ... None  True|False      new keys of a step go in one call, after `flush`
 
-An answer is kept as long as a request that asked for it lives. A miss is asked about again for a
-later request. Pages may be gone when they are loaded: `mark_miss` then keeps an engine from asking
-for them again and again.
+An answer is kept while a request that used it lives. A miss is looked up again for a later request.
+Pages may be gone when they are loaded: `mark_miss` then keeps an engine from requesting them again
+and again.
 
 `covered` and `together` find the prefixes that several pools can restore. A pool that is needed for
 every token (KV, an indexer) covers the lengths up to its first missing page. A pool that holds the
@@ -36,14 +36,13 @@ from kvstore.tracing import request as for_request
 log = logging.getLogger(__name__)
 log.addFilter(NamesRequest())
 
-MISS_S = 2.0  # how long a miss is believed when another request asks: it may have been an outage
+MISS_S = 2.0  # how long a miss is valid for another request: it may have been an outage
 
 
 def covered(present: Sequence[bool], trailing: int = 0) -> list[int]:
     """Return the lengths in pages, ascending, that one pool covers.
 
-    `trailing`: how many pages at a length's end it needs (fewer where the prefix is shorter); 0:
-    all.
+    `trailing`: how many pages it needs at a length's end (fewer for a shorter prefix); 0: all.
     """
     lengths, run = [], 0
     for page, there in enumerate(present):
@@ -85,7 +84,7 @@ class LayerBatch:
     def placed(self, layer: int, event: Fence) -> None:
         """Note a layer of a load (`Agent.load`).
 
-        Waits until it is really there: `ready` takes no event.
+        Waits until it is really in place: `ready` takes no event.
         """
         if event is not None:
             event.synchronize()
@@ -110,8 +109,8 @@ class LayerBatch:
 class _Lookup:
     """The answer for one key.
 
-    `found`: None until the store answered or the wait was over. `asker`: the request that asked
-    first. `requests`: all that asked, for the engine's thread only.
+    `found`: None until the store answered or the wait was over. `asker`: the first request.
+    `requests`: all requests with this key, for the engine's thread only.
     """
 
     __slots__ = ("asked", "asker", "found", "requests")
@@ -126,12 +125,9 @@ class _Lookup:
 class LookupCache:
     """Answers by key.
 
-    The engine's thread calls all methods; only `close` waits.
-
-    `ask(keys)` runs on a thread of its own. Its queue is bounded by the keys of the requests that
-    live.
-
-    The clock is an argument so that tests need not wait.
+    The engine's thread calls all methods; only `close` waits. `ask(keys)` runs on its own thread,
+    with a queue bounded by the keys of live requests. The clock is an argument so that tests need
+    not wait.
     """
 
     def __init__(
@@ -153,7 +149,7 @@ class LookupCache:
         run_in_helper_thread(self._thread.start)
 
     def lookup(self, key: bytes, request: str) -> bool | None:
-        """Return whether a page is stored; None: ask again later.
+        """Return whether a page is stored; None: call again later.
 
         False at the latest after `timeout_s`.
         """
@@ -173,7 +169,7 @@ class LookupCache:
         return self._clock() - lookup.asked > MISS_S
 
     def flush(self) -> None:
-        """Ask for the new keys of the step that is over."""
+        """Look up the new keys of the step that is over."""
         if self._new:
             with self._wake:
                 self._wanted.update(self._new)
@@ -196,7 +192,7 @@ class LookupCache:
                 self._new.pop(key, None)
 
     def close(self) -> None:
-        """Stop, and wait for the call that is under way."""
+        """Stop, and wait for the running call."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
@@ -234,12 +230,12 @@ class LookupCache:
             with for_request(*dict.fromkeys(lookup.asker for lookup in waiting.values())):
                 answers = self._answers(list(waiting))
             for lookup, answer in zip(waiting.values(), answers, strict=True):
-                if lookup.found is None:  # nobody gave it up meanwhile
+                if lookup.found is None:  # not given up meanwhile
                     lookup.found = answer
 
     def _answers(self, keys: Sequence[bytes]) -> Sequence[bool]:
         try:
             return self._ask(keys)
-        except Exception:  # the edge of a thread: whatever broke, the engine gets its answer
+        except Exception:  # end of a thread's work: the engine needs an answer after any error
             log.exception("a lookup of %d pages broke", len(keys))
             return (False,) * len(keys)

@@ -3,8 +3,8 @@
     {"address": "store:7440", "tenant": "team-a", "revision": "2026-11-01", "lookup_timeout_s": 0.5}
 
 Every adapter takes the same flat mapping: the fields of `Identity`, of `ClientConfig`, of
-`AgentConfig`, and those of its own. The environment (KVSTORE_*, KVSTORE_AGENT_*) fills what is not
-given, and what that does not give has the adapter's default, or ours.
+`AgentConfig`, and its own. Missing values come from the environment (KVSTORE_*, KVSTORE_AGENT_*),
+then from the adapter's defaults, then from ours.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from kvstore.secrets import DEFAULT_TENANT, tenant_of
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """Saves and loads run apart from each other, each with these limits.
+    """Limits of saves and of loads, which run apart from each other.
 
     Memory held from the start: 2 x workers x staging_nbytes (saves and loads), 128 MiB by default.
     """
@@ -76,7 +76,7 @@ def agent_config(**values: Any) -> AgentConfig:
 
 @dataclass(frozen=True)
 class Identity(PageKeyConfig):
-    """Whose pages, of which weights, sealed with which key.
+    """Tenant and weights of the pages, and the key that signs them.
 
     Environment: KVSTORE_TENANT, KVSTORE_MODEL, ...
     """
@@ -97,10 +97,7 @@ class Identity(PageKeyConfig):
 
     @cached_property
     def key_id(self) -> str:
-        """Return the id of the key for HMACs, if one is set. Raises ConfigError.
-
-        Raises ConfigError.
-        """
+        """Return the id of the key for HMACs, if one is set. Raises ConfigError."""
         keys = page_keys(self)
         return keys.key_id if keys else ""
 
@@ -121,7 +118,7 @@ class Identity(PageKeyConfig):
 
 @dataclass(frozen=True)
 class Options:
-    """One engine's configuration of the store; `own` are the adapter's own options, those given."""
+    """An engine's options for the store; `own` are the adapter's own options that were given."""
 
     identity: Identity
     client: ClientConfig
@@ -132,9 +129,9 @@ class Options:
 def read_options(
     values: Mapping[str, Any], own: Collection[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> Options:
-    """Parse options; `defaults` are the adapter's. Raises ConfigError naming an unknown option.
+    """Parse options; `defaults` are the adapter's.
 
-    Raises ConfigError naming an option that nobody knows, or its range.
+    Raises ConfigError naming an unknown option, or a value's range.
     """
     kinds = (Identity, ClientConfig, AgentConfig)
     known = {field.name for kind in kinds for field in dataclasses.fields(kind)} | set(own)
@@ -160,9 +157,9 @@ def read_options(
 
 
 def identity_of(values: Mapping[str, Any]) -> Identity:
-    """Return whose pages options name. Raises ConfigError, also for an unreadable token.
+    """Return the identity that options name.
 
-    Raises ConfigError, also for a token that should say the tenant and can not be read.
+    Raises ConfigError, also for an unreadable token that should name the tenant.
     """
     identity = load(Identity, "KVSTORE", values, defaults={"tenant": ""})
     if identity.tenant:

@@ -1,14 +1,11 @@
 """Log one line when the store stops serving this engine, and one when it serves again.
 
-    served   --no answer-->           away      "the store failed, the engine recomputes until it is
-                                                back"
-    any      --unknown credential-->  refused   "the store refuses this engine, which recomputes
-                                                until it is served"
-    any      --a served request-->    served    "the store answers again", or "... serves this
-                                                engine again"
+    served   --no answer-->           away      "the store failed, the engine recomputes until it ..."
+    any      --unknown credential-->  refused   "the store refuses this engine, which recomputes ..."
+    any      --a served request-->    served    "the store answers again", or "... serves this ..."
 
 Only a served request ends `away` and `refused`. Between two refusals the client's circuit breaker
-is open, which looks like a node that is away, so that does not end `refused`.
+is open, which looks like an unreachable node, so that does not end `refused`.
 """
 
 import enum
@@ -31,7 +28,7 @@ from kvstore.tracing import NamesRequest
 log = logging.getLogger(__name__)
 log.addFilter(NamesRequest())
 
-# A node that serves, but refuses one request, may take the next: such lines come this seldom. So do
+# A healthy node may refuse one request and take the next: such lines are logged this seldom. So are
 # outages.
 REFUSALS_S = 10.0
 OUTAGES_S = 10.0
@@ -59,16 +56,16 @@ def startup_warning(error: KVStoreError) -> str:
 
 
 class OutageLog:
-    """Thread-safe.
+    """State of the store as this engine sees it. Thread-safe.
 
-    `report` takes what each request met, None for one that was served.
+    `report` takes the error of each request, None for one that was served.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._state = _State.SERVED
-        self._serves = False  # whether a request was served since the store was away or refused us
+        self._serves = False  # whether a request was served since the last outage or refusal
         self._error: KVStoreError | None = None
         self._refusals_at = 0.0
         self._said = _State.SERVED  # the state that was logged last
@@ -77,7 +74,7 @@ class OutageLog:
 
     @property
     def error(self) -> KVStoreError | None:
-        """Return why requests are not served; None if the last one was, or failed alone."""
+        """Return why requests are not served; None if the last one was, or only that one failed."""
         return self._error
 
     def report(self, error: KVStoreError | None) -> None:
@@ -91,7 +88,7 @@ class OutageLog:
             self._not_served(_State.REFUSED, error)
         elif isinstance(error, _NO_ANSWER):
             self._not_served(_State.AWAY, error)
-        else:  # other requests may be served: this one was too large, over a quota, a reader's save
+        else:  # other requests may be served: this one was too large, over a quota, or not allowed
             self._refused(error)
 
     def _served(self) -> None:
@@ -104,7 +101,7 @@ class OutageLog:
     def _not_served(self, state: _State, error: KVStoreError) -> None:
         with self._lock:
             self._outages += self._state is _State.SERVED
-            # After a refusal the breaker is open, and says Unavailable: that is no other state.
+            # After a refusal the breaker is open and raises Unavailable: that is no other state.
             self._state = _State.REFUSED if self._state is _State.REFUSED else state
             self._serves, self._error = False, error
             state, began = self._state, self._begun()
@@ -113,7 +110,7 @@ class OutageLog:
             log.warning("%s%s: %s", state.value, others, error)
 
     def _begun(self) -> int:
-        """Return how many outages there were with this one if it is to be told of now, else 0."""
+        """Return the number of outages, including this one, if it should be logged now; else 0."""
         now = self._clock()
         if self._said is self._state or now < self._outages_at:
             return 0

@@ -26,14 +26,14 @@ Units: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor]
 
 
 class Space(NamedTuple):
-    """An index space: tokens per unit, and how many units the smallest tensor in it has."""
+    """An index space: tokens per unit, and how many units its smallest tensor has."""
 
     unit_tokens: int
     slots: int
 
 
 class UnitTable:
-    """Hold checked indices of whole pages. Immutable.
+    """Checked indices of whole pages. Immutable.
 
     It has a contiguous int64 CPU tensor `[pages * units per page]` per space. `KVPool.unit_table`
     copies them, because engines reuse their index buffers.
@@ -51,7 +51,7 @@ class UnitTable:
         """Return the table of some pages, in that order."""
         every = range(self.page_count)
         chosen = every[pages] if isinstance(pages, slice) else pages
-        if chosen == every:  # mostly: what torch takes to index is spared
+        if chosen == every:  # the usual case, which avoids torch's cost of indexing
             return self
         which = pages if isinstance(pages, slice) else list(pages)
         picked = {
@@ -69,10 +69,7 @@ def checked_rows(
     page_tokens: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return a checked copy of `indices` on the CPU. Raises InvalidRequest.
-
-    Raises InvalidRequest.
-    """
+    """Return a checked copy of `indices` on the CPU. Raises InvalidRequest."""
     if not isinstance(indices, torch.Tensor) or indices.dtype != torch.int64:
         kind = indices.dtype if isinstance(indices, torch.Tensor) else type(indices).__name__
         raise InvalidRequest(f"units of space {name!r} must be a torch.int64 tensor, not {kind}")
@@ -100,13 +97,13 @@ def checked_rows(
 
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NBYTES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# Elements are moved as integers of the same size: exact for NaNs, and no kernel of torch is missing
-# for an 8-bit float.
+# Elements are moved as integers of the same size: exact for NaNs, and torch lacks no kernel for
+# 8-bit floats.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the layout's name of a torch dtype. Raises InvalidRequest if it has none.
+    """Return the layout's name of a torch dtype.
 
     Raises InvalidRequest if a layout can not hold it.
     """
@@ -119,7 +116,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class PoolPlane:
-    """One plane of one layer: where it lies in a page, and the engine's tensor as integers.
+    """One plane of one layer: its position in a page, and the engine's tensor as integers.
 
     `bits`: `[slots, *unit_shape]`, any strides, an integer dtype of the plane's element size.
     """
@@ -133,9 +130,9 @@ class KVPool:
     """Views of an engine's tensors, one for each (group, layer, plane) of `layout`.
 
     `tensors[group, layer, plane]`: `[slots, *unit_shape]` of the plane's dtype, all on one device.
-    `spaces[group, plane]` names the index space of a plane; without an entry it is "token" for
-    planes indexed by token and "block" for planes indexed by block. Groups whose slots are numbered
-    apart (sliding windows, several block tables) need spaces of their own.
+    `spaces[group, plane]` names the index space of a plane; by default it is "token" for planes
+    indexed by token and "block" for planes indexed by block. Groups whose slots are numbered
+    separately (sliding windows, several block tables) need their own spaces.
 
     Raises InvalidRequest naming group, layer and plane. Immutable.
     """

@@ -19,22 +19,21 @@ from gpu_agent.pool import KVPool, UnitTable
 from kvstore.buffers import Pieces
 from kvstore.errors import InvalidRequest
 
-# What the engine had enqueued on its stream at some moment; None where there are no streams.
+# Marks the work that the engine had enqueued on its stream; None without streams.
 Fence: TypeAlias = torch.cuda.Event | None
-# Called by `gather`: the slots have been read; these pages (positions in `pages`) are complete.
+# Called by `gather`: all slots have been read.
 Gathered: TypeAlias = Callable[[], None]
 Landed: TypeAlias = Callable[[range], None]
-# Called by both: the leaves (`kvstore.checksum`) of all pages, as they were in GPU memory.
+# Called by both moves: the leaves (`kvstore.checksum`) of all pages, as they were in GPU memory.
 Summed: TypeAlias = Callable[[list[bytes]], None]
-# Called by `scatter`: this layer is in its slots once the event has happened (None: it is there
-# now).
+# Called by `scatter`: this layer is in its slots once the event has happened (None: now).
 Placed: TypeAlias = Callable[[int, Fence], None]
 # Called by `scatter` before it reads these pages.
 Ready: TypeAlias = Callable[[range], None]
 
 
 class MappedPages(Sequence[torch.Tensor]):
-    """Describe pages of `nbytes` bytes at `offsets` of memory mapped at `base`.
+    """Pages of `nbytes` bytes at `offsets` of memory mapped at `base`.
 
     Addresses are made at once, tensors on demand: a tensor costs a microsecond, and a load has
     hundreds of pages.
@@ -67,14 +66,14 @@ class MappedPages(Sequence[torch.Tensor]):
 
 
 class Transfer(Protocol):
-    """Thread-safe.
+    """Move pages between slots and page buffers. Thread-safe.
 
     `pages`: one contiguous uint8 CPU tensor `[layout.page_nbytes]` for each page of `units`,
-    anywhere in memory, in the byte order of `PageLayout`. Both moves have ended when they return,
-    and both begin after `fence`. A slot that `units` does not name is neither read nor written.
+    anywhere in memory, in the byte order of `PageLayout`. Both moves begin after `fence` and have
+    ended when they return. A slot that `units` does not name is neither read nor written.
 
     Callbacks run on the calling thread, before the move returns. One that raises ends the move:
-    what was under way has stopped when the exception arrives.
+    nothing moves any more when the exception arrives.
     """
 
     def fence(self, pool: KVPool) -> Fence:
@@ -83,14 +82,14 @@ class Transfer(Protocol):
     def makes_leaves(self, pool: KVPool) -> bool:
         """Return whether the moves can make the leaves of pages in GPU memory.
 
-        Damage on the link and in host memory is found then, and no core hashes the bytes.
+        Then damage on the link and in host memory is found, and no core hashes the bytes.
         """
 
     def pieces(self, pool: KVPool, units: UnitTable) -> list[Pieces] | None:
         """Return each page's segments in the slots, so that no copy is needed.
 
-        None means that pages must be copied: the slots are no host memory, too small, or still the
-        engine's if a load fails.
+        None means that pages must be copied: the slots are not in host memory, too small, or used
+        by the engine even if a load fails.
         """
 
     def gather(
@@ -126,15 +125,15 @@ class Transfer(Protocol):
 
         The engine has these already, and other requests may share their slots.
 
-        With `placed` the layers go one after the other, ascending. It is called for each as soon as
-        its writes are enqueued: a stream that waits for the event may compute that layer while
-        later ones travel. Small layers may share an event.
+        With `placed` the layers move one after the other, ascending. It is called for each as soon
+        as its writes are enqueued: a stream that waits for the event may compute that layer while
+        later ones move. Small layers may share an event.
 
-        `ready` is called for runs of pages before they are read, in order, while earlier ones
-        travel. If it raises, slots of that run and of later pages are untouched. Not with `placed`.
+        `ready` is called for runs of pages before they are read, in order, while earlier ones move.
+        If it raises, slots of that run and of later pages are untouched. Not with `placed`.
 
-        `summed` is called at the end with leaves of what arrived, so damage is found when the slots
-        have been written. Only where `makes_leaves`, not with `placed`.
+        `summed` is called at the end with leaves of the bytes that arrived, so damage is found
+        after the slots were written. Only where `makes_leaves`, not with `placed`.
         """
 
     def host_memory(self, memory: memoryview) -> bool:
@@ -152,7 +151,7 @@ class Transfer(Protocol):
 
 
 class TorchTransfer:
-    """Index gather and scatter, a plane at a time.
+    """Gather and scatter by torch's indexing, a plane at a time.
 
     Makes no leaves.
     """

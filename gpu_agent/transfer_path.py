@@ -1,11 +1,10 @@
 """Move chunks of pages between slots and the store, in mapped memory or through a buffer.
 
-    MappedPath      slots <-> the node's slots, mapped here           shared memory
-    BufferedPath    slots <-> page buffer <-> client's put and get    any transport, and sealed
-                                                                      pages
-                    slots <-> client's put and get                    the same, for host memory
+    MappedPath      slots <-> the node's slots, mapped here          shared memory
+    BufferedPath    slots <-> page buffer <-> client's put and get   any transport, and signed pages
+                    slots <-> client's put and get                   the same, for host memory
 
-Pages of a keyed namespace are sealed and checked in a buffer or in the engine's own memory. In the
+Pages of a keyed namespace are signed and verified in a buffer or in the engine's own memory. In the
 node's memory other processes could change them before or after. Both paths store and load the same
 bytes. A load takes the pages in order, and only as far as they are intact.
 """
@@ -39,11 +38,11 @@ log.addFilter(LogRate())
 log.addFilter(NamesRequest())
 
 # Bytes that one task hashes. A chunk is cut into enough tasks to keep all threads busy. Smaller
-# tasks cost more than they spread, larger ones end late (H200).
+# tasks cost more than they save, larger ones end late (H200).
 HASHED_NBYTES_MIN, HASHED_NBYTES_MAX = 1 << 20, 8 << 20
 HASHED_TASKS = 16
 # How long a save and a load wait while a node's memory is page-locked, at its first use. A load
-# waits less, because computing is sooner done.
+# waits less, because computing is soon faster.
 SAVE_WAIT_S, LOAD_WAIT_S = 5.0, 0.25
 
 
@@ -70,11 +69,10 @@ class PageBatch:
 
 
 class TransferPath(Protocol):
-    """Methods raise KVStoreErrors; whatever happens, nothing moves any more when they return.
+    """A way to move chunks. Methods raise KVStoreErrors; after they return, nothing moves any more.
 
-    `chunk_pages`: how many pages go at a time. `asks_first`: `save` asks the node before it
-    gathers, so a short save needs no lookup. `overlaps`: a chunk may be fetched while another is
-    placed.
+    `chunk_pages`: pages of one chunk. `asks_first`: `save` makes a lookup before it gathers, so a
+    short save needs no other one. `overlaps`: a chunk may be fetched while another is placed.
     """
 
     asks_first: bool
@@ -83,7 +81,7 @@ class TransferPath(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Return whether the near node does not answer, or is near no more."""
+        """Return whether the near node does not answer, or is no longer near."""
 
     def verifies_in_slots(self, pool: KVPool) -> bool:
         """Return whether pages are verified in their slots, so chunks may be placed in parallel."""
@@ -91,27 +89,27 @@ class TransferPath(Protocol):
     def save(self, chunk: PageBatch, gathered: Gathered | None) -> list[PutOutcome]:
         """Store a chunk.
 
-        `gathered` is called when its slots have been read, if any is wanted.
+        `gathered` is called, if given, when its slots have been read.
         """
 
     def fetch(self, chunk: PageBatch) -> "Fetched":
-        """Begin a load: find where the pages are, and start to verify them."""
+        """Begin a load: find the pages, and start to verify them."""
 
     def place(self, fetched: "Fetched", skip_tokens: int, placed: Placed | None) -> int:
         """Copy fetched pages to their slots, and return the number of leading ones that arrived.
 
-        Closes what was fetched. Slots of later pages have no defined content. `placed` is called
-        only if all pages of the chunk arrived: a layer without a page is not in place, and an
-        engine that was told so would compute over the slots' old content.
+        Closes the fetched chunk. Slots of later pages have undefined content. `placed` is called
+        only if all pages of the chunk arrived: a layer without a page is not in place, and the
+        engine would compute over the slots' old content.
         """
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """Hold a chunk on its way to the slots; `close` releases what it holds, placed or not.
+    """A chunk on its way to the slots; `close` releases what it holds, placed or not.
 
-    `slots`: the node's, `pages` are their leading hits. `hashes`: of the pages, unless the GPU
-    makes leaves of what arrives there.
+    `slots`: the node's; `pages` are their leading hits. `hashes`: of the pages, unless the GPU
+    makes the leaves of the bytes that arrive there.
     """
 
     chunk: PageBatch
@@ -145,8 +143,8 @@ class Fetched:
 class BufferedPath:
     """Move pages through `buffer`, a uint8 CPU tensor `[chunk_pages, page_nbytes]`.
 
-    Pages that the transfer knows in pieces do not use it: they are sent from the slots, and
-    received there and then verified.
+    Pages that the transfer offers as segments do not use it: they are sent from the slots, and
+    received and verified there.
     """
 
     asks_first = False
@@ -182,7 +180,8 @@ class BufferedPath:
     def place(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
         """Get pages and copy them into the slots; return how many are in place."""
         chunk = fetched.chunk
-        whole = not (skip_tokens or placed)  # else some slots are not written, or layer by layer
+        # otherwise some slots are not written, or layer by layer
+        whole = not (skip_tokens or placed)
         pieces = self._transfer.pieces(chunk.pool, chunk.table) if whole else None
         if pieces is not None:
             return self._get(chunk, pieces)
@@ -212,10 +211,10 @@ class BufferedPath:
 
 
 class MappedPath:
-    """Move pages straight from and to the node's arena, which the client has mapped.
+    """Move pages directly from and to the node's arena, which the client has mapped.
 
-    The GPU hashes the pages. Where it can not, `hashers` do, beside the copies: a core hashes 10 to
-    25 GB/s of memory that it has not seen, a GPU's link moves 55.
+    The GPU hashes the pages. If it can not, `hashers` do, beside the copies: a core hashes 10 to 25
+    GB/s of memory that is not in its cache, a GPU's link moves 55.
     """
 
     asks_first = True
@@ -302,9 +301,9 @@ class MappedPath:
         return intact
 
     def _scatter_and_verify(self, fetched: Fetched, skip_tokens: int) -> int:
-        """Write all pages, and return how many are in front of the first damaged one.
+        """Write all pages, and return how many precede the first damaged one.
 
-        The GPU makes leaves of what arrived. The slots of later pages have no defined content.
+        The GPU makes leaves of the bytes that arrived. Slots of later pages have undefined content.
         """
         chunk, pages, leaves = fetched.chunk, fetched.pages, list[bytes]()
         table = chunk.table.select(slice(len(pages)))
@@ -314,10 +313,10 @@ class MappedPath:
         return fetched.intact(0, leaves)  # a page without leaves does not count
 
     def _verify_and_scatter(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
-        """Write the pages in front of the first damaged one, and return their number.
+        """Write the pages before the first damaged one, and return their number.
 
-        Whole pages travel while later ones are still hashed. Layer by layer, all pages must be
-        intact before the first layer travels.
+        Whole pages move while later ones are still hashed. Layer by layer, all pages must be intact
+        before the first layer moves.
         """
         chunk, pages, count = fetched.chunk, fetched.pages, len(fetched.pages)
         assert fetched.slots is not None
@@ -339,7 +338,7 @@ class MappedPath:
                 return count
         except _Damaged as damaged:
             count = damaged.page
-        if count:  # the pages in front of a damaged one, or all of them layer by layer
+        if count:  # the pages before a damaged one, or all of them layer by layer
             table, all_placed = (
                 chunk.table.select(slice(count)),
                 placed if count == len(chunk) else None,
@@ -354,7 +353,7 @@ class MappedPath:
     ) -> MappedPages:
         """Return pages of the arena.
 
-        Raises Exhausted while it is still made ready for copies.
+        Raises Exhausted while it is still being prepared for copies.
         """
         if not self._transfer.host_memory(arena.memory):
             wait_s = min(wait_s, chunk.deadline.remaining())
@@ -365,7 +364,7 @@ class MappedPath:
         return MappedPages(arena.memory, arena.address, offsets, chunk.namespace.layout.page_nbytes)
 
     def _report(self, chunk: PageBatch, page: int) -> None:
-        """Let the node check its copy and drop it.
+        """Make the node verify its copy and drop it.
 
         The load has ended before that page anyway.
         """
@@ -384,7 +383,7 @@ class MappedPath:
 
 
 class _Damaged(Exception):
-    """A page is not what its writer stored."""
+    """A page differs from what its writer stored."""
 
     def __init__(self, page: int) -> None:
         super().__init__(f"page {page}")

@@ -1,11 +1,11 @@
 """Number the versions of the weights, so that pages of earlier ones miss.
 
-For engines that change weights while they run, or are told to forget. What was stored before is not
-removed: others with the same weights go on using it, and a process that starts again with the old
-weights finds it.
+For engines that change weights while they run, or are told to forget. Pages stored before are not
+removed: other engines with the same weights still use them, and a process that starts again with
+the old weights finds them.
 
-Ranks that share pages must come to the same epoch without a word, in the same order of calls. Its
-numbers are therefore drawn from a seed that torch's ranks agree on once. The state belongs to the
+Ranks that share pages must reach the same epoch without communication, from the same order of
+calls. So epochs are drawn from a seed that torch's ranks agree on once. The state belongs to the
 process: an adapter that is closed and made again must not bring the old pages back.
 """
 
@@ -22,7 +22,7 @@ _STORE_KEY = "kvstore/epoch-seed"
 
 
 class WeightsVersions:
-    """Thread-safe.
+    """Versions of the weights. Thread-safe.
 
     `seed`: equal on ranks that share pages, different in every launch.
     """
@@ -33,7 +33,7 @@ class WeightsVersions:
         self._advances = 0
 
     def current(self, first: int) -> int:
-        """Return `first` before any `advance`, then 63 bits that nobody used before."""
+        """Return `first` before any `advance`, then 63 random bits."""
         with self._lock:
             if not self._advances:
                 return first
@@ -51,9 +51,9 @@ _epochs: WeightsVersions | None = None
 
 
 def process_epochs() -> WeightsVersions:
-    """Return this process's versions; the first call may ask torch's store.
+    """Return this process's versions.
 
-    The first call may ask torch's store, so it belongs into the start.
+    The first call may use torch's store, so it belongs into the start.
     """
     global _epochs
     with _lock:
@@ -72,7 +72,7 @@ def _agreed_seed() -> str:
         return str(store.compare_set(_STORE_KEY, "", mine).decode())
     except (
         RuntimeError
-    ) as error:  # nothing is wrong but that ranks will not find each other's pages after a clear
+    ) as error:  # only effect: after a clear, ranks do not find each other's pages
         log.warning(
             "ranks did not agree on an epoch, shared pages will miss after a clear: %s", error
         )

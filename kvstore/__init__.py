@@ -1,9 +1,7 @@
 """kvstore: a distributed KV-cache store for LLM inference.
 
-This package is what clients need.
-
-What is named here is imported when it is first used: a node's I/O process needs the errors and the
-checksum, and would otherwise start with gRPC and a whole client, in twice the time.
+This package is what clients install. Names are imported on first use: a node's disk I/O process
+needs only the errors and the checksum. Importing gRPC and the client would double its start time.
 """
 
 from importlib import import_module
@@ -72,7 +70,7 @@ _HOMES = {
     "Keep": "results",
     "LookupResult": "results",
     "PutOutcome": "results",
-}  # all others: errors
+}  # every other name comes from errors
 
 if not TYPE_CHECKING:
 

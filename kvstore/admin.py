@@ -30,21 +30,22 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 Result = TypeVar("Result")
 
-PREFIX_HASHES_MAX = 1 << 20  # of one call of ours; the node's own limit splits it into batches
-REMOVALS_MAX = 8  # of a tenant that goes on putting pages
-FORGET_TIMEOUT_S = 600.0  # the rows of a large disk are rewritten and scanned at its pace
+# keys of one call of this client; it splits them by the node's own limit
+PREFIX_HASHES_MAX = 1 << 20
+REMOVALS_MAX = 8  # rounds of removals while a tenant keeps putting pages
+FORGET_TIMEOUT_S = 600.0  # a large disk's rows are rewritten and scanned at the disk's pace
 _FORGOTTEN = ("namespaces", "pages", "ram_nbytes", "keys_destroyed", "left")
-RECOVER_TIMEOUT_S = 45.0  # a node gives a disk that hangs 30 s, and says so then
+RECOVER_TIMEOUT_S = 45.0  # a node waits 30 s for a hanging disk, then reports it
 
 
 class Admin:
     """Administer one node, or all members of a cluster.
 
-    `kvstore.Client` is one.
+    `kvstore.Client` inherits from it.
 
-    What is done at all members raises what one of them raised; the others have done it then. With
-    `away`, members that could not be asked are noted there, by id, and the call returns what the
-    others answered; if none did, it raises.
+    A call to all members raises the error of one member after the others have finished. With
+    `away`, members that could not be reached are recorded there by id, and the call returns the
+    answers of the others. If no member answered, it raises.
     """
 
     def __init__(self, config: ClientConfig) -> None:
@@ -56,9 +57,9 @@ class Admin:
         self._fan_out = FanOut(config)
 
     def open(self, namespace: Namespace, timeout_s: float | None = None) -> None:
-        """Register the namespace now, at the node that is alone or near.
+        """Register the namespace now, at the single node or at the near node.
 
-        Every other call does it by itself when needed.
+        Every other call registers it on demand.
         """
         self._fan_out.open(namespace, self._deadline(timeout_s))
 
@@ -69,7 +70,7 @@ class Admin:
         timeout_s: float | None = None,
         away: Away | None = None,
     ) -> VerifyResult:
-        """Have nodes check their copies of these pages and drop those that are bad."""
+        """Make nodes verify their copies of these pages and drop corrupt ones."""
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
 
         def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[int]:
@@ -92,11 +93,11 @@ class Admin:
     ) -> list[bool]:
         """Remove pages, pinned ones too.
 
-        Return True for each that was there.
+        Return True for each page that existed.
 
-        All members of a cluster are asked, also those of a view that arrives meanwhile. Pages that
-        were there are removed again until none is: a member may have handed a page to another just
-        before it removed it, and that one to a third.
+        All members of a cluster are called, also members of a view that arrives meanwhile. Removals
+        are repeated until no page is found: a member may have replicated a page just before it
+        removed it.
         """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         deadline, nodes = self._deadline(timeout_s), self._fan_out.nodes
@@ -126,7 +127,7 @@ class Admin:
         deadline: Deadline,
         away: Away | None,
     ) -> list[bool]:
-        """Remove pages at all members, once at each."""
+        """Remove pages at all members, with one call to each."""
 
         def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[bool]:
             hashes = select(prefix_hashes, indices)
@@ -145,9 +146,9 @@ class Admin:
         ttl_s: float,
         timeout_s: float | None = None,
     ) -> list[bool]:
-        """Keep pages from eviction for `ttl_s` seconds.
+        """Protect pages from eviction for `ttl_s` seconds.
 
-        Return True for each that is there, where `get` finds it.
+        Return True for each page that `get` would find.
         """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         message = functools.partial(pb.PinRequest, ttl_ms=max(0, round(ttl_s * 1000)))
@@ -199,8 +200,8 @@ class Admin:
     ) -> Iterator[pb.PageStat]:
         """Yield a namespace's pages, ordered by prefix hash, in chunks from the nodes.
 
-        `limit` 0 yields all; `after` skips hashes up to that one. A cluster's members that answer
-        are merged, and a page that several of them hold is yielded once.
+        `limit` 0 yields all; `after` skips hashes up to that one. The lists of a cluster's members
+        are merged; a page with several copies is yielded once.
         """
         first = pb.ListRequest(
             namespace=namespace.digest, key_prefix=key_prefix, page_token=after, limit=limit
@@ -245,7 +246,7 @@ class Admin:
         return summed(info for reply in replies.values() for info in reply.namespaces)
 
     def view(self, timeout_s: float | None = None) -> View | None:
-        """Return the newest view of the cluster that a member sent; None: the node is alone."""
+        """Return the newest view of the cluster; None for a node without a cluster."""
         return self._fan_out.nodes.found(self._deadline(timeout_s))
 
     def node_status(self, timeout_s: float | None = None) -> pb.NodeStatusReply:
@@ -257,7 +258,7 @@ class Admin:
     def statuses(
         self, timeout_s: float | None = None
     ) -> dict[str, pb.NodeStatusReply | KVStoreError]:
-        """Return each node's own status, or why it can not be asked, by address."""
+        """Return each node's own status, or the error of the call, by address."""
         return self._fan_out.each(
             _calls("node_status", pb.NodeStatusRequest()), None, self._deadline(timeout_s)
         )
@@ -272,7 +273,7 @@ class Admin:
         )
         deadline = self._deadline(timeout_s)
         removed = 0
-        while True:  # as `remove` does it
+        while True:  # as in `remove`
             count = sum(
                 int(reply.removed)
                 for reply in self._all("remove_namespace", request, namespace, deadline)
@@ -284,20 +285,20 @@ class Admin:
     def forget(
         self, tenant: str, timeout_s: float = FORGET_TIMEOUT_S, away: Away | None = None
     ) -> pb.ForgetReply:
-        """Erase all that a tenant has, in RAM and on disk.
+        """Erase everything that a tenant stores, in RAM and on disk.
 
         Return sums over the nodes.
 
-        `left` is 0 if nothing is left; `why` says what is. `plain_disk`: of a disk that is not
-        encrypted, bytes may stay on the medium until other pages overwrite them. A page that the
-        tenant puts meanwhile may stay, as a new one.
+        `left` is 0 if nothing is left; `why` gives the reason otherwise. `plain_disk`: bytes on an
+        unencrypted disk may stay on the medium until other pages overwrite them. Pages that the
+        tenant puts meanwhile are new pages and may stay.
         """
         deadline = self._deadline(timeout_s)
         request = pb.ForgetRequest(tenant=tenant, removal=os.urandom(REMOVAL_NBYTES))
         request.remove_only = self.view(timeout_s) is not None
         total = pb.ForgetReply()
         for _ in range(REMOVALS_MAX if request.remove_only else 0):
-            # As in `remove`: a member may have handed a page to another meanwhile.
+            # As in `remove`: a member may replicate a page meanwhile.
             replies = self._all("forget", request, None, deadline, away)
             total.pages += (count := sum(int(reply.pages) for reply in replies))
             total.ram_nbytes += sum(int(reply.ram_nbytes) for reply in replies)
@@ -327,9 +328,9 @@ class Admin:
     def scrub(
         self, cursor: bytes = b"", nbytes_max: int = 0, timeout_s: float | None = None
     ) -> pb.ScrubReply:
-        """Have the node verify a part of its disk.
+        """Make the node verify a part of its disk.
 
-        Go on with `next_cursor` until it is empty.
+        Continue with `next_cursor` until it is empty.
         """
         return cast(
             pb.ScrubReply,
@@ -337,7 +338,7 @@ class Admin:
         )
 
     def recover(self, timeout_s: float = RECOVER_TIMEOUT_S) -> None:
-        """Have the node try its failed disk again.
+        """Make the node use its failed disk again.
 
         Raises Exhausted if it still fails, or hangs for 30 s.
         """
@@ -346,10 +347,10 @@ class Admin:
     def drain(self, end: bool = False, timeout_s: float | None = None) -> pb.DrainReply:
         """Drain the named member: it hands its pages to the members that own them without it.
 
-        Return how far it is; `end`: it serves again.
+        Return the progress. `end` cancels the drain: the member serves again.
 
-        Raises InvalidRequest at a node that is in no cluster, or in one whose members are a fixed
-        list.
+        Raises InvalidRequest at a node without a cluster, or in a cluster with a fixed list of
+        members.
         """
         return cast(pb.DrainReply, self._only("drain", pb.DrainRequest(end=end), timeout_s))
 
@@ -387,7 +388,7 @@ class Admin:
         return self._fan_out.one(_calls(op, request), None, self._deadline(timeout_s), op)
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
-        # Before any lock, which a thread of the parent may hold for ever here
+        # Checked before any lock: after a fork, a thread of the parent may hold it for ever.
         check_process(self._pid)
         return Deadline(self.config.timeout_s if timeout_s is None else timeout_s)
 
@@ -407,7 +408,7 @@ def summed(infos: Iterable[pb.NamespaceInfo]) -> list[tuple[Namespace, pb.Namesp
 def answered(outcomes: Mapping[str, Result | KVStoreError]) -> dict[str, Result]:
     """Return the answers of the nodes that answered.
 
-    Raises what one of them raised if none did.
+    Raises the error of one of them if none did.
     """
     found = {
         address: outcome
@@ -444,7 +445,7 @@ def _asks(
 
 
 def _healths(reply: pb.VerifyReply) -> Sequence[int]:
-    """Return the health of each page; of an older node in any order: it has no copies elsewhere."""
+    """Return the health of each page. Older nodes do not report copies elsewhere."""
     counted = (
         [pb.PAGE_INTACT] * reply.intact
         + [pb.PAGE_DROPPED] * reply.dropped

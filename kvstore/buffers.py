@@ -1,11 +1,10 @@
 """View and copy callers' buffers: flat byte views without a copy, and without importing torch.
 
-Large copies let the process's other threads run on. A page's bytes lie in one run of memory or in
-several, as in an engine's pool whose K and V are far apart, and travel one piece after the other:
+Large copies release the GIL. A page's bytes lie in one run of memory or in several segments, as in
+an engine's pool whose K and V are far apart. Segments are sent one after the other:
 
-    a page     | piece 0 ... | piece 1 | piece 2 ....... |      buffers of the caller, in the page's
-                                                                order
-    a slot     |                                         |      at a node it is one run
+    a page     | segment 0 ..... | segment 1 | segment 2 ..... |   the caller's buffers, in order
+    a slot     |                                               |   at a node: one run of memory
 """
 
 import contextlib
@@ -17,8 +16,9 @@ from typing import Any, TypeAlias
 
 from kvstore.errors import InvalidRequest
 
-# Copied, hashed or joined while the GIL is kept: 5 to 15 us. To give it up and get it back costs as
-# much, and up to `sys.getswitchinterval()`, 5 ms, beside a thread that computes.
+# Up to this size, bytes are copied, hashed or joined with the GIL held: 5 to 15 us. Releasing and
+# retaking the GIL costs as much, and up to `sys.getswitchinterval()`, 5 ms, beside a thread that
+# computes.
 HELD_NBYTES_MAX = 64 << 10
 
 Pieces: TypeAlias = tuple[memoryview, ...]  # flat views of bytes, one or more
@@ -48,13 +48,13 @@ class _PyBuffer(ctypes.Structure):
     )
 
 
-# Our own, because `ctypes.pythonapi` and its functions' types are everybody's
+# A private instance: `ctypes.pythonapi` and its functions' types are shared by the whole process.
 _python = ctypes.PyDLL(None)
 _export, _release = _python.PyObject_GetBuffer, _python.PyBuffer_Release
 _export.argtypes = (ctypes.py_object, ctypes.c_void_p, ctypes.c_int)
 _release.argtypes = (ctypes.c_void_p,)
 _release.restype = None
-# These keep the GIL, as those of `ctypes` do not.
+# PyDLL keeps the GIL during these calls; `ctypes.memmove` releases it.
 _memmove, _memset = _python.memmove, _python.memset
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
@@ -79,8 +79,7 @@ def byte_view(buffer: Any, writable: bool = False) -> memoryview:
 def copy(target: memoryview, source: memoryview) -> None:
     """Copy between flat views of one length; the source may be read-only.
 
-    More than HELD_NBYTES_MAX bytes are copied without the GIL, which the assignment keeps: other
-    threads run meanwhile.
+    More than HELD_NBYTES_MAX bytes are copied with the GIL released, so that other threads run.
     """
     if source.nbytes <= HELD_NBYTES_MAX:
         target[:] = source
@@ -126,7 +125,7 @@ def copying(target: memoryview, source: memoryview) -> Iterator[Callable[[int, i
 
 
 def advise(memory: mmap.mmap, advice: int, start: int, nbytes: int) -> None:
-    """Call `memory.madvise(advice, start, nbytes)` without the GIL, which mmap's method holds.
+    """Call `memory.madvise(advice, start, nbytes)` with the GIL released; mmap's method holds it.
 
     Filling page tables takes 75 µs per MiB. Raises OSError.
     """
@@ -164,7 +163,7 @@ def _buffer_view(buffer: Any) -> memoryview:
         )
     if view.format == "B" and view.ndim == 1:
         return view
-    # Nothing, in several dims, can not be cast: a slice of a pool that has no slot.
+    # An empty view with several dimensions can not be cast: a slice of a pool without slots.
     return view.cast("B") if view.nbytes else memoryview(b"" if view.readonly else bytearray())
 
 

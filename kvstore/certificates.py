@@ -1,8 +1,8 @@
-"""Read PEM files of certificates and keys: together, checked whole, and again when they change.
+"""Read PEM files of certificates and keys, check them as a set, and reload them when they change.
 
-authorities    whose certificates of the other side are believed
-certificate    what this side shows: its own first, then those between it and its authority
-key            of that certificate; nobody but its owner may read it
+authorities    certificates of the authorities that sign the peer's certificate
+certificate    this side's own certificate, then its intermediate certificates
+key            the key of that certificate; only its owner may read it
 """
 
 import datetime
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
 FILE_NBYTES_MAX = 16 << 20
-NEAR_END_S = 7 * 24 * 3600.0  # so long before a certificate's time is up it is warned of
-SYSTEM = "system"  # in place of a file of authorities: those that this host believes
+NEAR_END_S = 7 * 24 * 3600.0  # expiry is logged from this long before the end of a certificate
+SYSTEM = "system"  # instead of a file of authorities: those that this host trusts
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 PAIR_TRIES, PAIR_S = 5, 0.05
 _OTHERS = stat.S_IRWXO
@@ -33,7 +33,7 @@ _OTHERS = stat.S_IRWXO
 
 @dataclass(frozen=True)
 class Pems:
-    """What the files hold; empty: there is no such file."""
+    """Content of the files; empty for a file that does not exist."""
 
     roots: bytes = b""
     chain: bytes = b""
@@ -51,7 +51,7 @@ class Pems:
             try:
                 with open(fd, "wb", closefd=False) as both:
                     both.write(self.key + b"\n" + self.chain)
-                # Nobody is asked for one
+                # An empty password, so that OpenSSL does not prompt for one.
                 context.load_cert_chain(f"/proc/self/fd/{fd}", password="")
             finally:
                 os.close(fd)
@@ -59,7 +59,7 @@ class Pems:
 
 
 class _NoPair(ConfigError):
-    """A key of another certificate."""
+    """The key belongs to another certificate."""
 
 
 class PemFiles:
@@ -67,9 +67,9 @@ class PemFiles:
 
     Thread-safe.
 
-    `settings`: what the paths are called in its configuration. `check` raises ConfigError for
-    content that is not to come into force. A client has no check: the standard library reads no
-    dates, and the node judges them.
+    `settings`: names of the paths in the configuration. `check` raises ConfigError for content that
+    must not be used. A client has no check: the standard library does not read validity dates, and
+    the node checks them.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PemFiles:
             f"{setting}={path}" if path else ""
             for setting, path in zip(settings, (ca, cert, key), strict=True)
         )
-        self.problem = ""  # why what the files hold now is not in force
+        self.problem = ""  # why the current content of the files is not used
         self._looked_at = [
             file
             for file in (self._ca, self._cert, self._key)
@@ -163,7 +163,7 @@ class PemFiles:
     def _private(self) -> bytes:
         key, about = read_guarded(self._key, _OTHERS, FILE_NBYTES_MAX), checked_stat(self._key)
         mode = stat.S_IMODE(about.st_mode)
-        # A secret's, by fsGroup
+        # A Kubernetes secret that fsGroup makes readable.
         lent = about.st_uid != os.geteuid() and not mode & (stat.S_IWGRP | stat.S_IXGRP)
         if mode & stat.S_IRWXG and not lent:
             path = path_of(self._key)
@@ -192,10 +192,7 @@ def date(seconds: float) -> str:
 
 
 def system_roots() -> list[bytes]:
-    """Return the authorities that this host trusts, or those of SSL_CERT_FILE. Raises ConfigError.
-
-    Raises ConfigError.
-    """
+    """Return the authorities of this host, or those of SSL_CERT_FILE. Raises ConfigError."""
     found = ssl.create_default_context().get_ca_certs(binary_form=True)
     if not found:
         raise ConfigError(

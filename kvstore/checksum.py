@@ -6,9 +6,9 @@ The root is bound to the page's key.
     leaf i    = xxh3_64 of part i, made by any thread or by a GPU
     checksum  = xxh3_128 of all leaves, seeded with the key
 
-Made where a page is made and checked where it is used, so one checksum covers wire, RAM and disk. A
-part is checked by its leaf alone. The seed binds the bytes to their key: an intact page under the
-wrong key does not match either.
+The checksum is computed where a page is made and verified where it is used, so one checksum covers
+transport, RAM and disk. A part is verified by its leaf alone. The seed binds the bytes to their
+key: an intact page under the wrong key does not match.
 """
 
 from collections.abc import Iterable
@@ -20,13 +20,13 @@ from kvstore.buffers import HELD_NBYTES_MAX
 
 CHECKSUM_NBYTES = 16
 LEAF_SUM_NBYTES = 8
-# Of a part. Smaller ones would ask for the GIL more often, each time up to 5 ms beside a thread
+# Bytes of a part. Smaller parts would take the GIL more often, each time up to 5 ms beside a thread
 # that computes.
 LEAF_NBYTES = 1 << 20
-LEAVES_MAX = 64  # of a page; parts of larger pages are larger
-hash64 = xxhash.xxh3_64_intdigest  # of few bytes: it keeps the GIL
+LEAVES_MAX = 64  # leaves of a page; parts of larger pages are larger
+hash64 = xxhash.xxh3_64_intdigest  # for short input: it keeps the GIL
 
-# Hashing right behind a copy of this many bytes finds them in the cache: measured at 256 KiB,
+# Hashing directly behind a copy of this many bytes finds them in the CPU cache: at 256 KiB,
 # receiving and hashing a 1 MiB page costs no more than receiving it (docs/decisions/0003).
 CHUNK_NBYTES = 256 * 1024
 
@@ -50,9 +50,9 @@ def cuts(page_nbytes: int) -> tuple[tuple[int, int], ...]:
 def leaf(part: memoryview | bytes) -> bytes:
     """Hash one part of a page: 8 bytes, big-endian as xxHash's canonical form.
 
-    In one call only while that is short: before 4.0 the package's one-shot digests keep the GIL
-    however long they take (5 ms delays in an engine), an object's `update` gives it up in every
-    version that we allow.
+    Only short parts are hashed in one call. Before 4.0, the package's one-shot digests keep the GIL
+    for any length (5 ms delays in an engine); an object's `update` releases it in every version
+    that we allow.
     """
     if len(part) <= HELD_NBYTES_MAX:
         return xxhash.xxh3_64_digest(part)
@@ -94,7 +94,7 @@ def parts_match(page: memoryview, of_leaves: bytes, ranges: Iterable[tuple[int, 
 
 
 class Leaves:
-    """The same of bytes that come in pieces: `update(piece)`, and then `digest()`."""
+    """Compute the leaves of a page that arrives in segments: `update(piece)`, then `digest()`."""
 
     def __init__(self, page_nbytes: int) -> None:
         self._cuts = cuts(page_nbytes)

@@ -1,12 +1,10 @@
 """Store and read pages: batched, thread-safe, every call under a deadline.
 
-    Client -- routing: which nodes? -- channel: breaker, retry -- transport: shm, bulk or gRPC --
-    node
+    Client -- routing: which nodes? -- channel: breaker, retry -- transport: shm, bulk, gRPC -- node
 
-Page bytes move between the caller's buffers and the node's memory, or the socket, without a copy in
-between. Index 0 of every batch is the head of a prefix chain. A miss, a page that does not match
-its checksum, and a page that could not be stored are values; errors mean the node could not be
-asked.
+Page bytes move between the caller's buffers and the node's memory, or the socket, without another
+copy. Index 0 of every batch is the head of a prefix chain. A miss, a page that does not match its
+checksum, and a page that could not be stored are values; errors mean that no node could be called.
 """
 
 import contextlib
@@ -58,7 +56,8 @@ from kvstore.transports.shm import ShmWire
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
-PROMISED = (PutOutcome.STORED, PutOutcome.EXISTS)  # outcomes for which a put's promise holds
+# outcomes after which the page is as safe as the put's options require
+PROMISED = (PutOutcome.STORED, PutOutcome.EXISTS)
 
 
 class Client(Admin):
@@ -109,9 +108,9 @@ class Client(Admin):
 
     @property
     def maps_arena(self) -> bool:
-        """Return whether `open_put` and `open_get` work; after the first call, such as `open`.
+        """Return whether `open_put` and `open_get` work; known after a first call, such as `open`.
 
-        They do not while a near node fails: `put` and `get` do without it.
+        They do not work while a near node fails; `put` and `get` do.
         """
         link = self._fan_out.nodes.at_hand
         return link is not None and link.wire_name == ShmWire.name
@@ -137,8 +136,8 @@ class Client(Admin):
     ) -> LookupResult:
         """Return which of these pages are stored.
 
-        `touch` counts as a use. A plain lookup does not, so that polling can not keep dead pages
-        alive.
+        `touch` counts as a use for eviction. A plain lookup does not, so polling can not keep dead
+        pages alive.
         """
 
         def ask(
@@ -167,11 +166,11 @@ class Client(Admin):
 
         Pages that exist are touched, not sent.
 
-        `pages`: a buffer for each page, or a list or tuple of buffers that hold its bytes one after
-        the other, of exactly `layout.page_nbytes` bytes. Give the whole chain, head first: the node
-        ages it tail first. Raises Exhausted only if nothing at all could be kept, and for a durable
-        put whose pages are visible but not safe. Here and in gets, raises ConfigError for a
-        namespace that is keyed with another key than this client has.
+        `pages`: a buffer for each page, or a list or tuple of buffers that together hold exactly
+        `layout.page_nbytes` bytes. Pass the whole chain, head first: the node ages it tail first.
+        Raises Exhausted only if no page could be stored, and for a durable put whose pages are
+        visible but not yet durable. Raises ConfigError for a namespace that is keyed with another
+        key than this client's; so do gets.
         """
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         views = page_segments(pages, namespace.layout.page_nbytes)
@@ -187,7 +186,7 @@ class Client(Admin):
                     raise
                 raise Exhausted(
                     f"it can not promise these pages: {error}"
-                ) from error  # their owners may
+                ) from error  # the other owners may still store them
 
         deadline = self._deadline(timeout_s)
         outcomes = self._fan_out.near(ask, namespace, prefix_hashes, deadline)
@@ -219,7 +218,7 @@ class Client(Admin):
         acknowledgement.
         """
         key = self._key(namespace)
-        # By key: what an owner answered that has no space or could not promise.
+        # By key: the error of an owner that has no space or could not acknowledge.
         full: dict[int, Exhausted] = {}
 
         def ask(indices: Indices, link: NodeConnection, limit: Deadline) -> list[PutOutcome]:
@@ -238,7 +237,7 @@ class Client(Admin):
                 ask, namespace, prefix_hashes, deadline, _full, PutOutcome.AWAY
             )
         except (Unavailable, DeadlineExceeded):
-            if full:  # says more than that another did not answer
+            if full:  # more informative than an error of a node that did not answer
                 raise next(iter(full.values())) from None
             raise
         refused = [index for index in full if not outcomes[index].kept]
@@ -258,13 +257,12 @@ class Client(Admin):
     ) -> list[bool]:
         """Read pages into the caller's buffers.
 
-        Return True for each page that is there, is intact and, if the namespace is keyed, has a
-        seal of its key.
+        Return True for each page that exists, is intact and, in a keyed namespace, has a valid
+        HMAC.
 
-        `buffers`: writable, for each page as in `put`. Buffers must not overlap: bytes are checked
-        where they arrive, and not again when others arrive there. After a miss the buffer's content
-        is undefined. Nothing is written to any buffer when this has returned or raised. `prefix`
-        stops at the first miss.
+        `buffers`: writable, for each page as in `put`. Buffers must not overlap. After a miss the
+        buffer's content is undefined. No buffer is written after this call has returned or raised.
+        `prefix` stops at the first miss.
         """
         whole = (ByteRange(0, namespace.layout.page_nbytes),)
         options = GetOptions(whole, prefix, key=self._key(namespace))
@@ -280,9 +278,9 @@ class Client(Admin):
     ) -> list[bool]:
         """Read parts of each page, as `get` does; for a layer, `ranges=layout.layer_ranges(layer)`.
 
-        A page's buffers take the ranges one after the other. The node checks the parts of the page
-        in which they lie (`kvstore.checksum.cuts`) before it sends them. Of a keyed namespace it
-        sends all of these parts.
+        A page's buffers take the ranges one after the other. The node verifies the parts of the
+        page that contain the ranges (`kvstore.checksum.cuts`) before it sends them. In a keyed
+        namespace it sends all of these parts.
         """
         if not ranges:
             raise InvalidRequest("ranges is empty; use get for whole pages")
@@ -305,7 +303,8 @@ class Client(Admin):
         view = self._fan_out.nodes.found(deadline)
         several = view is not None and (view.replicas > 1 or not view.settled)
         forged: set[bytes] = set()
-        # What is missing at one member may be at another: no member knows where the prefix ends.
+        # A page that one member lacks may be at another: no single member knows where the prefix
+        # ends.
         asked = replace(options, prefix=False) if several else options
 
         def ask(
@@ -323,7 +322,7 @@ class Client(Admin):
         hits = self._fan_out.near(ask_near, namespace, prefix_hashes, deadline)
         if hits is None:
             hits = self._fan_out.route(ask, namespace, prefix_hashes, deadline, not_, False)
-        elif forged:  # it may have them from one owner, and another have the page
+        elif forged:  # one owner may have a forged copy, and another the real page
             left = [
                 index
                 for index, hit in enumerate(hits)
@@ -342,9 +341,9 @@ class Client(Admin):
         return hits[:length] + [False] * (len(views) - length)
 
     def _key(self, namespace: Namespace) -> bytes | None:
-        """Return the key that the namespace's pages are sealed with; None: they are not sealed.
+        """Return the key that the namespace's pages are signed with; None for an unkeyed namespace.
 
-        Raises ConfigError if another key than this client's was meant.
+        Raises ConfigError if the namespace was made with another key than this client's.
         """
         if not namespace.key_id:
             return None
@@ -369,13 +368,14 @@ class Client(Admin):
     ) -> contextlib.AbstractContextManager[ReservedSlots]:
         """Reserve slots in the node's own memory: `with client.open_put(...) as slots`.
 
-        Write pages there, then `slots.commit(leaves)`. Leaving without a commit stores nothing.
+        Write pages there, then call `slots.commit(leaves)`. Leaving without a commit stores
+        nothing.
 
-        At most `batch_pages_max` keys. Raises InvalidRequest unless `maps_arena`. A context has a
-        connection of its own; `timeout_s` covers all of it up to the commit. A near node that does
-        not answer leaves half of it. Raises InvalidRequest for a keyed namespace too: another
+        At most `batch_pages_max` keys. Raises InvalidRequest unless `maps_arena`. A context has its
+        own connection; `timeout_s` covers everything up to the commit. A near node that does not
+        answer uses up to half of it. Raises InvalidRequest for a keyed namespace too: another
         process that maps the node's memory could change a page between its check and its use, or
-        before its seal is made, so both are done in the caller's memory.
+        before its HMAC is made.
         """
         until = self._deadline(timeout_s)
 
@@ -397,10 +397,10 @@ class Client(Admin):
     ) -> contextlib.AbstractContextManager[AcquiredSlots]:
         """Acquire pages in the node's own memory: `with client.open_get(...) as slots`.
 
-        They keep their bytes and their slots until the context is left, for however long that is.
+        They keep their bytes and their slots until the context is left.
 
-        The caller compares bytes and `slots.checksums`, and calls `verify` for a page that does not
-        match. Otherwise as `open_put`.
+        The caller compares the bytes with `slots.checksums`, and calls `verify` for a page that
+        does not match. Otherwise as `open_put`.
         """
 
         def enter(
@@ -452,8 +452,8 @@ class Client(Admin):
             context = enter(link.wire, deadline)
             return context, context.__enter__()
 
-        # An ExitStack would keep the connection after two interrupts: the traceback of one that
-        # comes inside its `__exit__` and that frame refer to each other until the next garbage
+        # No ExitStack: after two interrupts it would keep the connection. The traceback of an
+        # interrupt inside its `__exit__` and that frame refer to each other until the next garbage
         # collection.
         context, slots = self._fan_out.in_place(run, namespace, deadline, "a page in place")
         try:
@@ -478,11 +478,11 @@ class CorruptionReports:
     def report(
         self, found: GetResult, link: NodeConnection, namespace: Namespace, deadline: Deadline
     ) -> None:
-        """Report what is bad in a result.
+        """Report the bad pages of a result.
 
-        The node checks its copies of corrupt pages and drops bad ones. Forged ones it removes, or
-        they would be in the way of the true ones for good: the namespace's name says which key it
-        is that their maker has not.
+        The node verifies its copies of corrupt pages and drops bad ones. It removes forged pages,
+        which would otherwise block the real ones: their maker does not have the key that the
+        namespace names.
         """
         named = namespace.digest.hex()
         if corrupt := found.corrupt:

@@ -20,29 +20,29 @@ from kvstore.errors import ConfigError
 GRPC_PORT = 7440
 BULK_PORT = 7441
 METRICS_PORT = 7442
-# Before an address at which a client speaks frames from the first word on; without one it asks over
-# gRPC.
+# Schemes of addresses at which a client speaks frames from the first byte. For an address without a
+# scheme, the client's first request goes over gRPC.
 BULK_SCHEME, UNIX_SCHEME = "bulk://", "unix:"
 # The kernel's sun_path has 108 bytes, one of them for the final zero.
 PATH_NBYTES_MAX = 107
 
-# Protocol: checked at connect; raised by every change of docs/FORMAT.md's wire part. Who speaks the
-# version before or after works with us, in the older of both, so that the nodes of a cluster can be
-# updated one after the other.
+# Version of the protocol, checked at connect. Every change of the wire part of docs/FORMAT.md
+# raises it. A peer that speaks the version before or after works with this one in the older version
+# of both, so that the nodes of a cluster can be upgraded one by one.
 PROTOCOL_VERSION = 4
-# Nodes that speak an older one do not see what a request asks of other members: `near`, `ack_all`.
+# Nodes with an older version ignore the fields that involve other members: `near`, `ack_all`.
 MEMBERS_VERSION = 4
 
-# One gRPC message and one bulk header. Pages cross gRPC in chunks well below it, so that the
-# 4 MiB default of other languages' gRPC libraries is enough: 1 MiB chunk + envelope < 2 MiB.
+# Limit of a gRPC message and of a bulk header. Pages cross gRPC in chunks well below it, so that
+# the 4 MiB default of other languages' gRPC libraries is enough: 1 MiB chunk + envelope < 2 MiB.
 MESSAGE_NBYTES_MAX = 2 << 20
 GRPC_CHUNK_NBYTES = 1 << 20
 
 # Keys x byte ranges of one get: a node keeps a 200-byte view of each piece, so at most 13 MB.
 GET_PIECES_MAX = 1 << 16
-GET_RANGES_MAX = 1 << 12  # of one get: to parse more would keep a node from serving others
+GET_RANGES_MAX = 1 << 12  # ranges of one get: parsing more would delay other requests
 
-# `int` takes other digits, too, and neither all that are called so nor thousands
+# `int` also accepts other scripts' digits and underscores
 _PORT = re.compile("[0-9]{1,5}")
 _URL = re.compile(
     r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^/?#@]*@)?(?P<place>[^/?#]*).*", re.DOTALL
@@ -152,7 +152,7 @@ def check_settings(config: Any) -> None:
         if meta.get("choices") and value not in meta["choices"]:
             raise ConfigError(f"{field.name}={value!r} must be one of {', '.join(meta['choices'])}")
         low, high = meta.get("low"), meta.get("high")
-        # NaN is neither
+        # False for NaN, too
         if (low is not None and not value >= low) or (high is not None and not value <= high):
             raise ConfigError(f"{field.name}={value} is outside {low}..{high}")
 
@@ -190,9 +190,10 @@ def hub_cache_dir() -> str:
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What OpenTelemetry's own variables say that concerns us; the rest its SDK reads itself.
+    """The variables of OpenTelemetry that we need; its SDK reads the others itself.
 
-    `exporters`: names, none: its default; `protocol`: of the exporter otlp, empty: not said.
+    `exporters`: their names; None means the default. `protocol`: of the otlp exporter; empty if
+    unset.
     """
 
     exporters: tuple[str, ...]
@@ -243,10 +244,10 @@ def engine_arguments(variable: str) -> dict[str, Any]:
 
 
 class Address(NamedTuple):
-    """Where a node is.
+    """Address of a node.
 
-    `scheme`: `grpc`, whose first question goes over gRPC; `bulk`, over frames on TCP; `unix`, over
-    frames on the Unix socket at `path`, which has neither host nor port.
+    `scheme`: `grpc`: the first request goes over gRPC; `bulk`: frames over TCP; `unix`: frames over
+    the Unix socket at `path`, without host and port.
     """
 
     scheme: str
@@ -258,7 +259,7 @@ class Address(NamedTuple):
 def parse_address(address: str) -> Address:
     """Parse 'host', 'host:port', '[v6]:port', 'bulk://host:port', 'unix:/path' or 'unix:///path'.
 
-    Raises ConfigError, for other URLs with what to write instead.
+    Raises ConfigError; for other URLs it says what to write instead.
     """
     if address.startswith(UNIX_SCHEME):
         return Address("unix", path=_socket_path(address))
@@ -287,7 +288,7 @@ def parse_address(address: str) -> Address:
 
 def _socket_path(address: str) -> str:
     path = address.removeprefix(UNIX_SCHEME)
-    if path.startswith("//"):  # as in URLs, with no host in it
+    if path.startswith("//"):  # a URL without a host
         path = path.removeprefix("//")
     if not path.startswith("/"):
         raise ConfigError(
@@ -342,7 +343,7 @@ def check_no_url(name: str, address: str) -> None:
         place = url["place"].strip()
         port = "" if re.search(r":\d+$", place) else f":{GRPC_PORT}"
         remedy = f"write {place or 'host'}{port}, without {url['scheme']}://"
-    # It may hold a password
+    # The part before the @ may hold a password
     shown = address.replace(url["user"], "...@") if url["user"] else address
     raise ConfigError(f"{name}={shown!r} is a URL, not host:port: {remedy}")
 
@@ -362,7 +363,7 @@ class PageKeyConfig:
 
 @dataclass(frozen=True)
 class ClientConfig(PageKeyConfig):
-    """How a client talks to a node.
+    """Configuration of a client.
 
     Environment: KVSTORE_ADDRESS, KVSTORE_WIRE, ...
     """

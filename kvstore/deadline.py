@@ -1,4 +1,4 @@
-"""Carry the point in time by which a call must return through everything that it does."""
+"""Carry the deadline of a call through everything that it does."""
 
 import time
 
@@ -6,7 +6,7 @@ from kvstore.errors import DeadlineExceeded
 
 
 class Deadline:
-    """`seconds` from now."""
+    """A deadline `seconds` from now."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -22,10 +22,7 @@ class Deadline:
         return time.monotonic() >= self._end
 
     def remaining(self) -> float:
-        """Return the seconds left, more than zero. Raises DeadlineExceeded if there are none.
-
-        Raises DeadlineExceeded if there are none.
-        """
+        """Return the seconds left, more than zero. Raises DeadlineExceeded if there are none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(f"the deadline of {self.seconds:g} s passed")

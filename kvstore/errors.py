@@ -4,13 +4,11 @@
     ├── InvalidRequest     change the request; the message names the field and the allowed range
     ├── UnknownNamespace   open the namespace, then ask again (the client does so by itself)
     ├── LayoutMismatch     these bytes belong to another layout: recompute, fix the configuration
-    ├── Exhausted          a limit is reached now: recompute, perhaps try again later
+    ├── Exhausted          a limit is reached: recompute, perhaps try again later
     ├── Unavailable        no node answers: recompute; the client reconnects by itself
     ├── DeadlineExceeded   the answer came too late: recompute
-    ├── Unauthenticated    nobody is known by this credential: set a token or certificate that the
-                           node knows
-    ├── Forbidden          this identity may not do that: ask the operator for a role or tenant that
-                           may
+    ├── Unauthenticated    the credential is unknown: set a token or certificate that the node knows
+    ├── Forbidden          the identity lacks a right: ask the operator for another role or tenant
     ├── ProtocolError      the peer speaks another version, or broke the framing
     └── ConfigError        a setting is out of range; ends the start
 
@@ -21,7 +19,7 @@ A miss is a value, not an error, and so is a page whose checksum does not match.
 class KVStoreError(Exception):
     """Base of all errors raised by this project.
 
-    `answered`: it came over a wire, so somebody answers there.
+    `answered`: the error was sent by a peer, so the peer is alive.
     """
 
     answered = False
@@ -48,15 +46,15 @@ class Unavailable(KVStoreError):
 
 
 class DeadlineExceeded(KVStoreError):
-    """The call's deadline passed."""
+    """The deadline of the call passed."""
 
 
 class Unauthenticated(KVStoreError):
-    """No credential, or one that the node does not know (any more)."""
+    """The credential is missing, or the node does not know it (any more)."""
 
 
 class Forbidden(KVStoreError):
-    """The identity is known, and may not do this."""
+    """The identity is known, but lacks the right to do this."""
 
 
 class ProtocolError(KVStoreError):

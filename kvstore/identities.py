@@ -1,17 +1,16 @@
 """Read and change the identities file: who may connect, their roles, and shared namespaces.
 
-    token        ci        tenant=team-a role=write hash=<SHA-256 of the token, 64 hex digits>
-                           models=llama-*,qwen-*
-    certificate  gpu-7     tenant=team-a role=write expires=2027-01-01T00:00:00Z
-    tenant       team-a    ram=40GiB disk=400GiB
-    share        team-a    models=prompts-* with=team-b,team-c
+    token        ci      tenant=team-a role=write models=llama-*,qwen-* hash=<64 hex digits>
+    certificate  gpu-7   tenant=team-a role=write expires=2027-01-01T00:00:00Z
+    tenant       team-a  ram=40GiB disk=400GiB
+    share        team-a  models=prompts-* with=team-b,team-c
 
-One entry a line; `#` begins a comment. A token is the start of a tenant's name and 256 random bits,
-of which only the hash is kept: a plain SHA-256, for there is nothing to guess. A line that is wrong
-is left out and told by its number, never by what it says; the others are in force.
+One entry per line; `#` begins a comment. A token is the start of a tenant's name and 256 random
+bits. The file has its plain SHA-256: 256 bits can not be guessed. Invalid lines are skipped and
+reported by their number, never by their content; the others are in force.
 
-A change adds or removes a line. The file is replaced as a whole, so that nobody reads half of it;
-comments and other lines stay as they are. A node takes the change up within a second or two.
+A change adds or removes a line. The file is replaced as a whole, so that no reader sees half of it;
+comments and other lines stay as they are. A node reloads it within a second or two.
 """
 
 import contextlib
@@ -32,19 +31,19 @@ from pathlib import Path
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.secrets import write_whole
 
-ALL = "*"  # the tenant of who is of all of them
+ALL = "*"  # tenant of an identity of all tenants
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _NAME = re.compile(r"[!-~]{1,255}")  # certificates have all kinds of names
 _HASH = re.compile(r"[0-9a-f]{64}")
 LINES_MAX = 100_000
-MODE_NEW = 0o640  # of a file that is made anew
+MODE_NEW = 0o640  # mode of a new file
 SECRET_NBYTES = 32  # random bytes in a token
 
 
 class Role(enum.IntEnum):
-    """Each may what those before it may.
+    """Each role may do what those before it may.
 
-    A node hands on what others gave it, in any tenant's name.
+    A node may put pages in any tenant's name, because it replicates pages of others.
     """
 
     READ = 1
@@ -58,10 +57,10 @@ ROLES = {role.name.lower(): role for role in Role}
 
 @dataclass(frozen=True)
 class Principal:
-    """Describe an authenticated client.
+    """An authenticated client.
 
-    `models` holds shell patterns of the models whose namespaces it may use; empty allows all.
-    `expires_s` counts seconds since 1970.
+    `models`: shell patterns of the models whose namespaces it may use; empty allows all.
+    `expires_s`: seconds since 1970.
     """
 
     name: str
@@ -86,7 +85,7 @@ class Principal:
 
     @property
     def share(self) -> str:
-        """Return the share that its use counts to; empty for its address's."""
+        """Return the tenant that its usage counts to; empty: its address counts instead."""
         return "" if self.tenant == ALL else share_of(self.tenant)
 
 
@@ -121,9 +120,10 @@ class Share:
 
 @dataclass
 class Identities:
-    """`problems`: of the lines that were left out, a sentence each.
+    """Content of an identities file. `problems`: a sentence for each line that was skipped.
 
-    `quotas`: of each tenant, its settings as text. `whole`: whether the last line has its end.
+    `quotas`: the settings of each tenant, as text. `whole`: whether the last line ends with a line
+    feed.
     """
 
     tokens: dict[bytes, Principal] = field(default_factory=dict)
@@ -150,7 +150,7 @@ def parse(
 ) -> Identities:
     """Parse the text of an identities file.
 
-    `check_quota` raises ConfigError for fields that are no quota.
+    `check_quota` raises ConfigError for invalid quota fields.
     """
     found = Identities(whole=text.endswith("\n"))
     seen: dict[tuple[str, str], int] = {}
@@ -261,7 +261,7 @@ def _expiry(text: str) -> float:
     try:
         when = datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
         when = when if when.tzinfo else when.replace(tzinfo=datetime.timezone.utc)
-        return when.astimezone(datetime.timezone.utc).timestamp()  # the year 10000 is none
+        return when.astimezone(datetime.timezone.utc).timestamp()  # fails for the year 10000
     except (ValueError, OverflowError) as error:
         raise ConfigError("expires must be a time such as 2027-01-01T00:00:00Z") from error
 
@@ -313,10 +313,10 @@ def read(path: Path) -> Identities:
 
 
 def add(path: Path, line: str, tell: Callable[[], object] = lambda: None) -> None:
-    """Add a line to the file, which is made if it is missing.
+    """Add a line to the file; create the file if it is missing.
 
     `tell` is called just before the file is written: if it raises, the file stays as it was. Raises
-    InvalidRequest if the file has this name already, and ConfigError.
+    InvalidRequest if the name exists already, and ConfigError.
     """
     kind, name = line.split()[:2]
     with _replaced(path) as lines:
@@ -356,7 +356,7 @@ def _text(path: Path) -> str:
 def _replaced(path: Path) -> Iterator[list[str]]:
     """Yield the file's lines for changes and write them back, one writer at a time.
 
-    A symbolic link is followed, because a node may read its target by its own name.
+    Writes through a symbolic link, because a node may read the target by its own path.
     """
     path = Path(os.path.realpath(path))
     try:
@@ -368,7 +368,7 @@ def _replaced(path: Path) -> Iterator[list[str]]:
             fcntl.flock(directory, fcntl.LOCK_EX)
             there = path.exists()
         before = _text(path).split("\n") if there else []
-        if before and not before[-1]:  # what stands behind the last line's end
+        if before and not before[-1]:  # text after the last line's end
             before.pop()
         lines = list(before)
         yield lines

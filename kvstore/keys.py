@@ -4,8 +4,8 @@
 
     h[i] = SHA-256(h[i-1] || u32le tokens of page i),  h[-1] = empty
 
-A prefix hash names the page *and everything before it*, so equal hash means equal prefix. Engines
-that hash their own blocks hand us their digests; ours equal SGLang's (hicache hash of a page).
+A prefix hash names the page *and everything before it*, so equal hashes mean equal prefixes.
+Engines that hash their own blocks pass their digests; ours equal SGLang's (hicache hash of a page).
 Byte-exact definitions: docs/FORMAT.md, "Keys".
 """
 
@@ -23,10 +23,10 @@ from kvstore.layout import PageLayout
 from kvstore.page_hmac import hmac_nbytes
 
 NAMESPACE_DIGEST_NBYTES = 16
-REMOVAL_NBYTES = 16  # of the name by which members of a cluster know the removal of a namespace
+REMOVAL_NBYTES = 16  # bytes of the id of a namespace's removal within a cluster
 PREFIX_HASH_NBYTES_MIN = 16  # shorter digests collide within a large fleet's lifetime
 PREFIX_HASH_NBYTES_MAX = 64
-TEXT_NBYTES_MAX = 1024  # each text field of a namespace
+TEXT_NBYTES_MAX = 1024  # bytes of each text field of a namespace
 _U32_MAX = 2**32 - 1
 _KEY_ID = re.compile(r"([0-9a-f]{16})?\Z")
 
@@ -35,10 +35,10 @@ _KEY_ID = re.compile(r"([0-9a-f]{16})?\Z")
 class Namespace:
     """Everything that decides whether two pools' bytes are interchangeable.
 
-    Two namespaces that differ in any field have different digests and never hit each other. `salt`
-    takes what no other field covers: LoRA, cache salt, static quantisation scales, the engine's own
-    layout generation. `epoch` is raised after a weight update under the same name. `key_id` says
-    with which key pages are sealed (`kvstore.page_hmac.PageKeys.key_id`); empty: they are not.
+    Two namespaces that differ in any field have different digests and never share pages. `salt`
+    covers what no other field does: LoRA, cache salt, static quantisation scales, the engine's own
+    layout version. `epoch` is raised after a weight update under the same name. `key_id` names the
+    key that signs the pages (`kvstore.page_hmac.PageKeys.key_id`); empty: they are not signed.
     """
 
     model: str
@@ -107,7 +107,7 @@ def shown(digest: bytes) -> str:
 
 
 def short(digest: bytes) -> str:
-    """Format a prefix hash or digest for logs.
+    """Shorten a prefix hash or digest for logs.
 
     It is enough to find the entry, and too little to request the page or to confirm a prompt.
     """
@@ -115,9 +115,9 @@ def short(digest: bytes) -> str:
 
 
 def check_removal(name: bytes) -> None:
-    """Raise InvalidRequest unless a removal's name has the right length.
+    """Raise InvalidRequest unless a removal's id has the right length.
 
-    All members keep the name for a month.
+    All members keep the id for a month.
     """
     if len(name) not in (0, REMOVAL_NBYTES):
         raise InvalidRequest(
@@ -151,7 +151,7 @@ def prefix_hashes(tokens: Iterable[int], page_tokens: int, parent: bytes = b"") 
 def _u32le(tokens: Iterable[int]) -> bytes:
     ids = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     if isinstance(ids, (bytes, bytearray)):
-        ids = list(ids)  # each byte is an id; array would take them as memory
+        ids = list(ids)  # each byte is an id; `array` would take them as raw memory
     try:
         words = array("I", ids)
     except (OverflowError, TypeError) as error:
@@ -173,7 +173,7 @@ def check_prefix_hashes(hashes: Sequence[bytes], count_max: int, distinct: bool)
         raise InvalidRequest(
             f"the batch holds {len(hashes)} keys, at most {count_max} (batch_keys_max)"
         )
-    lengths = set(map(len, hashes))  # mostly one
+    lengths = set(map(len, hashes))  # usually all of one length
     shortest, longest = min(lengths), max(lengths)
     if shortest < PREFIX_HASH_NBYTES_MIN or longest > PREFIX_HASH_NBYTES_MAX:
         wrong = shortest if shortest < PREFIX_HASH_NBYTES_MIN else longest

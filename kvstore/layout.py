@@ -36,14 +36,14 @@ DTYPE_NBYTES = {
     "float64": 8,
     "int64": 8,
 }
-SLOT_ALIGN_NBYTES = 4096  # a node's slots start where O_DIRECT and large copies like them
+SLOT_ALIGN_NBYTES = 4096  # alignment of a node's slots, for O_DIRECT and large copies
 PAGE_TOKENS_MAX = 1 << 16
 PLANES_MAX = 1 << 16  # layers x planes over all groups: bounds what a peer may make us compute
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 
 class ByteRange(NamedTuple):
-    """`nbytes` bytes of a page, from `offset` on."""
+    """`nbytes` bytes of a page, starting at `offset`."""
 
     offset: int
     nbytes: int
@@ -58,8 +58,8 @@ def _check(condition: bool, message: str) -> None:
 class Plane:
     """One tensor of a layer: K, V, a scale, an MLA latent, an indexer row...
 
-    A unit is what one index of the engine's pool names: one token (`unit_tokens=1`) or one block
-    of tokens. `unit_shape` is the unit's shape in elements of `dtype`, row-major in the page.
+    A unit is what one index of the engine's pool addresses: one token (`unit_tokens=1`) or one
+    block of tokens. `unit_shape` is the unit's shape in elements of `dtype`, row-major in the page.
     """
 
     name: str
@@ -123,7 +123,7 @@ class LayerGroup:
 
 
 class PlaneSlice(NamedTuple):
-    """Where one plane of one layer lies in a page."""
+    """Position of one plane of one layer in a page."""
 
     group: str
     layer: int
@@ -139,7 +139,7 @@ class PlaneSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class PageLayout:
-    """`page_tokens` tokens of every layer and plane of one shard, as one run of bytes."""
+    """Layout of a page: `page_tokens` tokens of every layer and plane of one shard, contiguous."""
 
     page_tokens: int
     groups: tuple[LayerGroup, ...]

@@ -1,21 +1,21 @@
-"""Limit log lines per place in the code, so that a stranger cannot fill a node's disk.
+"""Limit log lines per place in the code, so that a client cannot fill a node's disk.
 
-A damaged node cannot fill an engine's log either.
+Nor can a damaged node fill an engine's log.
 """
 
 import logging
 import time
 from collections.abc import Callable
 
-LINES = 20  # of one statement,
-WINDOW_S = 10.0  # in so long
-OWN_RATE = {"own_rate": True}  # `extra` of records whose number is bounded by who makes them
+LINES = 20  # lines of one statement
+WINDOW_S = 10.0  # per so many seconds
+OWN_RATE = {"own_rate": True}  # `extra` for records that their maker limits already
 
 
 class LogRate(logging.Filter):
-    """For a handler, or a logger.
+    """A filter for a handler or a logger.
 
-    Lines beyond are counted, and the next one that is let through tells how many.
+    It counts the suppressed lines; the next line that passes reports the number.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -23,7 +23,7 @@ class LogRate(logging.Filter):
         self._clock = clock
         self._kinds: dict[
             tuple[str, int], tuple[float, int]
-        ] = {}  # by statement: when its window began, lines in it
+        ] = {}  # by statement: start of its window, lines in it
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Let the first lines of each place in the code pass, per time window; count the others."""

@@ -43,7 +43,7 @@ def namespace_value(message: pb.Namespace) -> Namespace:
 
 
 def parse_namespace(data: bytes) -> Namespace:
-    """Parse a serialised Namespace message. Raises InvalidRequest.
+    """Parse a serialised Namespace message.
 
     Raises InvalidRequest if it is none, or a wrong one.
     """
@@ -87,8 +87,8 @@ def layout_value(message: pb.PageLayout) -> PageLayout:
 def lookup_reply(present: list[bool]) -> pb.LookupReply:
     """Build the reply to a lookup from presence per key.
 
-    `present` is merged in its wire form, a byte per key: protobuf's own assignment takes 0.2 µs for
-    each bool, for 64 keys as much as all the rest that a node does for a lookup.
+    `present` is merged in its wire form, a byte per key: protobuf's own assignment takes 0.2 µs per
+    bool, for 64 keys as much as everything else in a lookup.
     """
     prefix_pages = present.index(False) if False in present else len(present)
     reply = pb.LookupReply(prefix_pages=prefix_pages)
@@ -182,11 +182,11 @@ def _varint(number: int) -> bytes:
 # Wire type 2: length-delimited, as packed repeated fields are.
 _PRESENT_TAG = _varint(pb.LookupReply.DESCRIPTOR.fields_by_name["present"].number << 3 | 2)
 _HITS_TAG = _varint(pb.GetReply.DESCRIPTOR.fields_by_name["hits"].number << 3 | 2)
-# Of both kinds of frames, which tests/core/test_messages.py compares with what protobuf makes.
+# The same for both kinds of frames; tests/core/test_messages.py compares with protobuf's output.
 _CHUNK_TAG = _varint(pb.GetFrame.DESCRIPTOR.fields_by_name["chunk"].number << 3 | 2)
 _DATA_TAG = _varint(pb.PageChunk.DESCRIPTOR.fields_by_name["data"].number << 3 | 2)
 
-# Of a frame with a whole chunk
+# Bytes of a frame with a whole chunk
 FRAME_NBYTES = len(chunk_head(GRPC_CHUNK_NBYTES)) + GRPC_CHUNK_NBYTES
 
 

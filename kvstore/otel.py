@@ -1,9 +1,9 @@
-"""Export spans by OpenTelemetry, where it is installed and its own variables ask for them.
+"""Export spans by OpenTelemetry, where it is installed and its variables enable it.
 
 The only file that imports it.
 
-An engine's process has its provider from the engine, or its operator; a process of ours gets one
-here. Whoever configures neither has nothing imported.
+In an engine's process, the engine or its operator sets the provider up; in our own processes this
+file does. Without configuration nothing is imported.
 """
 
 import importlib.metadata
@@ -18,21 +18,20 @@ from kvstore.log_rate import LogRate
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
-EXPORTERS = (
-    "opentelemetry_traces_exporter"  # group of entry points, by which OpenTelemetry finds them
-)
-OTLP = "otlp"  # the default, and no exporter by itself: of its protocols each has one
+# entry points of this group are OpenTelemetry's exporters
+EXPORTERS = "opentelemetry_traces_exporter"
+OTLP = "otlp"  # the default; it stands for one exporter per protocol
 PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 FLUSH_S = 3.0
-_provider: Any = None  # ours, if this process has one
+_provider: Any = None  # this process's own provider, if any
 
 
 def set_up(service: str = "") -> None:
     """Set tracing up before the first request of a process.
 
-    `service` names a process of ours, which gets a provider; in an engine's process, the engine's
-    own is used. Raises ConfigError for a missing or unusable exporter, in a process of ours.
-    Nothing connects here.
+    `service` names one of our processes, which gets a provider; in an engine's process, the
+    engine's own is used. Raises ConfigError in one of our processes for a missing or unusable
+    exporter. Nothing connects here.
     """
     wanted = telemetry()
     if wanted is None or tracing.tracer is not None:
@@ -42,7 +41,7 @@ def set_up(service: str = "") -> None:
     except ImportError:
         log.info("OTEL_* asks for traces, and there are none: pip install opentelemetry-sdk")
         return
-    except Exception:  # the edge to code that is not ours: an engine starts without traces, too
+    except Exception:  # foreign code: an engine must start without traces, too
         log.exception("OTEL_* asks for traces, and OpenTelemetry can not be used")
         return
     if service:
@@ -69,14 +68,12 @@ def _provide(trace: Any, service: str, wanted: Telemetry) -> None:
             f"OTEL_* asks for traces: pip install opentelemetry-sdk ({error})"
         ) from error
     points = [_point(name, wanted.protocol) for name in wanted.exporters or (OTLP,)]
-    try:  # its end is ours to wait for, and its own limit for that 30 s
+    try:  # `flush` ends it; its own limit at exit would be 30 s
         resource = Resource.create({"service.name": wanted.service or service})
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         for point in points:
             provider.add_span_processor(BatchSpanProcessor(point.load()()))
-    except (
-        Exception
-    ) as error:  # the edge to code that is not ours, with settings that it reads itself
+    except Exception as error:  # foreign code, with settings that it reads itself
         raise ConfigError(
             f"OTEL_*: traces can not be set up: {type(error).__name__}: {error}"
         ) from error
@@ -87,10 +84,7 @@ def _provide(trace: Any, service: str, wanted: Telemetry) -> None:
 
 
 def _point(name: str, protocol: str) -> importlib.metadata.EntryPoint:
-    """Return the entry point of the exporter with this name. Raises ConfigError.
-
-    Raises ConfigError.
-    """
+    """Return the entry point of the exporter with this name. Raises ConfigError."""
     names = [name]
     if name == OTLP:
         if protocol and protocol not in PROTOCOLS:
@@ -108,17 +102,17 @@ def _point(name: str, protocol: str) -> importlib.metadata.EntryPoint:
 
 
 def flush() -> None:
-    """Send spans that are waiting, for at most FLUSH_S, at the end of a process.
+    """Send waiting spans, for at most FLUSH_S, at the end of a process.
 
-    The SDK's `force_flush` takes a limit and does not keep it: with a collector that hangs it waits
-    10 s for each 512 spans.
+    The SDK's `force_flush` does not keep its time limit: with a hanging collector it waits 10 s for
+    each 512 spans.
     """
     if _provider is None:
         return
     flushing = threading.Thread(target=_provider.force_flush, name="kvstore-flush", daemon=True)
     try:
         flushing.start()
-    except RuntimeError:  # no thread can be had
+    except RuntimeError:  # no thread can be started
         return
     flushing.join(FLUSH_S)
     if flushing.is_alive():

@@ -1,18 +1,16 @@
 """Sign pages with HMACs, so that a node cannot forge them.
 
-A keyed namespace's page is stored with its seal, a MAC for each part.
+A keyed namespace's page is stored with a MAC for each part.
 
     stored page  | part 0 | part 1 | ... | last part | MAC 0 | MAC 1 | ... | last MAC |
-                 |<--------- page_nbytes ----------->|<-------- seal_nbytes --------->|
+                 |<--------- page_nbytes ----------->|<-------- hmac_nbytes --------->|
 
-    secret --+-- key id: in the namespace's description, says whose pages these are and nothing of
-    the secret
-             +-- digest of the namespace --> its key --+-- prefix hash, number of the part, bytes
-             --> MAC
+    secret --+-- key id: part of the namespace; identifies the secret without revealing it
+             +-- namespace digest --> its key --+-- prefix hash, number of the part, bytes --> MAC
 
-The secret is the engines' alone. A node keeps and checks such a page as any other, seal and all;
-only who has the secret can tell it from one that another made, changed, or moved from another key.
-Byte-exact: docs/FORMAT.md, "Seal".
+Only the engines know the secret. A node stores and checks such a page like any other, MACs
+included. Only a holder of the secret can detect a page that was forged, changed, or moved from
+another key. Byte-exact: docs/FORMAT.md, "Seal".
 """
 
 import hmac
@@ -29,7 +27,7 @@ from kvstore.secrets import SECRET_NBYTES_MAX, read_guarded
 SECRET_NBYTES = 32
 MAC_NBYTES = 16
 _KEY_ID_NBYTES = 8
-_EVERYBODY = stat.S_IROTH | stat.S_IWOTH  # may not read or write the file of the secret
+_EVERYBODY = stat.S_IROTH | stat.S_IWOTH  # mode bits that the secret's file must not have
 
 
 def hmac_nbytes(page_nbytes: int) -> int:
@@ -38,7 +36,7 @@ def hmac_nbytes(page_nbytes: int) -> int:
 
 
 class PageKeys:
-    """Made from one secret, a key for each namespace.
+    """The keys derived from one secret, one for each namespace.
 
     `key_id`: 16 hex digits.
     """
@@ -55,12 +53,13 @@ class PageKeys:
 
 
 class PageHmacs:
-    """Those of the pages of one call: made where pages are sent, checked where they arrive.
+    """HMACs of the pages of one call: made where pages are sent, verified where they arrive.
 
     Thread-safe.
 
-    `nbytes`: of each. `forged`: prefix hashes of pages that arrived without the seal of this key;
-    some perhaps twice. `numbers`: of the parts that arrive of each page, by default all of them.
+    `nbytes`: bytes of all HMACs of a page. `forged`: prefix hashes of pages that arrived without a
+    valid HMAC of this key; some perhaps twice. `numbers`: the parts of each page that arrive, by
+    default all.
     """
 
     def __init__(self, key: bytes, page_nbytes: int, numbers: Sequence[int] | None = None) -> None:
@@ -114,7 +113,7 @@ def receive_buffers(page: Pieces, seals: PageHmacs | None) -> Pieces:
 
 
 class SignedRanges:
-    """Locate ranges of a signed page in the parts that must be read to verify them. Pure.
+    """Locate ranges of a signed page in the parts that must be read to verify them. No I/O.
 
     Ranges are (offset, nbytes). Whole parts must arrive to be verified.
 
@@ -126,7 +125,7 @@ class SignedRanges:
         self._ranges = list(ranges)
         self.numbers = sorted(parts_of(page_nbytes, self._ranges))
         self.runs: list[tuple[int, int]] = []  # (offset, nbytes)
-        # Of each part: where its first byte is in what arrives
+        # Of each part: the offset of its first byte in the bytes that arrive
         at, self.nbytes = (
             dict[int, int](),
             0,
@@ -156,9 +155,9 @@ def _hmac(key: bytes, data: bytes) -> bytes:
 
 
 def page_keys(config: PageKeyConfig) -> PageKeys | None:
-    """Return the keys made from the secret that the settings name, or None where none is set.
+    """Return the keys made from the configured secret; None if none is configured.
 
-    Raises ConfigError, in which no part of the secret stands.
+    Raises ConfigError, which contains no part of the secret.
     """
     if config.page_key and config.page_key_file:
         raise ConfigError("page_key and page_key_file are both set; leave one of them out")

@@ -10,13 +10,13 @@ from kvstore.pb import kvstore_pb2 as pb
 
 
 class PutOutcome(enum.Enum):
-    """What became of one page of a put."""
+    """Outcome of a put for one page."""
 
     STORED = pb.WRITE
-    EXISTS = pb.EXISTS  # was there already; counts as a use
-    BUSY = pb.BUSY  # another writer is just storing it
-    FULL = pb.FULL  # the node has no space it may free
-    AWAY = -1  # of a cluster: none of the key's owners could be asked
+    EXISTS = pb.EXISTS  # was stored already; counts as a use
+    BUSY = pb.BUSY  # another writer is storing it now
+    FULL = pb.FULL  # the node has no space that it may free
+    AWAY = -1  # in a cluster: no owner of the key could be reached
 
     @property
     def kept(self) -> bool:
@@ -26,7 +26,7 @@ class PutOutcome(enum.Enum):
 
 @dataclass(frozen=True)
 class LookupResult:
-    """`prefix_pages`: leading keys that are stored.
+    """Result of a lookup. `prefix_pages`: number of leading keys that are stored.
 
     `present`: one bool per key.
     """
@@ -40,12 +40,12 @@ ACK_ONE, ACK_ALL = "one", "all"
 
 @dataclass(frozen=True)
 class Keep:
-    """How long and how well the pages of a put are kept.
+    """How long and how safely a put keeps its pages.
 
-    `ttl_s`: seconds after which new pages are forgotten for certain, 0: whenever space runs out.
-    `durable`: the put returns when they survive `kill -9` and power loss; needs a node with a data
-    directory. `ack`: in a cluster with replicas it returns when "one" of a page's owners has it, or
-    "all" of them; with both they survive at all of them.
+    `ttl_s`: seconds after which new pages expire; 0: pages stay until they are evicted. `durable`:
+    the put returns when the pages survive `kill -9` and power loss; needs a node with a data
+    directory. `ack`: in a cluster with replicas, it returns when "one" or "all" of a page's owners
+    have it. With `durable` and "all" the pages survive at all owners.
     """
 
     ttl_s: float = 0.0
@@ -58,7 +58,7 @@ class Keep:
 
     @property
     def needs_ack(self) -> bool:
-        """Return whether the put waits for more than one node having the pages."""
+        """Return whether the put waits for more than one node's RAM."""
         return self.durable or self.ack == ACK_ALL
 
     @property
@@ -72,7 +72,7 @@ KEEP_WHILE_SPACE = Keep()
 
 
 class VerifyResult(NamedTuple):
-    """Pages whose copy at the node is good, was bad and is gone now, or is not there."""
+    """Pages that were intact, that were corrupt and are removed, or that were absent."""
 
     intact: int
     dropped: int
@@ -80,9 +80,9 @@ class VerifyResult(NamedTuple):
 
 
 class ClientStats(NamedTuple):
-    """Counts since the client was made.
+    """Counters since the client was made.
 
-    `forged_pages`: that matched their checksum and had not their seal.
+    `forged_pages`: pages that matched their checksum, but had no valid HMAC.
     """
 
     connects: int

@@ -1,9 +1,9 @@
 """Read files that hold a secret, check their modes, and find a client's token.
 
-Such files are regular ones, closed to others, and no longer than they need be. A file is named as
-`setting=path`, and so errors name it. They say nothing of what it holds.
+Such a file must be a regular file, closed to others, of limited length. It is named as
+`setting=path`, as in errors. Errors never contain its content.
 
-A client is known by a token, and by the tenant with whose name the token begins:
+A client is known by its token, which begins with its tenant's name:
 
     team-a.Yq3...43 characters      of tenant team-a
     Yq3...43 characters             of all tenants
@@ -21,17 +21,14 @@ from typing import Any
 from kvstore.config import ClientConfig, is_loopback
 from kvstore.errors import ConfigError
 
-SECRET_NBYTES_MAX = 4096  # of a file that holds one secret
+SECRET_NBYTES_MAX = 4096  # bytes of a file with one secret
 DEFAULT_TENANT = "default"
 TOKEN_NBYTES_MAX = 1024
-_TOKEN = re.compile(r"[!-~]+")  # what a header of HTTP may carry
+_TOKEN = re.compile(r"[!-~]+")  # characters allowed in an HTTP header
 
 
 def checked_stat(file: str, forbidden: int = 0) -> os.stat_result:
-    """Stat a secret's file. Raises ConfigError if its mode has one of the `forbidden` bits.
-
-    Raises ConfigError.
-    """
+    """Stat a secret's file. Raises ConfigError if its mode has one of the `forbidden` bits."""
     try:
         return _checked(file, forbidden, os.stat(path_of(file)))
     except OSError as error:
@@ -46,7 +43,7 @@ def stamp(about: os.stat_result) -> tuple[int, ...]:
 def read_guarded(file: str, forbidden: int, nbytes_max: int) -> bytes:
     """Read a secret's whole file, checking the mode of the open file. Raises ConfigError.
 
-    It never waits for the writer of a pipe.
+    It does not block on a pipe without a writer.
     """
     try:
         with open(path_of(file), "rb", opener=_at_once) as opened:
@@ -94,10 +91,10 @@ def _unread(file: str, error: OSError) -> ConfigError:
 def write_whole(
     path: Path, content: bytes, mode: int, owner: tuple[int, int] | None = None
 ) -> None:
-    """Replace a file as a whole or not at all: somebody may be reading it, or the power may fail.
+    """Replace a file atomically.
 
-    It is there after a loss of power, too, and nobody has read it with another mode. `owner` is
-    (user, group), another than this process's. Raises OSError.
+    The new file survives a power loss, and never exists with another mode. `owner` is (user,
+    group). Raises OSError.
     """
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -121,10 +118,7 @@ def write_whole(
 
 
 def token_of(config: ClientConfig) -> str:
-    """Return the client's token, reading its file again. The ConfigError never contains the token.
-
-    Raises ConfigError, which does not say it.
-    """
+    """Read and return the client's token. The ConfigError never contains the token."""
     token = config.token
     if config.token_file:
         content = read_guarded(f"token_file={config.token_file}", stat.S_IROTH, SECRET_NBYTES_MAX)

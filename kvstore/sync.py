@@ -1,12 +1,12 @@
 """Synchronise threads so that a signal handler may raise at any time, as Ctrl-C's does.
 
 Python runs signal handlers in the main thread, after a call or at a jump of its byte code.
-`threading.Condition` takes and frees its lock in methods that are written in Python: a handler that
-raises there leaves the lock taken for ever (bpo-29988), and whoever comes next hangs, in any
-thread. Semaphores, events, `Thread.start`, futures, executors and gRPC's channels all have such a
-condition inside. Code that may run in a caller's thread uses this module instead:
+`threading.Condition` takes and frees its lock in Python methods. A handler that raises there leaves
+the lock taken for ever (bpo-29988), and every other thread that needs it hangs. Semaphores, events,
+`Thread.start`, futures, executors and gRPC's channels contain such a condition. Code that may run
+in a caller's thread uses this module instead:
 
-- `with lock` of a plain `threading.Lock`, which is C from beginning to end,
+- `with lock` of a plain `threading.Lock`, which is implemented in C,
 - `Condition`, `Event` and `Future`, whose lock is taken by C,
 - `LeaseTable`, whose leases end when their holder is collected, wherever an interrupt came,
 - `run_in_helper_thread` and `start_thread`, which leave the work to a thread in which no handler
@@ -30,15 +30,15 @@ from typing import Any, Generic, NoReturn, TypeVar
 Result = TypeVar("Result")
 Thing = TypeVar("Thing")
 
-# How long a waiting thread sleeps at most before it looks again: an interrupt may have swallowed
-# its wake-up.
+# A waiting thread checks its condition at least this often: an interrupt may have swallowed its
+# wake-up.
 LOOK_S = 0.05
 
 
 class Condition(RLock):  # type: ignore[misc,valid-type,unused-ignore]
-    """A condition variable of which `with` is C.
+    """A condition variable whose `with` is implemented in C.
 
-    Entered once by a thread, never twice.
+    A thread enters it once, never twice.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class Condition(RLock):  # type: ignore[misc,valid-type,unused-ignore]
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until `notify_all`, at most `timeout` seconds.
 
-        Return False if nobody called it.
+        Return False on timeout.
         """
         wakeup = allocate_lock()
         wakeup.acquire()
         self._waiting.append(wakeup)
-        state = (1, get_ident())  # what _release_save returns, which an interrupt could swallow
+        state = (1, get_ident())  # the value of _release_save, which an interrupt could swallow
         try:
             self._release_save()  # type: ignore[attr-defined]
             return wakeup.acquire(True, -1.0 if timeout is None else max(0.0, timeout))
@@ -65,7 +65,7 @@ class Condition(RLock):  # type: ignore[misc,valid-type,unused-ignore]
     def wait_for(self, holds: Callable[[], Result], timeout: float | None = None) -> Result:
         """Wait until `holds()` is true, at most `timeout` seconds.
 
-        Return what it returned last.
+        Return its last value.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while not (held := holds()):
@@ -76,19 +76,19 @@ class Condition(RLock):  # type: ignore[misc,valid-type,unused-ignore]
         return held
 
     def notify_all(self) -> None:
-        """Wake all that wait.
+        """Wake all waiting threads.
 
-        They leave the list themselves, so that an interrupt here loses none of them.
+        They remove themselves from the list, so that an interrupt here loses none of them.
         """
         for wakeup in tuple(self._waiting):
-            with contextlib.suppress(RuntimeError):  # wakeup already
+            with contextlib.suppress(RuntimeError):  # woken already
                 wakeup.release()
 
 
 class Event:
     """A flag to wait for.
 
-    An interrupted `set` counts once it has begun.
+    An interrupted `set` takes effect once it has begun.
     """
 
     def __init__(self) -> None:
@@ -96,24 +96,24 @@ class Event:
         self._waiting: deque[Any] = deque()
 
     def is_set(self) -> bool:
-        """Return whether it is set."""
+        """Return whether the flag is set."""
         return self._set
 
     def set(self) -> None:
-        """Set it and wake all waiting threads."""
+        """Set the flag and wake all waiting threads."""
         self._set = True
         for wakeup in tuple(self._waiting):
             with contextlib.suppress(RuntimeError):
                 wakeup.release()
 
     def clear(self) -> None:
-        """Reset it."""
+        """Reset the flag."""
         self._set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, at most `timeout` seconds.
+        """Wait until the flag is set, at most `timeout` seconds.
 
-        Return whether it is.
+        Return whether it is set.
         """
         if self._set:
             return True
@@ -134,7 +134,7 @@ class Event:
 
 
 class Future(concurrent.futures.Future[Result]):
-    """A future that the main thread may wait for, ask and cancel."""
+    """A future that the main thread may wait for, query and cancel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class LeaseTable(Generic[Thing]):
 
     A holder ends its lease with `release`. If an interrupt prevents that, the lease ends when the
     holder is collected, and the next `acquire` calls `end` with the resource. So an interrupt never
-    loses a lease, wherever it comes.
+    loses a lease.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class LeaseTable(Generic[Thing]):
         self._count_max = count_max
         self._end = end
         self._lock = threading.Lock()
-        # Not keyed by id(): the next holder may have the same one before this resource was ended.
+        # Not keyed by id(): a new holder may have the same id before this resource was ended.
         self._held: dict[weakref.ref[Any], Thing] = {}
         self._collected: deque[weakref.ref[Any]] = deque()
         self._waiting: deque[Any] = deque()
@@ -169,7 +169,7 @@ class LeaseTable(Generic[Thing]):
         """
         if self._collected:
             self.reclaim()
-        # Called from C: no handler runs in it
+        # The callback is C code: no signal handler runs in it
         reference = weakref.ref(holder, self._collected.append)
         with self._lock:
             if len(self._held) < self._count_max:
@@ -225,7 +225,7 @@ class LeaseTable(Generic[Thing]):
 
 
 class NoThread(RuntimeError):
-    """This process can have no more threads."""
+    """This process can start no more threads."""
 
 
 def in_main_thread() -> bool:
@@ -236,14 +236,14 @@ def in_main_thread() -> bool:
 def start_thread(work: Callable[[], object], name: str) -> None:
     """Start a daemon thread.
 
-    Raise RuntimeError if none can be had.
+    Raises RuntimeError if none can be started.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
-    run_in_helper_thread(thread.start)  # it waits for an Event of the new thread's
+    run_in_helper_thread(thread.start)  # `start` waits for an Event of the new thread
 
 
 class _Task:
-    """Hold work for a helper thread, and its result.
+    """Work for a helper thread, and its result.
 
     Only that thread writes the result.
     """
@@ -256,8 +256,8 @@ class _Task:
         self.ended = False
         self.handed_over = False
         self.stopping = False
-        # Who decides whether the work begins: whoever asked first, and an interrupted caller may
-        # ask again.
+        # Decides whether the work begins: the first to ask wins, and an interrupted caller may ask
+        # again.
         self._decided: dict[str, str] = {}
         self._end = allocate_lock()
         self._end.acquire()
@@ -304,26 +304,25 @@ class _Interrupts:
         try:
             raise error
         finally:
-            del error  # its traceback has this frame
+            del error  # its traceback refers to this frame
 
 
 class _Helper:
-    """Own a thread that waits for tasks.
+    """A thread that waits for tasks.
 
-    The thread ends when this is collected, so an interrupt leaks none.
+    The thread ends when this object is collected, so an interrupt leaks none.
     """
 
     __slots__ = ("__weakref__", "tasks")
 
     def __init__(self) -> None:
         self.tasks: SimpleQueue[tuple[_Helper, _Task] | None] = SimpleQueue()
-        # Called from C: no handler runs in it
+        # The callback is C code: no signal handler runs in it
         collected = weakref.ref(self, partial(self.tasks.put, None))
         start_new_thread(_serve, (self.tasks, collected))
 
 
-# Kept from call to call: starting a thread costs more than all else that a short gRPC call does
-# here.
+# Kept from call to call: starting a thread costs more than the rest of a short gRPC call.
 _idle: list[_Helper] = []
 IDLE_MAX = 2
 os.register_at_fork(after_in_child=_idle.clear)
@@ -336,7 +335,7 @@ def _serve(tasks: "SimpleQueue[tuple[_Helper, _Task] | None]", _collected: objec
         _leave_no_dummy()
         if len(_idle) < IDLE_MAX:
             _idle.append(helper)
-        del job, helper  # one that is not kept is collected here
+        del job, helper  # a helper that is not kept is collected here
         task.wake()
         del task
 
@@ -359,9 +358,9 @@ def run_in_helper_thread(
     """Run `work` where no signal handler can interrupt it; return its result or raise its error.
 
     In the main thread a helper thread runs it; other threads run it themselves. If a signal handler
-    raises while the main thread waits, `work` goes on without being waited for. With `stop`, which
-    makes it end soon, the main thread calls that and waits: `work` may use the caller's buffers.
-    Raises NoThread if no thread can be started.
+    raises while the main thread waits, `work` continues unattended. With `stop`, the main thread
+    calls `stop`, which makes `work` end soon, and waits for that: `work` may use the caller's
+    buffers. Raises NoThread if no thread can be started.
     """
     if not in_main_thread():
         return work()
@@ -378,11 +377,11 @@ def run_in_helper_thread(
         try:
             raise task.error
         finally:
-            del task  # the error's traceback has this frame
+            del task  # the error's traceback refers to this frame
     return task.result  # type: ignore[no-any-return]
 
 
-# More signals than these, each while the handler of the one before raises, would end the wait for a
+# More signals than these, each while the previous one's handler raises, would end the wait for a
 # caller's buffers.
 LEVELS = 8
 
@@ -417,7 +416,7 @@ def _stop(task: _Task, stop: Callable[[], object]) -> None:
         return
     if not task.stopping:
         task.stopping = True
-        # Without a thread for it the work ends by its deadline.
+        # If no thread can be started for it, the work ends by its deadline.
         with contextlib.suppress(RuntimeError):
             start_new_thread(stop, ())
     task.wait()

@@ -1,8 +1,8 @@
 """Run work on pool threads entirely or not at all, and wait for it whatever happens.
 
-An executor that can start no thread raises, and keeps what it was given all the same: another
-thread does it later, behind its caller's back, in buffers that are somebody else's by then. So is
-what it was given when an interrupt comes while it starts the thread.
+An executor that can start no thread raises, but keeps the work: another thread runs it later, in
+buffers that may belong to another call by then. The same happens when an interrupt comes while it
+starts the thread.
 """
 
 import atexit
@@ -16,7 +16,9 @@ import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 from concurrent.futures import Future as AnyFuture
-from concurrent.futures import TimeoutError as Late  # another one than Python's before 3.11
+
+# before 3.11 this is not Python's own TimeoutError
+from concurrent.futures import TimeoutError as Late
 from typing import Any, TypeVar
 
 from kvstore.sync import Future, LeaseTable, start_thread
@@ -43,12 +45,13 @@ class ThreadPool(Executor):
     def submit(
         self, function: Callable[..., Result], /, *arguments: Any, **named: Any
     ) -> "Future[Result]":
-        """Raise RuntimeError, and never do it, if it is closed or can start no thread."""
+        """Submit a job. Raises RuntimeError and drops it if closed, or if no thread starts."""
         done: Future[Result] = Future()
         job = functools.partial(_do, [done], functools.partial(function, *arguments, **named))
         if self._pid != os.getpid():
             raise RuntimeError("the threads of this pool are in the process that was forked")
-        # While a thread is started, too: nobody may count on one that then can not be had
+        # Held while a thread starts, too: no other job may rely on a thread that then fails to
+        # start
         with self._lock:
             if self._closed:
                 raise RuntimeError("cannot schedule new futures after shutdown")
@@ -69,7 +72,7 @@ class ThreadPool(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more jobs.
 
-        What was submitted is done; with `wait` this returns afterwards.
+        Submitted jobs run; with `wait` this returns after them.
         """
         with self._lock:
             self._closed = True
@@ -99,9 +102,9 @@ def _work(
     threads: LeaseTable[None],
     lease: list[_ThreadLease],
 ) -> None:
-    """Do jobs until there are no more.
+    """Run jobs until there are no more.
 
-    It does not hold the pool, which may be dropped without a shutdown.
+    It does not hold a reference to the pool, which may be dropped without a shutdown.
     """
     while (job := jobs.get()) is not None:
         job()
@@ -118,7 +121,8 @@ def _do(own: "list[Future[Result]]", function: Callable[[], Result]) -> None:
     except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
         done.set_exception(error)
     finally:
-        # its error has this frame, and with it what was asked for: they would wait for a collection
+        # Its error refers to this frame, and so to the work: both would wait for a garbage
+        # collection
         del done
 
 
@@ -150,7 +154,7 @@ def begin(
         except BaseException as error:  # noqa: BLE001 -- whatever it is, who waits gets it
             done.set_exception(error)
         finally:
-            # its error has this frame, and with it what was asked for: they would wait for a
+            # Its error refers to this frame, and so to the work: both would wait for a garbage
             # collection
             del done
 
@@ -170,10 +174,7 @@ def begun(
 
 
 def end(futures: Collection["AnyFuture[Any]"]) -> None:
-    """Cancel what has not begun, wait for the rest, and raise an interrupt afterwards.
-
-    An interrupt is raised afterwards.
-    """
+    """Cancel what has not begun, wait for the rest, and raise an interrupt afterwards."""
     try:
         wait_for([done for done in futures if not done.cancel()])
     except BaseException:
@@ -186,7 +187,7 @@ def wait_for(futures: Collection["AnyFuture[Any]"], timeout_s: float | None = No
 
     None of them may be cancelled. They are waited for one after the other:
     `concurrent.futures.wait` takes all their locks, and an interrupt would leave these locked. With
-    `timeout_s` it waits no longer, and an interrupt is raised at once.
+    `timeout_s` it waits no longer than that, and an interrupt is raised at once.
     """
     if timeout_s is not None:
         until = time.monotonic() + timeout_s

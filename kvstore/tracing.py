@@ -3,9 +3,9 @@
     engine --> agent --> client --> near node --> owner     each a span of one trace
                                     near node --> disk
 
-The id of the trace is the request's id in all logs. Without one, which is the normal case, a
-request costs the look at a context variable; `tracer` is None unless `kvstore.otel` has found
-OpenTelemetry, and that it is asked for.
+The trace's id is the request's id in all logs. Without a trace, the normal case, a request costs
+one look at a context variable; `tracer` is None unless `kvstore.otel` has found and enabled
+OpenTelemetry.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ Result = TypeVar("Result")
 
 TRACE_NBYTES, SPAN_NBYTES = 16, 8
 PACKED_NBYTES = TRACE_NBYTES + SPAN_NBYTES + 1
-KNOWN_MAX = 256  # letters of a name that is kept; whoever asks an engine may choose it
-REQUESTS_MAX = 8  # that one job is said to be for: a save may have blocks of hundreds
+KNOWN_MAX = 256  # characters kept of a request name, which the engine's client may choose
+REQUESTS_MAX = 8  # requests listed for one job: a save may have blocks of hundreds
 HEADER = "traceparent"
 _FORM = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _SAMPLED = 1
 
 
 class Trace(NamedTuple):
-    """Of a request, as W3C Trace Context has it.
+    """Trace of a request, as W3C Trace Context defines it.
 
-    `span_id`: of the step that asks; `sampled`: somebody records it; `others`: of a job that is
-    done for several requests at once, the rest of them. No node hears of those.
+    `span_id`: of the calling step; `sampled`: it is recorded; `others`: for a job of several
+    requests at once, the other requests. Nodes do not receive those.
     """
 
     trace_id: bytes
@@ -72,7 +72,7 @@ def packed_now() -> bytes:
 
 
 def unpacked(packed: bytes) -> Trace | None:
-    """Unpack a trace; None for anything invalid, which is never an error."""
+    """Unpack a trace; return None for anything invalid, which is never an error."""
     if len(packed) != PACKED_NBYTES:
         return None
     return _valid(packed[:TRACE_NBYTES], packed[TRACE_NBYTES:-1], packed[-1])
@@ -106,7 +106,7 @@ def _valid(trace_id: bytes, span_id: bytes, flags: int) -> Trace | None:
 # ---- the current one -----------------------------------------------------------------------
 
 
-Span = contextlib.AbstractContextManager[Any]  # one step, around which its trace is the current one
+Span = contextlib.AbstractContextManager[Any]  # one step, within which its trace is current
 
 
 NOTHING = contextlib.nullcontext()
@@ -128,9 +128,9 @@ def within(trace: Trace | None) -> Iterator[None]:
 def request(*names: str | None) -> Span:
     """Begin the request that an engine names, or several at once.
 
-    If the engine traces it, that trace is used. Otherwise the id follows from the name, so that log
-    lines of both sides can be matched, and a span recorder may record it. Without a name, each call
-    gets an id of its own.
+    If the engine traces it, that trace is used. Otherwise the id is derived from the name, so that
+    log lines of both sides can be matched, and a span recorder may record it. Without a name, each
+    call gets a new id.
     """
     if current() is not None:
         return NOTHING
@@ -156,7 +156,7 @@ def _made(name: str) -> Trace:
     return Trace(digest[:TRACE_NBYTES], digest[TRACE_NBYTES : TRACE_NBYTES + SPAN_NBYTES], True)
 
 
-# A step of an engine names some of its requests again and again
+# An engine's steps name the same requests again and again
 _known = functools.lru_cache(1024)(_made)
 
 
@@ -189,7 +189,7 @@ def carried(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 class Tracer:
-    """Records spans by OpenTelemetry, which `kvstore.otel` imports and hands in.
+    """Record spans by OpenTelemetry, which `kvstore.otel` imports and passes in.
 
     This file imports none of it.
     """
@@ -212,9 +212,7 @@ class Tracer:
             started = self._tracer.start_span(
                 name, context, api.SpanKind[kind.upper()], attributes, links
             )
-        except (
-            Exception
-        ):  # of a sampler or a processor that is not ours: what is traced is done all the same
+        except Exception:  # a foreign sampler or processor failed: the work goes on untraced
             log.exception("the step %s is not recorded", name)
             started = api.INVALID_SPAN
         return _Span(api, started, parent)
@@ -228,7 +226,7 @@ class Tracer:
         )
 
     def active(self) -> Trace | None:
-        """Return the trace that the engine itself is in; None if it is in none."""
+        """Return the trace that the engine itself is in, or None."""
         return _trace_of(self._api.get_current_span())
 
 
@@ -268,14 +266,14 @@ class _Span(contextlib.AbstractContextManager[Any]):
                 said = f"{type(error).__name__}: {error}"
                 self._started.set_status(self._api.Status(self._api.StatusCode.ERROR, said))
             self._started.end()
-        except Exception:  # the edge to code that is not ours
+        except Exception:  # foreign code
             log.exception("a step is not recorded")
 
 
 class NamesRequest(logging.Filter):
-    """For a logger of what an engine's process has: lines say which request they are about.
+    """Add the request id to log lines in an engine's process.
 
-    (A node's say it by their form, `node.process`.)
+    (A node adds it in its log format, `node.process`.)
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

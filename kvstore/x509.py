@@ -1,7 +1,7 @@
 """Read fields of certificates: dates and names.
 
-For nodes and the command line. An engine's environment has no `cryptography`: what `import kvstore`
-loads, and the wires, must not import this file.
+For nodes and the command line. An engine's environment has no `cryptography`: `import kvstore` and
+the transports must not import this file.
 """
 
 import time
@@ -22,7 +22,7 @@ _UNREADABLE = (
 def check_dates(file: str, pem: bytes) -> None:
     """Raise ConfigError if the first of the certificates has expired or is not valid yet.
 
-    `file`: what to call it.
+    `file`: its name in the error.
     """
     (begins, ends), now = validity(pem), time.time()
     if now >= ends:

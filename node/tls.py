@@ -128,7 +128,7 @@ class Certificates:
 
 
 def certificates_of(config: NodeConfig) -> Certificates | None:
-    """Return the node's certificates; None without TLS. Raises ConfigError.
+    """Return the node's certificates; None without TLS.
 
     Raises ConfigError for settings that do not go together, or files that can not be used.
     """

@@ -166,7 +166,12 @@ def test_enough_of_them_are_found() -> None:
 
 # ---- links -----------------------------------------------------------------------------------
 
-LINKING = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+LINKING = [
+    path
+    for top in (ROOT, ROOT / "docs", ROOT / "benchmarks", ROOT / "examples")
+    for path in (top.glob("*.md") if top in (ROOT, ROOT / "benchmarks") else top.rglob("*.md"))
+    if "node_modules" not in path.parts
+]
 
 
 def anchors(text: str) -> set[str]:

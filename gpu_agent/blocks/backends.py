@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GroupPool:
-    """A cache group on this rank: its blocks, a page each, and the namespace of its pages."""
+    """A cache group on this rank: its blocks, one page each, and the namespace of its pages."""
 
     namespace: Namespace
     pool: KVPool
@@ -44,12 +44,12 @@ class GroupPool:
         return space
 
     def at(self, epoch: int | None) -> Namespace:
-        """Return the namespace of an epoch; None is the epoch that was configured."""
+        """Return the namespace of an epoch; None is the configured epoch."""
         return self.namespace if epoch is None else replace(self.namespace, epoch=epoch)
 
 
 class BlockAgent(Protocol):
-    """A group's agent as a rank uses it: as `gpu_agent.agent.Agent`, with numbers of blocks."""
+    """A group's agent as a rank uses it: like `gpu_agent.agent.Agent`, with block numbers."""
 
     namespace: Namespace
 
@@ -93,10 +93,10 @@ class AgentBackend(Protocol):
         """Wait until all are done: by the deadlines of their jobs."""
 
     def retire(self, agents: Sequence[BlockAgent | None]) -> None:
-        """Give these agents no more jobs; those under way end."""
+        """Give these agents no more jobs; running jobs end."""
 
     def close(self) -> None:
-        """End jobs under way in bounded time."""
+        """End running jobs in bounded time."""
 
     def check(self) -> list[str]:
         """Return violated invariants; an empty list if there are none."""
@@ -199,7 +199,7 @@ class LocalBackend:
         self._live = [agent for agent in self._live if agent not in gone]
         try:
             start_thread(partial(_close, gone), "kvstore-close")
-        except RuntimeError as error:  # no thread can be had
+        except RuntimeError as error:  # no thread can be started
             log.warning("agents that are not used any more stay until the end: %s", error)
             self._live += gone
 

@@ -1,19 +1,18 @@
 """Decide whether loading a hit is faster than computing it.
 
-Both costs are measured while the engine runs.
+Both costs are measured while the engine runs:
 
-    a step     seconds above one that ends a hit = a x tokens + b x sum of their places in their
-               prompts
-    loads      seconds from order to end = c x loads + d x tokens
+    step    seconds beyond a step that ends a hit = a * tokens + b * sum of their prompt positions
+    loads   seconds from order to end             = c * loads + d * tokens
 
-Both are least squares in which what is old fades. A hit that would be slower than computing is none
-(R16): without this a small model on a fast GPU waits longer for its KV than for itself.
+Both are least-squares fits in which old samples fade. A hit that would be slower than computing is
+declined (R16): otherwise a small model on a fast GPU waits longer for its KV than computing takes.
 
-That loads seem slow is worse than that they seem fast, because a declined hit teaches nothing about
-them. So a load that waited for another one counts from that one's end, and one that is much faster
-than expected outweighs what was learned before. One whose end was seen behind somebody's prompt
-took no longer than until then, and no shorter than until two looks before: it counts where that
-says that loads are faster, or slower, than expected.
+Overestimating the time of loads is worse than underestimating it, because a declined hit gives no
+new sample. So a load that waited for another one counts from that one's end, and one that is much
+faster than expected outweighs earlier samples. If the end of a load was only noticed after a
+prompt's step, its true duration lies between two bounds: the end of that step, and the look before
+it. Such a sample counts only where a bound contradicts the estimate.
 """
 
 import logging
@@ -23,30 +22,25 @@ from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.log_rate import LogRate
 from kvstore.transports.channel import PAUSE_PER_COST, CircuitBreaker
 
-STEPS_MAX = 64  # whose end is awaited
-KEPT = 0.97  # of what was learned, at each new sample: the last thirty or so count
-SAMPLES_MIN = 8  # of both kinds; before that every hit is taken
-PROMPT_TOKENS_MIN = 64  # of one request in one step: less tells of answers, not of prompts
-PROBED = 32  # one in so many of the hits that seem slow is taken, for the world changes
-ALIKE = 0.02  # samples whose lengths differ by less than a seventh tell nothing about other lengths
-FADES = 0.9  # of what is usual, at each new sample
-STEP_S_MAX = 0.1  # a step without a prompt that took longer was disturbed
-OUTLIER = 3.0  # times what was expected counts as that: another load of the machine, a compiler
-OUTLIER_S_MIN = (
-    0.01  # less is no outlier: nothing was expected where the first samples were disturbed
-)
-SURPRISE = (
-    0.5  # of what was expected: so much less says that the world has changed, or was never such
-)
-KEPT_SURPRISED = 0.25  # of what was learned, then
-PROBED_SOON = 2  # after a surprise one in so many is taken
+STEPS_MAX = 64  # steps whose end is awaited
+KEPT = 0.97  # weight of earlier samples at each new one: about the last thirty count
+SAMPLES_MIN = 8  # of both kinds; before that every hit is accepted
+PROMPT_TOKENS_MIN = 64  # of one request in one step: fewer are typical of answers, not of prompts
+PROBED = 32  # of the hits that seem slow, one in so many is accepted, because costs change
+ALIKE = 0.02  # samples whose lengths differ by less than a seventh say nothing about other lengths
+FADES = 0.9  # weight of earlier durations at each new one
+STEP_S_MAX = 0.1  # a longer step without a prompt was disturbed
+OUTLIER = 3.0  # times the expected duration: other load on the machine, or a compiler
+OUTLIER_S_MIN = 0.01  # a shorter excess is no outlier, even while the first samples were disturbed
+SURPRISE = 0.5  # share of the expected duration: a load this fast shows that costs have changed
+KEPT_SURPRISED = 0.25  # weight of earlier samples after a surprise
+PROBED_SOON = 2  # after a surprise, one in so many is accepted
 
 
 class Line:
-    """`y = p * u + q * v`, with p and q at least 0.
+    """The line `y = p * u + q * v`, with p and q at least 0.
 
-    Where the samples were too much alike to tell u's share from v's, `at` gives the two ends of
-    what it may be.
+    If the samples are too much alike to separate u's share from v's, `at` returns both extremes.
     """
 
     def __init__(self) -> None:
@@ -81,9 +75,9 @@ class Line:
 
 
 class Usual:
-    """What something takes lately.
+    """The usual duration of something.
 
-    One that took long is soon forgotten.
+    A long one is soon forgotten.
     """
 
     def __init__(self) -> None:
@@ -100,33 +94,33 @@ class _Step:
     began_at: float
     short: bool  # a few tokens of a prompt, as after a hit
     tokens: int  # of prompts
-    places: float  # of these tokens in their prompts, summed
+    places: float  # sum of these tokens' positions in their prompts
 
 
 class LoadCostModel:
-    """Not thread-safe.
+    """Cost model of loads and of computing. Not thread-safe.
 
     Times are of one clock, in seconds.
     """
 
     def __init__(self) -> None:
         self._computing, self._loading = Line(), Line()
-        # Steps without a prompt, and with a few tokens of one
+        # Duration of steps without a prompt, and of steps with a few tokens of one
         self._answering, self._short = (
             Usual(),
             Usual(),
         )
         self._steps: dict[int, _Step] = {}
         self._ended_at = 0.0
-        self._prompts_at = 0.0  # when the newest step with a prompt in it ended
-        # When loads were looked at before that; steps that overlap tell one step late
+        self._prompts_at = 0.0  # end of the newest step with a prompt
+        # When loads were polled before that; overlapping steps report one step late
         self._looks = (
             0.0,
             0.0,
         )
-        self._loaded_at = 0.0  # when the newest load did
+        self._loaded_at = 0.0  # end of the newest load
         self._beside = 0  # tokens of prompts in the newest step
-        self._slow = 0  # hits that seemed slow since one of them was taken
+        self._slow = 0  # hits that seemed slow since one of them was accepted
 
     def step_begins(self, step: int, now: float, parts: list[tuple[int, int]], short: bool) -> None:
         """Note that a step is scheduled.
@@ -138,7 +132,7 @@ class LoadCostModel:
         self._beside = sum(count for _, count in parts)
         places = sum(count * (start + count / 2) for start, count in parts)
         self._steps[step] = _Step(now, short, self._beside, places)
-        self._steps.pop(step - STEPS_MAX, None)  # nobody told of its end
+        self._steps.pop(step - STEPS_MAX, None)  # its end was never reported
 
     def step_ended(self, step: int, now: float) -> None:
         """Note that the engine has the results of a step and of all before it."""
@@ -150,8 +144,8 @@ class LoadCostModel:
         seconds = now - max(since, ours.began_at)
         if ours.tokens:
             self._prompts_at = now
-            # A hit ends with a short step, which no graph may have been made for: it costs what
-            # most of a short prompt does.
+            # A hit ends with a short step, for which there may be no CUDA graph: it costs most of
+            # what a short prompt does.
             fixed_s = self._short.seconds or self._answering.seconds
             self._computing.add_sample(ours.tokens, ours.places, max(0.0, seconds - fixed_s))
         else:
@@ -182,34 +176,34 @@ class LoadCostModel:
             end - start + (0 if alone else self._beside), (end - start) * (start + end) / 2
         )
         loaded_s, _ = self._loading.at(1.0, end - start)
-        if loaded_s <= computed_s:  # in doubt it is taken, and something is learned
+        if loaded_s <= computed_s:  # if in doubt it is accepted, and gives a sample
             return True
         self._slow = (self._slow + 1) % PROBED
         return self._slow == 0
 
 
-# Which hits are taken: those that are worth their load, and none while loads hang.
+# Decide which hits are accepted: those worth their load, and none while loads hang.
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
-# Where lookups are answered and loads are not, each request would wait for one. A load that fails
-# sooner met a page that is gone.
+# If lookups are answered but loads are not, each request would wait for one. A load that fails
+# sooner hit a missing page.
 HUNG_S = 1.0
 PAUSE_S_MAX = 60.0
 
 
 class HitPolicy:
-    """Not thread-safe.
+    """Decide which hits are accepted. Not thread-safe.
 
-    Without `worth` a hit is taken though computing were faster.
+    Without a cost model (`worth`) a hit is accepted even if computing is faster.
     """
 
     def __init__(self, worth: LoadCostModel | None) -> None:
         self._worth = worth
         self._hangs = CircuitBreaker("loads", PAUSE_S_MAX, chance=lambda: 0.0)
-        self._hung = 0  # loads since one ended well
-        self._away = 0  # ranks that can load nothing now
+        self._hung = 0  # failed loads since the last success
+        self._away = 0  # ranks that can not load now
 
     def accepts(self, start: int, end: int, alone: bool, granted: bool) -> bool:
         """Return whether to load these tokens; `granted`: the request was accepted before."""
@@ -220,7 +214,7 @@ class HitPolicy:
     def step_begins(
         self, step: int, now: float, prompts: list[tuple[int, int]], short: bool
     ) -> None:
-        """See `LoadCostModel.begins`."""
+        """See `LoadCostModel.step_begins`."""
         if self._worth:
             self._worth.step_begins(step, now, prompts, short)
 

@@ -5,7 +5,7 @@
     window 40                       [   2   ][   3   ]      those that the next token attends to
                                                      ^ end of a prefix
 
-Pure: tables, hashes and answers in, numbers out. `Request` keeps the state of a request at hand:
+No I/O: tables, hashes and answers in, numbers out. `Request` keeps the state of a running request:
 its stored pages, its load, and the blocks that need no save any more.
 """
 
@@ -17,21 +17,18 @@ from typing import Protocol
 
 from gpu_agent.blocks.lookups import Answer
 
-NULL_BLOCK = (
-    0  # stands in a table for blocks that a window has left behind; never read, never written
-)
-STAGED_BLOCKS = (
-    16  # blocks of an answer that are saved together while it goes on: as much work as for one
-)
+NULL_BLOCK = 0  # entry of a block table that a window has left behind; never read or written
+# blocks of an answer saved together while it is generated: as much work as for one
+STAGED_BLOCKS = 16
 
 
 @dataclass(frozen=True)
 class BlockGroup:
     """Layers that share a block table.
 
-    `block_tokens`: what a block id names. `window_tokens`: how many tokens before the next one its
-    layers attend to, 0: all. `chunk_tokens`: they attend to the current chunk of so many, 0: no
-    chunks.
+    `block_tokens`: tokens of a block id. `window_tokens`: how many tokens before the next one its
+    layers attend to; 0: all. `chunk_tokens`: its layers attend to the current chunk of so many
+    tokens; 0: no chunks.
     """
 
     block_tokens: int
@@ -78,8 +75,8 @@ def longest_prefix(
 
     `present[group][block]` is 1 if all ranks have stored the block. The first `local_tokens` are in
     the engine. The result is a multiple of `step_tokens`, at most `limit_tokens`, and
-    `local_tokens` if nothing can be added. A block that only one group has shortens the prefix for
-    all.
+    `local_tokens` if nothing can be added. A block that one group lacks shortens the prefix for all
+    groups.
     """
     if local_tokens % step_tokens:
         return local_tokens
@@ -103,10 +100,10 @@ def longest_prefix(
 
 
 def _run_end(group: BlockGroup, blocks: Sequence[int], local_tokens: int) -> int:
-    """Return where a prefix ends at the latest.
+    """Return the latest possible end of a prefix.
 
     For layers that need all blocks it is the end of the present ones, from the first that the
-    engine lacks on.
+    engine lacks.
     """
     first = len(blocks) if group.forgets else local_tokens // group.block_tokens
     return group.block_tokens * (
@@ -117,7 +114,7 @@ def _run_end(group: BlockGroup, blocks: Sequence[int], local_tokens: int) -> int
 def _shorter(group: BlockGroup, there: bytes, local_tokens: int, end_tokens: int) -> int:
     """Return `end_tokens` if the group has what such a prefix needs, else the next possible end.
 
-    A prompt has thousands of blocks: nothing here looks at them one by one.
+    A prompt has thousands of blocks, so this never loops over single blocks.
     """
     blocks = end_tokens // group.block_tokens
     gap = there.rfind(0, _first(group, local_tokens, end_tokens), blocks) if group.forgets else -1
@@ -125,8 +122,8 @@ def _shorter(group: BlockGroup, there: bytes, local_tokens: int, end_tokens: int
         return end_tokens
     shorter = (
         there.rfind(1, 0, gap) + 1
-    ) * group.block_tokens  # each that is longer ends in a block that is missing
-    if group.chunk_tokens:  # but one that ends with a chunk needs no block of it
+    ) * group.block_tokens  # any longer prefix ends in a missing block
+    if group.chunk_tokens:  # but a prefix that ends with a chunk needs no block of it
         shorter = max(shorter, (end_tokens - 1) // group.chunk_tokens * group.chunk_tokens)
     return shorter
 
@@ -152,9 +149,9 @@ def unsaved_blocks(
 def first_ending(
     groups: Sequence[BlockGroup], blocks: Sequence[Sequence[int]], count: int
 ) -> list[Sequence[int]]:
-    """Return, of each group's blocks, those among the first `count` of all to end.
+    """Return, for each group, those of its blocks that are among the `count` blocks to end first.
 
-    Where there is no room for more, a shorter prefix is complete then.
+    If there is no room for more, a shorter prefix is then complete.
     """
 
     def ends(number: int) -> list[tuple[int, int]]:
@@ -178,7 +175,7 @@ def _first(group: BlockGroup, local_tokens: int, end_tokens: int) -> int:
 
 
 class EngineRequest(Protocol):
-    """What is read of the engine's request."""
+    """Fields of the engine's request that are read."""
 
     request_id: str
     block_hashes: list[bytes]  # of all full blocks of known tokens; grows
@@ -188,10 +185,12 @@ class EngineRequest(Protocol):
 
 @dataclass
 class Request:
-    """`planned[group]`: leading blocks that need no save any more: present, staged, or given up.
+    """State of a request.
 
-    With `next_tokens` tokens computed there is one more, with `due_tokens` enough of them to be
-    saved.
+    `planned[group]`: leading blocks that need no save: stored, staged, or given up.
+
+    `next_tokens`: number of computed tokens with which one more block is full. `due_tokens`: number
+    with which enough blocks are full for a save.
     """
 
     request: EngineRequest
@@ -201,15 +200,15 @@ class Request:
     present: Answer = ()
     offered: tuple[int, int] = (0, 0)  # tokens in the engine, tokens after a load
     loading: int = 0  # ranks that have not ended its load
-    polled: bool = False  # the engine asked for the answer at least once
+    polled: bool = False  # the engine polled for the answer at least once
     load_began_at: float = 0.0
-    judged: tuple[int, int] | None = None  # the hit that was decided about, as `offered`
-    declined: bool | None = None  # whether it is none; None: not decided since it was asked anew
-    refused: bool = False  # a load failed: no second one, or the engine would ask for it forever
-    scheduled: bool = (
-        False  # a step was scheduled since its blocks were allocated, so its tokens were computed
-    )
-    barred: bool = False  # its KV may not be stored
+    judged: tuple[int, int] | None = None  # the hit that was decided on, as in `offered`
+    declined: bool | None = None  # whether it was declined; None: not decided since the last lookup
+    # a load failed: there is no second one, or the engine would retry for ever
+    refused: bool = False
+    # a step was scheduled since its blocks were allocated, so its tokens were computed
+    scheduled: bool = False
+    barred: bool = False  # its KV must not be stored
 
     def plan_anew(self) -> None:
         """Plan all blocks again."""

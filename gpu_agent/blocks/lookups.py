@@ -5,8 +5,8 @@
      |                                                    ^
      +--- deadline, or too many pending: nothing stored --+
 
-An engine's scheduler may ask a hundred times for one waiting request, and must never wait.
-Questions go out at once, to threads of its process or to another process (`gpu_agent.worker`).
+An engine's scheduler may poll a hundred times for one waiting request, and must never wait. Lookups
+are sent at once, to threads of its process or to another process (`gpu_agent.worker`).
 """
 
 import concurrent.futures
@@ -39,17 +39,16 @@ Answer: TypeAlias = tuple[bytes, ...]
 
 THREADS = 4
 _PAUSE_S = 0.0002
-PENDING_MAX = 1024  # requests that wait for an answer; more are told that nothing is stored
-TOUCHED_TOGETHER = 16  # requests
+PENDING_MAX = 1024  # requests that wait for an answer; further ones get "nothing stored"
+TOUCHED_TOGETHER = 16  # requests touched in one call
 # Keys of a touch, unless one request has more: 2 MiB of a frame's 16 MiB
 TOUCHED_KEYS_MAX = 1 << 16
-OUTAGE_WAIT_S = (
-    0.05  # how long a request waits when the last call failed: enough for a store that is back
-)
+# how long a request waits after a failed call: enough for a store that is back
+OUTAGE_WAIT_S = 0.05
 
 
 class LookupBackend(Protocol):
-    """Calls never wait, but for `pause` and `close`.
+    """Makes lookups. Calls never wait, except `pause` and `close`.
 
     Exceptions of futures are KVStoreErrors.
     """
@@ -76,7 +75,7 @@ class LookupBackend(Protocol):
 
 
 class ThreadLookups:
-    """Threads of this process.
+    """Lookups on threads of this process.
 
     `client` is closed with them.
     """
@@ -84,7 +83,8 @@ class ThreadLookups:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._lookups = ThreadPool(THREADS, "kvstore-lookup")
-        self._touches = ThreadPool(1, "kvstore-touch")  # for which no request waits
+        # separate, because requests wait for lookups only
+        self._touches = ThreadPool(1, "kvstore-touch")
 
     def look_up(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[Answer]":
         """Begin a lookup on a thread."""
@@ -163,13 +163,13 @@ def _submitted(
             raise
         except (
             Exception
-        ) as error:  # the edge of a thread: whatever broke, the request gets its answer
+        ) as error:  # end of a thread's work: the request needs an answer after any error
             log.exception("a lookup broke")
             raise KVStoreError(repr(error)) from error
 
     try:
         return executor.submit(carried(run))
-    except RuntimeError as error:  # no thread can be had, or the interpreter ends
+    except RuntimeError as error:  # no thread can be started, or the interpreter ends
         failed: concurrent.futures.Future[Result] = Future()
         failed.set_exception(Unavailable(str(error)))
         return failed
@@ -177,7 +177,7 @@ def _submitted(
 
 @dataclass
 class LookupCounts:
-    """`lookups_failed`: calls that the store did not answer in time."""
+    """Counters of lookups. `lookups_failed`: calls that the store did not answer in time."""
 
     lookups: int = 0
     lookups_failed: int = 0
@@ -209,11 +209,9 @@ class Lookups:
         self._outage = OutageLog()
 
     def ask(self, request_id: str, question: Question, stands: Answer | None = None) -> None:
-        """Start a lookup, which replaces a former one of this request.
+        """Start a lookup, which replaces an earlier one of this request. Returns at once.
 
-        Returns at once.
-
-        `stands`: an answer of the former one that is valid until there is another.
+        `stands`: the earlier answer, which is valid until there is another.
         """
         nothing = tuple(bytes(len(keys)) for _, keys in question)
         done: concurrent.futures.Future[Answer] = Future()
@@ -226,16 +224,17 @@ class Lookups:
         if wanted:
             with request(request_id):
                 done = self._backend.look_up(question, self._timeout_s)
-                # It may end while another is asked about
+                # It may end while another lookup begins
                 done.add_done_callback(carried(self._ended))
         else:
             done.set_result(nothing)
         self._pending[request_id] = _Pending(done, nothing, time.monotonic() + wait_s, stands)
 
     def answer(self, request_id: str) -> Answer | None:
-        """Return the answer; None as long as it is not known.
+        """Return the answer; None while it is unknown.
 
-        After the deadline, and for a request that never asked, nothing is stored.
+        After the deadline, and for a request without a lookup, the answer is that nothing is
+        stored.
         """
         pending = self._pending.get(request_id)
         if pending is None:
@@ -258,9 +257,9 @@ class Lookups:
         return answer
 
     def age_s(self, request_id: str) -> float | None:
-        """Return for how long the request has had its answer, 0 if it has none yet.
+        """Return how long the request has had its answer; 0 if it has none yet.
 
-        None: it did not ask, or needs no answer any more.
+        None: it has no lookup, or needs no answer any more.
         """
         pending = self._pending.get(request_id)
         if pending is None:
@@ -278,9 +277,9 @@ class Lookups:
     def touch(self, request_id: str, question: Question) -> None:
         """Count these pages as used, heads last.
 
-        A chain that is saved piece by piece, or that an engine keeps in its own cache, would
-        otherwise lose its head first. The next `poll` does it, together for requests that end in
-        one step. Dropped if too many are pending.
+        A chain that is saved in parts, or that an engine keeps in its own cache, would otherwise
+        lose its head first. The next `poll` does it, together for requests that end in one step.
+        Dropped if too many are pending.
         """
         if len(self._used) < PENDING_MAX // 2:
             self._used.append((request_id, question))
@@ -292,9 +291,9 @@ class Lookups:
         self._backend.open(namespaces, self._timeout_s).add_done_callback(self._ended)
 
     def poll(self) -> None:
-        """Touch what ended requests have used, and collect answers.
+        """Touch pages of ended requests, and collect answers.
 
-        What the store answered since the last time is known afterwards.
+        Answers that arrived since the last call are known afterwards.
         """
         while self._used:
             count = _together(self._used)

@@ -63,7 +63,7 @@ class LoadsEnded:
 @dataclass(frozen=True)
 class _Load:
     order: LoadOrder
-    jobs: list[tuple[SavePart, LoadJob | None]]  # None: it could not even begin
+    jobs: list[tuple[SavePart, LoadJob | None]]  # None: it could not begin
     began_at: float
     epoch: int
 
@@ -73,7 +73,7 @@ class _Load:
 
 
 class BlockRank:
-    """The agents of one rank, and its saves and loads under way.
+    """The agents of one rank, and its running saves and loads.
 
     Not thread-safe.
 
@@ -87,10 +87,10 @@ class BlockRank:
         self._agents = backend.agents(None)
         self._writes = writes
         self._epoch: int | None = None
-        self._generation = 0  # raised with every change of the epoch
+        self._generation = 0  # incremented with every change of the epoch
         self._step = 0
         self._loads: list[_Load] = []
-        self._saves: dict[int, list[SaveJob]] = {}  # whose blocks are still being read
+        self._saves: dict[int, list[SaveJob]] = {}  # saves whose blocks are still being read
         # Save jobs of which a part was read
         self._read: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._outcomes: list[tuple[BlockAgent, SaveJob]] = []
@@ -105,9 +105,9 @@ class BlockRank:
             self._backend.release()
 
     def load(self, orders: Sequence[LoadOrder]) -> None:
-        """Start loads, behind what the engine has enqueued so far.
+        """Start loads, behind all work that the engine has enqueued so far.
 
-        Each ends by the agent's deadline. Once it has ended, nothing writes to its blocks any more.
+        Each ends by the agent's deadline. After its end nothing writes to its blocks.
         """
         for order in orders:
             began_at = time.monotonic()
@@ -120,7 +120,7 @@ class BlockRank:
             self._loads.append(_Load(order, jobs, began_at, self._generation))
 
     def save(self, orders: Sequence[SaveOrder]) -> None:
-        """Start saves, behind what the engine has enqueued so far."""
+        """Start saves, behind all work that the engine has enqueued so far."""
         for order in orders:
             self._saves[order.job] = jobs = self._start_saves(order) if self._writes else []
             read = partial(self._save_read, order.job)
@@ -153,7 +153,7 @@ class BlockRank:
 
     def report(self) -> Report:
         """Return the report for the scheduler since the last one."""
-        # Of thousands under way a few
+        # Only these few, of thousands of running saves
         for number in {self._read.get_nowait() for _ in range(self._read.qsize())}:
             if number in self._saves and all(job.gathered.done() for job in self._saves[number]):
                 del self._saves[number]
@@ -191,7 +191,7 @@ class BlockRank:
         return counts
 
     def drain(self) -> None:
-        """Wait until nothing reads or writes the engine's blocks: by the deadlines of the jobs."""
+        """Wait until no job reads or writes the engine's blocks: by the deadlines of the jobs."""
         self._backend.wait([job.gathered for jobs in self._saves.values() for job in jobs])
         self._backend.wait([job.done for load in self._loads for _, job in load.jobs if job])
 
@@ -260,7 +260,7 @@ class BlockRank:
     def _renew(self, epoch: int | None) -> None:
         """Use the namespaces of another epoch from now on.
 
-        Loads under way bring pages of the old epoch, so they count as failed. Saves under way store
+        Running loads bring pages of the old epoch, so they count as failed. Running saves store
         under the old epoch, where no lookup finds them.
         """
         old, self._agents = self._agents, self._backend.agents(epoch)

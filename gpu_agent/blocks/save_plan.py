@@ -5,9 +5,9 @@
        |                +--> no result of step 7: dropped, unpinned, staged again later
        +--> no room: not staged, tried again in a later step
 
-A block that was not computed can not be told from one that was, on any rank. So blocks are pinned
-from before they are computed until the last rank has read them. This module takes the engine's
-calls and returns orders for the ranks (`StepOrders`), which answer with a `Report`; it moves no KV.
+No rank can tell a computed block from one that was not computed. So blocks are pinned from before
+they are computed until the last rank has read them. This module takes the engine's calls and
+returns orders for the ranks (`StepOrders`), which answer with a `Report`; it moves no KV.
 """
 
 import time
@@ -20,9 +20,9 @@ from kvstore.tracing import REQUESTS_MAX
 
 
 class SavePart(NamedTuple):
-    """Blocks of one group: keys and the engine's block ids, as many of each.
+    """Blocks of one group: keys and the engine's block ids, in the same order.
 
-    A prompt has thousands, and the engine waits: what is done to them is done to whole lists.
+    A prompt has thousands, and the engine waits: so operations work on whole lists.
     """
 
     group: int
@@ -31,9 +31,9 @@ class SavePart(NamedTuple):
 
 
 class SaveOrder(NamedTuple):
-    """For every rank: store these blocks, and say when their memory has been read.
+    """For every rank: store these blocks, and report when their memory has been read.
 
-    `requests`: whose they are, as the engine calls them, the first few.
+    `requests`: the engine's names of the first few requests.
     """
 
     job: int
@@ -49,9 +49,10 @@ class LoadOrder(NamedTuple):
 
 
 class StepOrders(NamedTuple):
-    """What the ranks do beside one step of the engine.
+    """Orders for the ranks beside one step of the engine.
 
-    `scarce`: it lacks blocks, so none may stay pinned for a save that waits for a process to start.
+    `scarce`: the engine lacks blocks, so none may stay pinned for a save that waits for a process
+    to start.
     """
 
     step: int
@@ -63,7 +64,7 @@ class StepOrders(NamedTuple):
 
 @dataclass
 class Report:
-    """What one rank, or several together, did beside a step."""
+    """Report of one rank, or of several combined, for a step."""
 
     step: int
     # Save job -> ranks that have read its blocks
@@ -99,13 +100,13 @@ class _Job:
 
 
 class SavePlan:
-    """`ranks`: how many acknowledge a job.
+    """Plan of saves. `ranks`: how many ranks acknowledge a job.
 
-    `blocks_max`: pinned at a time, over all groups. `order_blocks`: of one order; fewer wait for
-    more, for `hold_s` at most, since each order costs the engine and the ranks as much as its
-    blocks do, and not while blocks are `scarce`: then they are wanted back, and a request that is
-    thrown out wants its own stored. `pin` and `unpin` take block ids. Not thread-safe: an engine
-    has one scheduler.
+    `blocks_max`: pinned at a time, over all groups. `order_blocks`: blocks of one order; fewer wait
+    for more, for at most `hold_s`, because each order costs the engine and the ranks as much as its
+    blocks do. They do not wait while blocks are `scarce`: then blocks are needed back, and a
+    preempted request needs its own stored. `pin` and `unpin` take block ids. Not thread-safe: an
+    engine has one scheduler.
     """
 
     def __init__(
@@ -123,14 +124,15 @@ class SavePlan:
         self._order_blocks = order_blocks
         self._pin = pin
         self._unpin = unpin
-        self._steps: OrderedDict[int, list[_Staged]] = OrderedDict()  # outstanding, in order
+        # steps without a result yet, in order
+        self._steps: OrderedDict[int, list[_Staged]] = OrderedDict()
         self._hold_s = hold_s
         self.scarce = scarce
         self._ready: deque[tuple[str, SavePart]] = deque()  # and their owners
         self._ready_count = 0  # blocks of these
-        self._ready_at = 0.0  # when the first of them was
+        self._ready_at = 0.0  # when the first of them became ready
         self._jobs: dict[int, _Job] = {}
-        # By group; staged, ready or in a job: once is enough
+        # By group: staged, ready or in a job, so that no block is saved twice
         self._known: dict[int, set[bytes]] = {}
         self._pinned = 0
         self._next_job = 0
@@ -152,7 +154,7 @@ class SavePlan:
     def stage(self, owner: str, parts: Iterable[SavePart]) -> None:
         """Stage blocks whose tokens are computed by the end of the newest step, at most `room`.
 
-        Without a running step they are ready. Blocks under way already are left out.
+        Without a running step they are ready. Blocks that are in a save already are left out.
         """
         new = [part for part in map(self._new_part, parts) if part.keys]
         if not new:
@@ -167,10 +169,10 @@ class SavePlan:
             self._make_ready(_Staged(owner, new))
 
     def ran(self, step: int) -> set[str]:
-        """Release what a step staged, now that its result was seen.
+        """Release what a step staged, now that its result is known.
 
-        Drop what earlier steps staged whose results never came. Return the requests it belonged to:
-        they must stage again.
+        Drop blocks of earlier steps whose results never came. Return their requests, which must
+        stage again.
         """
         dropped: set[str] = set()
         while self._steps and next(iter(self._steps)) <= step:
@@ -208,7 +210,7 @@ class SavePlan:
             self._release(known.parts)
 
     def forget(self) -> None:
-        """Drop everything that no rank was told."""
+        """Drop everything that is in no order yet."""
         for staged in self._steps.values():
             for some in staged:
                 self._release(some.parts)
@@ -278,7 +280,7 @@ class SavePlan:
         self._pinned -= _count(parts)
         for part in reversed(parts):
             self._known[part.group].difference_update(part.keys)
-            # The last block first: what is freed first is reused first, and a chain should lose its
+            # The last block first: blocks freed first are reused first, and a chain should lose its
             # end.
             self._unpin(part.blocks[::-1])
 

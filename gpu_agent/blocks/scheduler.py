@@ -4,8 +4,7 @@
     ... finished
 
 For engines that schedule requests with block tables and hash their blocks themselves (vLLM).
-Nothing here waits, and nothing here touches KV: `ranks.py` does, on every rank, by the orders made
-here.
+Nothing here waits or touches KV: `ranks.py` moves it on every rank, by the orders made here.
 """
 
 import logging
@@ -29,14 +28,14 @@ from kvstore.keys import Namespace
 
 log = logging.getLogger(__name__)
 
-# An engine that computes nothing else waits so long for an answer, once, which takes less than its
-# next step.
+# An engine with nothing else to compute waits this long for an answer, once: less than its next
+# step takes.
 IDLE_WAIT_S = 0.005
-ALONE_MAX = 16  # requests at hand: of so many, one is being computed
-REFRESH_S = 2.0  # how long an answer is believed while a request waits
-QUIET_MAX = 1 << 20  # steps that nobody is looked at, at most
-COUNTS_WAIT_S = 0.25  # between the last read block and the outcome of its save
-SILENCE_S = 10.0  # after a line of the log, for the same reason
+ALONE_MAX = 16  # running requests: with so many, one of them is being computed
+REFRESH_S = 2.0  # how long an answer is valid while a request waits
+QUIET_MAX = 1 << 20  # most steps without looking for due blocks
+COUNTS_WAIT_S = 0.25  # between the last block read and the outcome of its save
+SILENCE_S = 10.0  # between two log lines with the same reason
 
 
 @dataclass
@@ -55,11 +54,12 @@ class MatchCounts:
 
 
 class BlockScheduler:
-    """Not thread-safe.
+    """Serve an engine's scheduler. Not thread-safe.
 
-    `shards`: for each group the namespaces of all shards, each once. `hash_tokens`: of one of the
-    engine's hashes. `step_tokens`: lengths of hits are multiples of it. A hit of fewer than
-    `min_tokens` tokens is none; one that would be slower than computing neither, if `worth` tells.
+    `shards`: for each group the namespaces of all shards, each once. `hash_tokens`: tokens of one
+    of the engine's hashes. `step_tokens`: lengths of hits are multiples of it. A hit of fewer than
+    `min_tokens` tokens is ignored; so is one that would be slower than computing, if `worth` is
+    given.
 
     Loads run beside steps: a request computes nothing, and no other one reads its blocks, until its
     load has ended on all ranks. So no step ever computes over blocks of a load that fails.
@@ -85,21 +85,21 @@ class BlockScheduler:
         self._plan = plan
         self._min_tokens = max(1, min_tokens)
         self._hits = HitPolicy(worth)
-        self._strangers = False  # in the newest step: requests that never asked
-        # since the newest step: a request of its hit, so only blocks could keep it from running
+        self._strangers = False  # the newest step has requests without a lookup
+        # A hit was reported since the newest step, so only blocks can keep its request from running
         self._told = False
-        # Steps for which the same requests end no block that is due, each with one token a step.
+        # Steps in which the same requests complete no due block, each with one token per step.
         self._quiet, self._scanned = 0, frozenset[str]()
         self._requests: dict[str, Request] = {}
-        self._ended: dict[str, Request] = {}  # whose loads have not
+        self._ended: dict[str, Request] = {}  # ended requests whose loads have not ended
         self._loads: list[LoadOrder] = []
         self._stopped = False  # saving is off, see `stop_saving`
         self._epoch: int | None = None
         self._step = 0
-        self._seen_at = 0.0  # when the ranks last told
-        self._read_at = 0.0  # when they last told that blocks were read
-        self._uncounted = False  # saves ended or go on that no metric shows yet
-        self._unsaid = 0  # blocks dropped since the last line of the log about it
+        self._seen_at = 0.0  # time of the ranks' last report
+        self._read_at = 0.0  # time of the last report with blocks that were read
+        self._uncounted = False  # saves ended or are running that no metric shows yet
+        self._unsaid = 0  # dropped blocks since the last log line about them
         self._silent_until = 0.0
         lookups.open([namespace for group in shards for namespace in group])
 
@@ -107,14 +107,15 @@ class BlockScheduler:
     def busy(self) -> bool:
         """Return whether the engine must keep stepping for us.
 
-        It does until the last block is read, and then for `COUNTS_WAIT_S` at most, so that the
+        It must until the last block is read, and then for at most `COUNTS_WAIT_S`, so that the
         outcome of a save shows in the engine's metrics before the engine idles.
         """
         return self._plan.busy or (
             self._uncounted and time.monotonic() < self._read_at + COUNTS_WAIT_S
         )
 
-    # ---- a request's way --------------------------------------------------------------------
+    # ---- life of a request
+    # ------------------------------------------------------------------------
 
     def ask(self, request: EngineRequest) -> None:
         """Begin the lookup of a new request."""
@@ -136,9 +137,9 @@ class BlockScheduler:
         if age_s is None:  # it was preempted after its first admission
             self._ask(request)
             state.polled, state.declined = False, None
-        elif age_s > REFRESH_S:  # it waits so long that other pages are there now
-            # Until they are known the old answer stands: told None, an engine gives the blocks that
-            # it saved up for this one to those behind it.
+        elif age_s > REFRESH_S:  # it waited so long that other pages may be stored now
+            # The old answer stands until the new one is known: after a None, an engine would give
+            # the blocks kept for this request to those behind it.
             self._ask(request, self._lookups.answer(request.request_id))
         answer = self._lookups.answer(request.request_id)
         if not state.polled:
@@ -148,7 +149,7 @@ class BlockScheduler:
             )
         if answer is None:
             return None
-        # A load may claim the last token too: the engine computes it again.
+        # A load may cover the last token too: the engine computes it again.
         limit, end = request.num_tokens, local_tokens
         if answer:
             end = longest_prefix(self._groups, answer, local_tokens, limit, self._step_tokens)
@@ -165,7 +166,7 @@ class BlockScheduler:
         state = self._requests.get(request.request_id)
         if state is None or state.loading:
             return
-        # Also of one that was never asked about again, for a load of it failed
+        # Also for a request without a second lookup, because a load of it failed
         state.scheduled, self._quiet = (
             False,
             0,
@@ -202,7 +203,7 @@ class BlockScheduler:
         saves = self._plan.orders()
         self._plan.begin(self._step)
         loads, self._loads = self._loads, []
-        # Then a request may be thrown out, and comes back with what is stored
+        # Then a request may be preempted, and comes back with what is stored
         scarce = self._plan.scarce()
         prompts, short = list[tuple[int, int]](), False
         if (
@@ -224,10 +225,7 @@ class BlockScheduler:
         table_of: Callable[[str], Sequence[Sequence[int]]],
         scarce: bool,
     ) -> tuple[list[tuple[int, int]], bool]:
-        """Stage the blocks of a step; return the arguments of `LoadCostModel.step_begins`.
-
-        See `LoadCostModel.begins` for what is returned.
-        """
+        """Stage the blocks of a step; return the arguments of `LoadCostModel.step_begins`."""
         prompts, short = list[tuple[int, int]](), False
         self._strangers = False
         self._quiet = QUIET_MAX
@@ -253,7 +251,7 @@ class BlockScheduler:
         return prompts, short
 
     def ran(self, report: Report) -> None:
-        """Take what the ranks did beside a step whose results the engine has seen."""
+        """Take the ranks' report for a step whose results the engine has seen."""
         for job, ranks in report.acknowledged.items():
             self._plan.acknowledge(job, ranks)
         seen_at, self._seen_at = self._seen_at, time.monotonic()
@@ -261,8 +259,7 @@ class BlockScheduler:
         if report.acknowledged:
             self._read_at = self._seen_at
         if report.failed:
-            # They failed after the report before this one: perhaps right after it, beside a long
-            # step.
+            # They failed after the previous report: perhaps right after it, beside a long step.
             self._loads_failed(report.failed, seen_at)
         self._hits.step_ended(report.step, self._seen_at, report.away)
         if report.finished:
@@ -280,7 +277,7 @@ class BlockScheduler:
         if state.loading:
             self._ended[request.request_id] = state
             return
-        # Else another connector may still be loading blocks that count as computed
+        # Otherwise another connector may still be loading blocks that count as computed
         if state.scheduled:
             self._drop(self._stage(state, request.num_computed_tokens, tables))
         if not state.barred:
@@ -300,9 +297,9 @@ class BlockScheduler:
         self._stopped = False
 
     def stop_saving(self) -> bool:
-        """Save nothing until `reset`, because what the engine computes may be wrong.
+        """Save nothing until `reset`, because the engine may compute wrong values.
 
-        Requests that are known now are not saved after it, either. Return whether saving was on.
+        Current requests are not saved after it, either. Return whether saving was on.
         """
         stopped, self._stopped = self._stopped, True
         self._plan.forget()
@@ -339,7 +336,7 @@ class BlockScheduler:
                 self._hits.failed(max(0.0, at - state.load_began_at))
             state.refused = True
             state.present = ()
-            self._plan_anew(state)  # what is gone or damaged is saved again
+            self._plan_anew(state)  # missing or corrupt pages are saved again
 
     def _loads_ended(self, finished: Mapping[str, int]) -> None:
         """Handle ended loads; `finished` maps requests to the ranks that ended theirs."""
@@ -359,7 +356,7 @@ class BlockScheduler:
     def _declines(self, state: Request, start: int, end: int) -> bool:
         """Return whether to decline a hit because computing is faster or no load would end.
 
-        The decision is kept, as a request may be asked about in every step.
+        The decision is kept, because the engine may ask in every step.
         """
         if state.declined is None or state.judged != (start, end):
             was, state.judged = state.declined, (start, end)

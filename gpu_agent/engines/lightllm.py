@@ -1,13 +1,11 @@
 """Serve as LightLLM's disk cache, behind its CPU cache, without changing LightLLM.
 
-    PYTHONPATH="$(python -m gpu_agent.engines.lightllm):$PYTHONPATH" python -m
-    lightllm.server.api_server
-        --enable_cpu_cache --enable_disk_cache ...
+    export PYTHONPATH="$(python -m gpu_agent.engines.lightllm):$PYTHONPATH"
+    python -m lightllm.server.api_server --enable_cpu_cache --enable_disk_cache ...
 
 LightLLM imports `PyLocalCacheService` and `PyState` from `light_mem` (the folder that the command
-prints), in the one process that owns its pool of CPU pages. It makes one service, asks `query`, and
-gives pages to `create`. What it does about an exception, a slow answer or a wrong one, and what
-follows for us:
+prints), in the process that owns its pool of CPU pages. It makes one service, calls `query`, and
+passes pages to `create`. Its reactions to errors, and our behaviour:
 
     query raises        the request is never forwarded       nothing raises, all is logged
     create raises       its writer thread is dead            a task that has failed
@@ -15,7 +13,7 @@ follows for us:
     a page of it fails  the whole read is discarded          found pages are held until then
     a write is slow     its pages stay referenced            a page is copied out, sent later
 
-Settings come from the environment (KVSTORE_*, KVSTORE_AGENT_*): LightLLM has no place for them.
+Settings come from the environment (KVSTORE_*, KVSTORE_AGENT_*): LightLLM has no options for them.
 """
 
 import enum
@@ -42,9 +40,9 @@ HASH_NBYTES = 16
 
 
 class PyState(enum.Enum):
-    """What has become of a page of a task.
+    """State of a page of a task.
 
-    LightLLM asks for Finished only.
+    LightLLM only checks for Finished.
     """
 
     Initial = 0
@@ -54,13 +52,13 @@ class PyState(enum.Enum):
 
 
 class PyLocalCacheService:
-    """What LightLLM makes of `--enable_disk_cache`.
+    """The service that LightLLM makes for `--enable_disk_cache`.
 
     Thread-safe; only the constructor raises.
 
     `kvcache_tensor`: its pool of CPU pages, uint8 `[pages, page_nbytes]`. File, size, shards and
-    workers are the original's and mean nothing here: nodes keep the pages and evict on their own.
-    Raises ConfigError and InvalidRequest, which end LightLLM's start.
+    workers are parameters of the original and have no meaning here: nodes keep the pages and evict
+    on their own. Raises ConfigError and InvalidRequest, which end LightLLM's start.
     """
 
     _n = 1  # pages in a block: every page is an object of its own
@@ -94,10 +92,7 @@ class PyLocalCacheService:
         )
 
     def query(self, hash_128s: Sequence[int]) -> list[bool]:
-        """Return which pages can be read, held long enough for that; all False on failure.
-
-        They are held for long enough to be read.
-        """
+        """Return which pages can be read, and hold them for that; all False on failure."""
         with request():
             try:
                 return self._pages.present(_keys(hash_128s))
@@ -138,9 +133,9 @@ class PyLocalCacheService:
         return self._pages.active("save" if mode == "w" else "load")
 
     def abort(self, task: "ReadTask | WriteTask") -> None:
-        """Return when nobody uses the pages for this task, at its deadline at the latest.
+        """Return when no thread uses the pages for this task, at its deadline at the latest.
 
-        LightLLM calls this after 120 s, and no deadline is as long, so there is nothing left to
+        LightLLM calls this after 120 s, and every deadline is shorter, so there is nothing left to
         wait for.
         """
         try:
@@ -156,18 +151,15 @@ class PyLocalCacheService:
         return self._pages
 
     def close(self) -> None:
-        """End pending tasks in bounded time. LightLLM never calls it: its process just ends.
-
-        LightLLM never calls it: its process just ends.
-        """
+        """End pending tasks in bounded time. LightLLM never calls it: its process just ends."""
         self._pages.close()
         self._client.close()
 
 
 class ReadTask:
-    """Pages on their way into rows.
+    """Pages that are being read into rows.
 
-    Without a job it has failed.
+    A task without a job has failed.
     """
 
     page_already_list: Sequence[int] = ()
@@ -194,11 +186,10 @@ class ReadTask:
 
 
 class WriteTask:
-    """Rows on their way into the store.
+    """Rows that are being stored.
 
-    Without a job it has failed.
-
-    `page_already_list`: rows that are not read, each once; never changes.
+    A task without a job has failed. `page_already_list`: rows that are not read, each once;
+    constant.
     """
 
     def __init__(self, count: int, job: SaveJob | None = None, already: Sequence[int] = ()) -> None:
@@ -216,10 +207,7 @@ class WriteTask:
         return self.job is None or self.job.gathered.done()
 
     def state(self) -> list[PyState]:
-        """Return a state per page; all pages of a task share one fate.
-
-        Those that were stored before and those of this task have one fate: nobody asks.
-        """
+        """Return a state per page; all pages of a task have the same state."""
         if not self.ready():
             return [PyState.Working] * self._count
         kept = self.job is not None and not self.aborted and self.job.done.result().dropped == 0

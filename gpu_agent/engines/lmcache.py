@@ -40,12 +40,11 @@ from kvstore.transports.parallel import THREADS_MAX
 log = logging.getLogger(__name__)
 log.addFilter(NamesRequest())
 
-STORE_TYPE = "kvstore"  # what /status calls us
-# LMCache frees a store's buffers 300 s after the call and a load's after 600 s, and its bench gives
-# a lookup 2.5 s: deadlines have to be far from that.
+STORE_TYPE = "kvstore"  # LMCache's name for this tier in /status
+# LMCache frees a store's buffers 300 s after the call and a load's after 600 s, and its benchmark
+# gives a lookup 2.5 s: deadlines must be far below these.
 TIMEOUTS_S_MAX = {"lookup_timeout_s": 2.0, "save_timeout_s": 60.0, "load_timeout_s": 60.0}
-# One call carries a request's whole prefix, gigabytes of LMCache's own memory: no reason to refuse
-# it.
+# One call has a request's whole prefix, gigabytes of LMCache's own memory: no reason to refuse it.
 PENDING_NBYTES_MAX = 1 << 38
 STATUS_TIMEOUT_S = 0.5
 LIST_TIMEOUT_S = 5.0
@@ -53,7 +52,7 @@ _STORED = {PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.BUSY}
 
 
 def _options(params: Mapping[str, Any], *own: str) -> Options:
-    """Parse options; `own` lists those of this form only. Raises ConfigError.
+    """Parse options; `own` lists those of this form only.
 
     Raises ConfigError naming the option.
     """
@@ -75,7 +74,7 @@ def _options(params: Mapping[str, Any], *own: str) -> Options:
 
 
 class _Node:
-    """What both forms have: names, and objects at a node that is connected to by the first call."""
+    """Names, and objects at a node, for both forms; the first call connects."""
 
     def __init__(self, options: Options) -> None:
         kv_format = options.own.get("kv_format", "")
@@ -106,7 +105,7 @@ class _Node:
             ):
                 key = self.naming.key_of(namespace, page.prefix_hash)
                 if key is None:
-                    break  # other options' or another engine's
+                    break  # of other options or another engine
                 yield found, key, page.nbytes
 
     def close(self) -> None:
@@ -115,7 +114,7 @@ class _Node:
 
 
 class NodeConnector:
-    """`native_plugin`.
+    """The form `native_plugin`.
 
     Raises ConfigError.
     """
@@ -172,7 +171,7 @@ class NodeConnector:
     ) -> int:
         """Number a call and post its results; with `every`, it succeeds only if all keys do.
 
-        Else as soon as the node answered for one.
+        Otherwise it succeeds if the node answered for one.
         """
         number = next(self._ids)
 
@@ -191,9 +190,9 @@ def _truths(values: list[Any]) -> list[bool]:
 
 
 class NodeAdapter(L2AdapterInterface):
-    """`plugin`.
+    """The form `plugin`.
 
-    Option of its own: `max_capacity_gb`, 0 unless LMCache is to evict, which the node does by
+    Its own option is `max_capacity_gb`: 0 unless LMCache is to evict, which the node does by
     itself. Raises ConfigError.
     """
 
@@ -230,7 +229,7 @@ class NodeAdapter(L2AdapterInterface):
 
         LMCache calls it since 0.5.7.
         """
-        # Not in 0.5.6
+        # Missing in 0.5.6
         from lmcache.v1.distributed.api import (
             MemoryResidency,
             MemorySegment,
@@ -295,7 +294,7 @@ class NodeAdapter(L2AdapterInterface):
             return self._found.pop(task_id, None)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """Do nothing: objects are not locked, and one that goes is a miss of the load."""
+        """Do nothing: objects are not locked, and an evicted one is a miss of the load."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Begin to load objects."""
@@ -370,7 +369,7 @@ class NodeAdapter(L2AdapterInterface):
         )
 
     def report_status(self) -> dict[str, Any]:
-        """Ask the node or the members briefly; `is_healthy` says whether one answered."""
+        """Query the node or the members briefly; `is_healthy` says whether one answered."""
         client, objects = self._node.client, self._node.objects
         status: dict[str, Any] = {
             "is_healthy": True,

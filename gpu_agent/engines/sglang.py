@@ -1,13 +1,12 @@
 """Serve as the storage backend of SGLang's HiCache (0.5.23).
 
-    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name":
-    "kvstore",
-      "module_path": "gpu_agent.engines.sglang", "class_name": "KVStoreHiCache", "interface_v1": 1,
-      "address": "store:7440"}'
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
+      "backend_name": "kvstore", "module_path": "gpu_agent.engines.sglang",
+      "class_name": "KVStoreHiCache", "interface_v1": 1, "address": "store:7440"}'
 
-A page of a host pool is the unit (`layouts/sglang.py`), so pages move between the engine's pool and
-the node's memory in one copy, and over a wire without one. Each pool (KV, indexer, Mamba, ...) has
-a namespace of its own; a prefix counts as stored as far as all of them can restore it. How to use
+The unit is a page of a host pool (`layouts/sglang.py`), so pages move between the engine's pool and
+the node's memory in one copy, and over a socket without one. Each pool (KV, indexer, Mamba, ...)
+has its own namespace; a prefix counts as stored as far as all of them can restore it. How to use
 it: docs/engines/sglang.md.
 """
 
@@ -53,22 +52,21 @@ log.addFilter(LogRate())
 log.addFilter(NamesRequest())
 Result = TypeVar("Result")
 
-# The engine waits 1 s and 0.25 s per 1024 tokens for a prefetch, query and reads together, and 10 s
-# for each thread when it detaches. Its own keys stand in the same mapping as ours.
+# The engine waits 1 s and 0.25 s per 1024 tokens for a prefetch, lookup and reads together, and 10
+# s for each thread when it detaches. Its own options are in the same mapping as ours.
 DEFAULTS = {"lookup_timeout_s": 0.3, "load_timeout_s": 0.7, "save_timeout_s": 5.0, "workers": 1}
 ENGINES_OWN = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
-BATCH_PAGES_MAX = 128  # of one call of the engine
+BATCH_PAGES_MAX = 128  # pages of one call of the engine
 OPEN_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 2.0
 STATS_MAX = 1024
-# After new weights: the engine flushes what the old ones computed, but a backup of it may be under
-# way.
+# After new weights: the engine flushes KV of the old ones, but a backup of it may be running.
 SETTLE_S = 15.0
 
 
 @dataclasses.dataclass(frozen=True)
 class HiCacheConfig:
-    """What only this adapter has.
+    """Settings of this adapter only.
 
     Environment: KVSTORE_SGLANG_TIMEOUT_PER_KI_TOKEN_S.
     """
@@ -85,7 +83,7 @@ class HiCacheConfig:
 class _Pool:
     """A host pool of the engine.
 
-    `view` is None for an anchor that has slots and no memory; `flat`: its pages' bytes are the
+    `view` is None for an anchor that has slots but no memory; `flat`: its pages' bytes are the
     engine's flat pages.
     """
 
@@ -117,7 +115,7 @@ class KVStoreHiCache(HiCacheStorage):
         self._client = Client(options.client)
         self._pools: dict[str, _Pool] = {}
         self._pages: dict[str, HostPages] = {}
-        self._lock = threading.Lock()  # _pages' making, _stats
+        self._lock = threading.Lock()  # for _stats and for making _pages
         self._stats: dict[str, collections.deque[Any]] = {
             name: collections.deque(maxlen=STATS_MAX)
             for name in ("prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth")
@@ -210,12 +208,12 @@ class KVStoreHiCache(HiCacheStorage):
 
     def _exists(self, keys: list[str], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
         self._follow_weights()
-        # Transfers in groups of blocks are a second form of pages that never gates.
+        # Transfers in groups of blocks are a second form of pages that limits no hit.
         gates = [
             transfer for transfer in transfers if transfer.hit_policy != PoolHitPolicy.BLOCK_GROUPS
         ]
         if self._pools[PoolName.KV.value].view is None and not gates:
-            return PoolTransferResult.empty()  # nothing is stored under an anchor alone
+            return PoolTransferResult.empty()  # an anchor has no stored pages
         hashes, deadline = _hashes(keys), Deadline(self._config.lookup_timeout_s)
         lengths = [self._covered(PoolName.KV, hashes, 0, deadline)]
         hits = {PoolName.KV: lengths[0][-1]} if lengths[0] else {}
@@ -444,11 +442,11 @@ def _hashes(keys: Sequence[str]) -> list[bytes]:
 
 
 def _guarded(what: str, failed: Result, call: Callable[[], Result]) -> Result:
-    with request():  # of which the engine tells no name
+    with request():  # the engine passes no request name
         try:
             return call()
         except KVStoreError as error:
             log.warning("%s failed: %s", what, error)
-        except Exception:  # the edge to the engine's threads
+        except Exception:  # no error may reach the engine's threads
             log.exception("%s failed", what)
         return failed

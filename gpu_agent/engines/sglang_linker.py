@@ -7,7 +7,8 @@ There is no host tier between them.
       "gpu_agent.engines.sglang_linker", "linker_extra_config": {"address": "store:7440"}}'
 
 For models whose cache is plain K and V or plain latents. A load that fails ends its requests, so
-what `lookup` promises is pinned at the node for `hold_s`. How to use it: docs/engines/sglang.md.
+the pages that `lookup` reports are pinned at the node for `hold_s`. How to use it:
+docs/engines/sglang.md.
 """
 
 import concurrent.futures
@@ -49,14 +50,14 @@ from kvstore.tracing import NamesRequest, carried, request
 log = logging.getLogger(__name__)
 log.addFilter(NamesRequest())
 
-# A load that is refused fails its requests, so nothing is refused for its size.
+# A refused load would fail its requests, so none is refused for its size.
 DEFAULTS = {"lookup_timeout_s": 0.1, "load_timeout_s": 5.0, "pending_nbytes_max": 1 << 40}
-OFFLOADS_MAX = 256  # waiting; more are refused, the engine offers their pages again
+OFFLOADS_MAX = 256  # waiting; more are refused, and the engine offers their pages again
 
 
 @dataclasses.dataclass(frozen=True)
 class LinkerConfig:
-    """What only this adapter has.
+    """Settings of this adapter only.
 
     Environment: KVSTORE_SGLANG_LINKER_HOLD_S.
     """
@@ -103,7 +104,7 @@ class _Pages(DevicePoolEntry):
 
 
 class KVStoreLinker(UnifiedCacheLinker):
-    """All methods are called by the scheduler's thread; loads and saves run on the agent's."""
+    """The linker: called by the scheduler's thread; transfers run on the agent's threads."""
 
     def __init__(
         self,
@@ -142,10 +143,10 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._queued: dict[str, tuple[list[bytes], torch.Tensor]] = {}
         self._batches: dict[int, tuple[LayerBatch, list[tuple[LoadJob, int]]]] = {}
         self._offloads = ThreadPool(1, "kvstore-offload")
-        # Has its thread start now: later, if none can be had, that would raise
+        # Starts its thread now: later, if none can be started, that would raise
         self._offloads.submit(lambda: None)
         self._pending: deque[concurrent.futures.Future[bool]] = deque()
-        with contextlib.suppress(KVStoreError):  # the first request need not connect
+        with contextlib.suppress(KVStoreError):  # connected now, so that the first request need not
             self._client.open(namespace, 2.0)
 
     def _made(self) -> Agent:
@@ -180,7 +181,7 @@ class KVStoreLinker(UnifiedCacheLinker):
             return False
         if rid in self._queued:
             raise RuntimeError(f"a load of {rid} is queued already")
-        self._entry.prepare_locations(slots)  # raises for what are no pages
+        self._entry.prepare_locations(slots)  # raises for invalid pages
         self._queued[rid] = hashes, slots.detach().to("cpu", torch.int64)
         return True
 
@@ -236,7 +237,7 @@ class KVStoreLinker(UnifiedCacheLinker):
             self._pending.append(done)
             return True
         events = self.record_offload_ready() if self._entry.view.device.type == "cuda" else []
-        with request():  # which the engine does not name here
+        with request():  # the engine passes no request name
             self._pending.append(self._offloads.submit(carried(self._save), hashes, slots, events))
         return True
 
@@ -275,7 +276,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._pending.clear()
         self.layer_done_counter.reset()
         version = weight_version()
-        # R2: the engine flushes after an update, and this is how we hear of it
+        # R2: the engine flushes after an update, and this is how we notice it
         if version != self._version:
             self._version = version
             self._epochs.advance()

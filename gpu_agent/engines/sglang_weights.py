@@ -31,14 +31,11 @@ def served_weights(identity: Identity, served_name: str | None) -> tuple[Identit
 
 
 def weights_of(identity: Identity, args: Any) -> tuple[Identity, dict[str, Any]]:
-    """Return the weights of a server with these arguments. Raises ConfigError.
-
-    Raises ConfigError.
-    """
+    """Return the weights of a server with these arguments. Raises ConfigError."""
     config = model_config(args)
 
     def native() -> bool:
-        # Where it is asked for, the server has it already
+        # The server has imported it already where it is needed
         from sglang.srt.models.registry import (
             ModelRegistry,
         )
@@ -49,17 +46,14 @@ def weights_of(identity: Identity, args: Any) -> tuple[Identity, dict[str, Any]]
 
 
 def model_config(args: Any) -> dict[str, Any]:
-    """Return the model's configuration as the server has it. Raises ConfigError.
-
-    Raises ConfigError.
-    """
+    """Return the model's configuration as the server has it. Raises ConfigError."""
     overrides = json.loads(args.json_model_override_args or "{}")
     parser = getattr(args, "model_config_parser", "auto")
     try:
         found = get_config(
             args.model_path, args.trust_remote_code, args.revision, overrides, parser
         )
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # any error of a model's own code
         raise ConfigError(
             f"the configuration of {args.model_path} can not be read again, so that nobody knows "
             "whether its pages "
@@ -73,5 +67,5 @@ def weight_version() -> str:
     """Return the version of the weights in use, as the last update named it."""
     try:
         return str(get_serving().weight_version)
-    except ValueError:  # no server
+    except ValueError:  # not in a server
         return ""

@@ -36,14 +36,14 @@ PAGE_TOKENS = 64
 class TransformersAdapter:
     """Save and load the KV of one causal language model, batch size 1, without padding.
 
-    `name` names the model to everyone who shares the store, so it is never a local path. `revision`
+    `name` names the model to all clients of the store, so it is never a local path. `revision`
     names its weights; without one, all parameters are digested, so that other weights under the
     same name cannot hit. The tenant is the client's. transformers has no request names: wrap calls
     in `kvstore.tracing.request(name)`.
 
-    Raises ConfigError for an unreadable token, and InvalidRequest for a model with other layers
-    than full or sliding-window attention, or whose KV does not follow from its tokens alone, and in
-    every call once adapters (LoRA) were added.
+    Raises ConfigError for an unreadable token. Raises InvalidRequest for a model with layers other
+    than full or sliding-window attention, or whose KV depends on more than its tokens, and in every
+    call after adapters (LoRA) were added.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TransformersAdapter:
     def load(self, tokens: Sequence[int] | torch.Tensor) -> tuple[DynamicCache, int]:
         """Return (fresh cache, number of leading `tokens` in it); an empty cache and 0 for a miss.
 
-        At most all tokens but the last: a model needs one to compute its next from.
+        At most all tokens but the last: a model needs one to compute the next.
         """
         check_adapters(self._model)
         ids = _token_list(tokens)
@@ -106,7 +106,7 @@ class TransformersAdapter:
             loaded = self._agent.load(hashes, units, pool=self._pool(pairs)).done.result()
         count = min(loaded.pages * page_tokens, len(ids) - 1)
         for number, (keys, values) in enumerate(pairs if count else ()):
-            # `update` copies; with no token it only sets the layer up, which then takes our
+            # `update` copies; without tokens it only sets the layer up, which then takes our
             # tensors.
             cache.update(keys[:, :, :0], values[:, :, :0], number)
             layer: Any = cache.layers[number]
@@ -158,7 +158,7 @@ def namespace_of(
     key_id: str = "",
     tenant: str = DEFAULT_TENANT,
 ) -> Namespace:
-    """Return the namespace of a model's KV. Raises InvalidRequest if it cannot be stored.
+    """Return the namespace of a model's KV.
 
     Raises InvalidRequest if it can not be stored.
     """

@@ -1,16 +1,14 @@
-"""Load and save the paged cache of Hugging Face transformers (continuous batching, 5.19 and newer).
+"""Load and save the paged cache of Hugging Face transformers (continuous batching, 5.19 or newer).
 
-    adapter.load(tokens)        before manager.add_request(tokens): its own prefix sharing then
-                                finds the blocks
-    adapter.save(tokens)        after the request, or while others run
+    adapter.load(tokens)     before manager.add_request(tokens), whose prefix sharing finds the blocks
+    adapter.save(tokens)     after the request, or while others run
 
-A block of the paged cache is a page of the same layout that `transformers.py` stores, so that both
-share pages. The generation loop is paused only while block tables are looked at or changed, not
-while bytes move: meanwhile a request of ours, which the scheduler does not know, holds the blocks.
+A block of the paged cache is a page of the same layout that `transformers.py` stores, so both share
+pages. The generation loop is paused only while block tables are read or changed, not while bytes
+move: meanwhile a request of ours, which the scheduler does not know, holds the blocks.
 
-    load    pause: take free blocks | pages travel | pause: give them their hashes, let go: they are
-            cached
-    save    pause: hold the prefix  | pages travel | pause: let go
+    load    pause: take free blocks | pages move | pause: set their hashes, release: they are cached
+    save    pause: hold the prefix  | pages move | pause: release
 """
 
 import contextlib
@@ -42,13 +40,13 @@ _FULL = "full_attention"
 
 
 class PagedAdapter:
-    """Saves and loads the KV of one manager of continuous batching, which must have been started.
+    """Save and load the KV of one manager of continuous batching, which must have been started.
 
-    `name` and `revision`: as of `TransformersAdapter`; the cache's `page_size` are the tokens of a
-    page. Thread-safe. Calls return by the agent's deadlines and wait for the loop to come to its
-    next batch; the loop does not wait for the store. End them before the manager is stopped and
-    started again: it then gives all blocks to others. Raises InvalidRequest for a manager whose
-    blocks can not be shared.
+    `name` and `revision`: as in `TransformersAdapter`; the tokens of a page are the cache's
+    `page_size`. Thread-safe. Calls return by the agent's deadlines and wait for the loop's next
+    batch; the loop does not wait for the store. End them before the manager is stopped and started
+    again: it then gives all blocks to others. Raises InvalidRequest for a manager whose blocks can
+    not be shared.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class PagedAdapter:
     def load(self, tokens: Sequence[int]) -> int:
         """Load stored blocks and return how many leading `tokens` are in the cache now.
 
-        They are cached like those of a former request: transformers may evict them for a running
+        They are cached like those of an earlier request: transformers may evict them for a running
         one.
         """
         check_adapters(self._model)
@@ -94,7 +92,7 @@ class PagedAdapter:
             return self._load(list(tokens))
 
     def _load(self, ids: list[int]) -> int:
-        # A model needs a token to compute its next from
+        # A model needs a token to compute the next
         hashes = prefix_hashes(ids[:-1], self._page_tokens)
         stored = self._agent.lookup(hashes)
         if not stored:
@@ -164,8 +162,9 @@ class PagedAdapter:
     def _request_blocks(self, request_id: str) -> Iterator[list[Future[Any]]]:
         """Release a request's blocks at the end: cached if they have a hash, else free.
 
-        The jobs in the yielded list use them and end first, by their deadlines. After an interrupt
-        just when a job may have begun the blocks are never released: nobody knows when it ends.
+        The jobs in the yielded list use them and end first, by their deadlines. If an interrupt
+        comes just when a job may have begun, the blocks are never released: the job's end is
+        unknown.
         """
         jobs: list[Future[Any]] = []
         try:
@@ -185,7 +184,7 @@ class PagedAdapter:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Pause the manager's loop, so that nobody else changes block tables.
+        """Pause the manager's loop, so that it does not change block tables.
 
         A loop that has ended needs no pause.
         """
@@ -202,10 +201,7 @@ class PagedAdapter:
 
 
 def _check_shareable(cache: Any) -> Any:
-    """Return the cache if a prefix's blocks determine it. Raises InvalidRequest.
-
-    Raises InvalidRequest.
-    """
+    """Return the cache if a prefix's blocks determine it. Raises InvalidRequest."""
     kinds = sorted(cache.cache_allocators)
     if kinds != [_FULL]:
         raise InvalidRequest(

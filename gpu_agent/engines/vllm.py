@@ -1,7 +1,7 @@
 """Connect vLLM (0.30 and later) by its own connector interface, without a patch.
 
-    --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_connector_module_path":
-    "gpu_agent.engines.vllm",
+    --kv-transfer-config '{"kv_connector": "KVStoreConnector",
+      "kv_connector_module_path": "gpu_agent.engines.vllm",
       "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
       "kv_connector_extra_config": {"address": "store:7440"}}'
 
@@ -66,16 +66,16 @@ logger = init_logger("vllm.kvstore")
 OWN_OPTIONS = ("min_tokens", "slow_hits", "lora", "agents")
 MIN_TOKENS = 16
 ORDER_NBYTES = 256 << 20  # of one rank's save job: blocks are pinned until all of it has been read
-HOLD_S = 0.05  # that a smaller job waits for more blocks,
+HOLD_S = 0.05  # time that a smaller job waits for more blocks,
 SCARCE_SHARE = 8  # unless less than this part of the blocks is free
 PINNED_SHARE = 4  # at most one in so many of the engine's blocks is pinned for saves
-# between what is told of saves and loads that go on: each telling costs the engine, and whom it
-# tells
+# between two reports of counters while saves and loads run: each costs the engine and its listeners
+# time
 STATS_S = 0.25
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
-    """Both of vLLM's roles; a method serves the one that vLLM calls it for."""
+    """The connector, in both of vLLM's roles; vLLM calls each method in one of them."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -125,14 +125,14 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def requires_kv_delivery(self) -> bool:
         """Return False: the engine need not wait for saves."""
-        return False  # a cache: what is not stored is computed again
+        return False  # in a cache, a page that was not stored is computed again
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Return the layout that is fastest to copy; None beside another connector."""
-        # With BLHNC a block of all layers is one run of bytes. Backends that lack it keep their
-        # layout. Beside other connectors none is requested, because vLLM exits if two request
-        # different layouts.
+        # With BLHNC a block of all layers is contiguous. Backends that lack it keep their layout.
+        # Beside other connectors none is requested, because vLLM exits if two request different
+        # layouts.
         if called_by_other_connector(KVStoreConnector):
             logger.info(
                 "kvstore: runs beside another connector, so it requests no KV cache layout; BLHNC "
@@ -173,7 +173,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def unregister_kv_caches(self) -> None:
         """Wait until nothing reads or writes the KV cache."""
-        # Before the memory goes away (sleep mode); it comes back at the same addresses
+        # Before the memory is freed (sleep mode); it returns at the same addresses
         if self._rank:
             self._rank.drain()
 
@@ -227,7 +227,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._rank:
             return KVConnectorTransferResults()
         self._ended = self._rank.loads_ended()
-        several = len(self._groups) > 1  # a block id says nothing without its group
+        several = len(self._groups) > 1  # a block id is ambiguous without its group
         return KVConnectorTransferResults(
             finished_recving=self._ended.finished,
             failed_recving=self._ended.failed if several else set(),
@@ -271,11 +271,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
             logger.warning(told, len(ours), ranks)
             self._held, self._others.beside = RankNamespaces(ranks), True
-            # Its process takes seconds, no step may wait for it
+            # Its process takes seconds to start, and no step may wait for it
             self._lookups = self._lookups or self._made_lookups()
 
     def _open(self, held: list[Held]) -> None:
-        """Start to use the store: all ranks have reported."""
+        """Begin to use the store: all ranks have reported."""
         shards, early, self._held = shards_of(held), self._held, None
         if self._pool is None or not any(shards):
             lacks = (
@@ -388,7 +388,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return
         failed = self._others.ran(report.report.step, connector_output.invalid_block_ids)
         if self._scheduler:
-            if failed:  # before the scheduler releases what the step staged
+            if failed:  # before the scheduler releases the blocks that the step staged
                 self._stop_saving()
             self._scheduler.ran(report.report)
         elif self._held and (held := self._held.add(report.held)):
@@ -407,7 +407,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request."""
-        # Beside a connector of one group
+        # For a connector of one group
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -445,7 +445,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         now = time.monotonic()
         busy = any(part.busy for part in (self._rank, self._scheduler) if part)
-        # A step that computes nothing may be the last one: what it does not tell waits for the next
+        # A step that computes nothing may be the last one: unreported counters wait for the next
         # request.
         if busy and self._computes and now < self._told_at + STATS_S:
             return None

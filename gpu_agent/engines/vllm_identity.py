@@ -1,6 +1,6 @@
 """Read from vLLM's cache groups which blocks a request needs.
 
-Whose KV they are: `gpu_agent/identity/vllm.py`.
+Names of the KV are in `gpu_agent/identity/vllm.py`.
 """
 
 from collections.abc import Mapping

@@ -31,7 +31,7 @@ COUNTERS = {
 
 
 class KVStoreStats(KVConnectorStats):
-    """`data`: counts of one interval, by the names of COUNTERS."""
+    """Counters of one interval. `data`: by the names of COUNTERS."""
 
     def reset(self) -> None:
         """Reset all counts."""
@@ -53,7 +53,7 @@ class KVStoreStats(KVConnectorStats):
 
 
 class KVStorePromMetrics(KVConnectorPromMetrics):
-    """One counter per count, one child per engine."""
+    """Prometheus metrics: a counter per count, a child per engine."""
 
     def __init__(
         self,

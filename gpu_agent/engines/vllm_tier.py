@@ -5,9 +5,9 @@
     row := one chunk of one KV-cache group: every layer of every rank, padded to 4096 bytes
     key := block hash (32 bytes) || group (4 bytes, big-endian), which is our prefix hash as it is
 
-vLLM calls a tier in the scheduler's process, in the middle of a step: nothing here waits for the
-store but `drain_jobs` and `shutdown`. A store that fails is a miss: what is loaded lies verified in
-a row before a request is told of it, so no load into the GPU can fail for us.
+vLLM calls a tier in the scheduler's process, in the middle of a step: only `drain_jobs` and
+`shutdown` wait for the store. A failing store is a miss: pages are verified in their rows before a
+request may use them, so a load into the GPU never fails because of us.
 """
 
 import concurrent.futures
@@ -51,10 +51,9 @@ from kvstore.tracing import NamesRequest, request
 log = logging.getLogger(__name__)
 log.addFilter(NamesRequest())
 
-# Options of a tier beside those of `gpu_agent.options`; the first two are filled in by our
-# connector.
+# Options of a tier beside those of `gpu_agent.options`; our connector fills in the first two.
 _OWN = ("facts", "weights", "locality", "lora")
-# Prometheus counters beside those that vLLM keeps of every tier: of AgentStats.
+# Fields of AgentStats as Prometheus counters, beside those that vLLM keeps of every tier.
 _COUNTERS = {
     "lookups": "Batches of keys that the store was asked for.",
     "lookups_failed": "Batches of keys that the store did not answer for in time: misses.",
@@ -70,16 +69,16 @@ _COUNTERS = {
 class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc, unused-ignore]
     """vLLM's OffloadingConnector, which tells our tier how the engine computes its KV.
 
-    vLLM gives a tier little of its configuration: not the revision, not how weights are quantised,
-    not which attention backend reads the bytes. Without this connector these must be named by hand
-    (`salt`).
+    vLLM passes a tier little of its configuration: not the revision, the quantisation of the
+    weights, or the attention backend that reads the bytes. Without this connector these must be
+    named by hand (`salt`).
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         tiers = (
             vllm_config.kv_transfer_config.kv_connector_extra_config.get("secondary_tiers") or ()
         )
-        # Who has a tier, and when weights are loaded
+        # The process that has a tier, before weights are loaded
         for tier in tiers if role is KVConnectorRole.SCHEDULER else ():
             if tier.get("module_path") == __name__:
                 check_tier_groups(kv_cache_config)
@@ -91,12 +90,12 @@ register(KVStoreOffloadingConnector)
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
-    """One per engine, in the scheduler's process.
+    """The tier, one per engine, in the scheduler's process.
 
     Not thread-safe: vLLM calls it under its manager's lock.
 
     `primary_kv_view`: the CPU tier's memory, `[chunks, row_nbytes]`. `values`: the options, flat.
-    Raises ConfigError for a wrong one; the node need not be up.
+    Raises ConfigError for a wrong one; the node need not run.
     """
 
     def __init__(
@@ -116,8 +115,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             offloading_spec.config, identity, facts, rows.shape[1]
         )
         pool = KVPool(namespace.layout, {("opaque", 0, "bytes"): rows})
-        # Rows that wait are vLLM's and there already: they cost us nothing, so that all of them may
-        # wait.
+        # Waiting rows are vLLM's existing memory and cost us nothing, so all of them may wait.
         config = replace(
             options.agent,
             staging_nbytes=max(options.agent.staging_nbytes, rows.shape[1]),
@@ -129,7 +127,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._agent: Agent = Agent(self._client, namespace, pool, config, SlotCopies())
         self._verdicts = LookupCache(self._agent.present, config.lookup_timeout_s)
         self._jobs: dict[int, _TierJob] = {}
-        self._told = AgentStats()  # counts that `get_stats` has handed over
+        self._told = AgentStats()  # counters that `get_stats` has returned
         log.info(
             "tier %s at %s, namespace %s", tier_type, options.client.address, namespace.digest.hex()
         )
@@ -173,7 +171,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
             for keys, rows in _by_group(metadata):
                 try:
                     job.add(keys, start(keys, rows))
-                except KVStoreError as error:  # a mistake of ours must not end the engine
+                except KVStoreError as error:  # our own mistake must not end the engine
                     log.error("a transfer of %d rows was refused: %s", len(keys), error)
                     job.add(keys, None)
         self._jobs[metadata.job_id] = job
@@ -186,7 +184,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     def _finish(self, job_id: int, job: "_TierJob") -> Any:
         moved, lost = job.outcome()
         if job.is_load:
-            self._verdicts.mark_miss(lost)  # or the scheduler asks for the same load for ever
+            # otherwise the scheduler would request the same load for ever
+            self._verdicts.mark_miss(lost)
         return JobResult(
             job_id=job_id,
             success=not lost,
@@ -200,7 +199,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         return bool(self._jobs)
 
     def drain_jobs(self) -> None:
-        """Wait for all jobs, which end by their deadlines; each is still reported.
+        """Wait for all jobs, which end by their deadlines.
 
         None is aborted, each is still reported.
         """
@@ -241,13 +240,13 @@ def _metric(name: str) -> str:
     return f"vllm:kvstore_tier_{name}"
 
 
-_Future = concurrent.futures.Future[Any]  # of a SaveResult or a LoadResult
+_Future = concurrent.futures.Future[Any]  # with a SaveResult or a LoadResult
 
 
 class _TierJob:
     """A transfer of vLLM's as some of ours, one for each group.
 
-    A future of None: refused.
+    A future of None was refused.
     """
 
     def __init__(self, is_load: bool) -> None:
@@ -278,7 +277,7 @@ class _TierJob:
             count = 0
             if future:
                 result = future.result()
-                # Of a save nobody asks which pages were dropped.
+                # vLLM does not ask which pages of a save were dropped.
                 count = result.pages if self.is_load else len(keys) - result.dropped
             moved += keys[:count]
             lost += keys[count:]
@@ -288,7 +287,7 @@ class _TierJob:
 def _by_group(metadata: Any) -> Iterable[tuple[list[bytes], torch.Tensor]]:
     """Return a job's keys and rows by group, each in the order of tokens.
 
-    Groups are separate chains: a page that is missing in one shortens only that one.
+    Groups are separate chains: a missing page shortens only its own group.
     """
     groups: dict[int, list[tuple[int, bytes, int]]] = defaultdict(list)
     for key, row in zip(metadata.keys, metadata.chunk_ids.tolist(), strict=True):
@@ -302,8 +301,7 @@ def _by_group(metadata: Any) -> Iterable[tuple[list[bytes], torch.Tensor]]:
         )
 
 
-# ---- whose pages
-# -----------------------------------------------------------------------------------
+# ---- identity of the pages --------------------------------------------------------------------
 
 
 def _named(config: Any, options: Options) -> Identity:
@@ -327,8 +325,8 @@ def _named(config: Any, options: Options) -> Identity:
 def _check_groups_by_hand(groups: Sequence[Any]) -> None:
     """Raise ConfigError for groups that may hold recurrent state.
 
-    vLLM tells a tier how far back a group reaches, not what it holds, and a recurrent state looks
-    like a short window. A vLLM that does not tell even that may have only one group.
+    vLLM tells a tier how far back a group reaches, not its kind, and a recurrent state looks like a
+    short window. With a vLLM that does not tell even that, only one group is accepted.
     """
     unknown = len(groups) if len(groups) > 1 else None
     for group in groups:

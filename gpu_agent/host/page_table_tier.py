@@ -1,12 +1,12 @@
 """Store whole pages of an engine's host memory, as the tier below the engine's own CPU cache.
 
-    host memory [pages, page_nbytes] --- UnitCopies: whole rows --- Agent --- client
+    host memory [pages, page_nbytes] --- SlotCopies: whole rows --- Agent --- client
 
-The engine waits for what it asks here, so all of it is short: a store that does not answer is a
-miss. What `present` finds stays readable until it can be loaded: it is held by a pin that ends by
-itself, for such an engine throws a whole load away if one page of it is gone. Pages are copied
-(`SlotCopies`), never received in a row: two requests may load the same row, and the later one would
-write what it has not verified over what is in use.
+The engine waits for lookups here, so they are short: a store that does not answer is a miss. Pages
+found by `present` stay readable until they can be loaded: they are pinned for a limited time,
+because such an engine discards a whole load if one page is missing. Pages are copied
+(`SlotCopies`), never received into a row directly: two requests may load the same row, and the
+later one would write unverified bytes over a row in use.
 """
 
 import concurrent.futures
@@ -32,15 +32,14 @@ from kvstore.sync import Future
 from kvstore.threads import wait_for
 
 _SPACE = "page"
-# Found pages are held for as long as a load may take, but what is held can not make room for
-# others.
+# Found pages are held for as long as a load may take; held pages can not be evicted for others.
 HOLD_S_MAX = 2.0
 _PENDING_NBYTES_MAX = 1 << 40
 
 
 @dataclass(frozen=True)
 class TierConfig(AgentConfig):
-    """An agent whose engine waits.
+    """Configuration of an agent whose engine waits.
 
     Environment as AgentConfig: KVSTORE_AGENT_LOAD_TIMEOUT_S, ...
     """
@@ -59,7 +58,7 @@ def tier_config(memory: torch.Tensor, **values: Any) -> TierConfig:
     """Return a configuration that fits the host memory.
 
     A buffer holds at least a page. Loads fill pages that the engine has allocated, so twice the
-    memory is all that can wait, and no prompt that fits is refused for its length.
+    memory is the most that can wait, and no prompt that fits is refused for its length.
     """
     config = load(TierConfig, "KVSTORE_AGENT", values)
     staging_nbytes = max(config.staging_nbytes, memory.shape[-1])
@@ -77,7 +76,7 @@ def row_pool(memory: torch.Tensor, page_tokens: int) -> KVPool:
             f"host memory must be a contiguous uint8 CPU tensor, not {memory.dtype} with strides "
             f"{list(memory.stride())} on {memory.device}"
         )
-    # Nobody looks into the page; a hybrid model's may be that long
+    # The page's inner structure is not used; a hybrid model's page may have that many tokens
     tokens = min(page_tokens, PAGE_TOKENS_MAX)
     return pool_of(
         tokens, GroupView("host", (0,), {"page": [memory]}, unit_tokens=tokens, space=_SPACE)
@@ -85,7 +84,7 @@ def row_pool(memory: torch.Tensor, page_tokens: int) -> KVPool:
 
 
 class PageTableTier:
-    """Thread-safe.
+    """A tier of pages in host memory. Thread-safe.
 
     `memory` as in `row_pool`; `namespace.layout` is its layout. `client` is not closed here.
     """
@@ -101,10 +100,7 @@ class PageTableTier:
         self._active = {"save": 0, "load": 0}
 
     def present(self, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Return which pages are stored, and hold them until a load that begins now would end.
-
-        They stay so until a load that begins now would have ended.
-        """
+        """Return which pages are stored, and hold them until a load that begins now would end."""
         return list(self._agent.ask(prefix_hashes, self._hold_s) or (False,) * len(prefix_hashes))
 
     def save(
@@ -113,7 +109,7 @@ class PageTableTier:
         """Begin to save pages; return (rows that are not read, job).
 
         Rows of pages that are stored already are not read, and the engine may reuse them at once.
-        Without an answer of the store nothing is saved. Raises InvalidRequest for a wrong or
+        If the store does not answer, nothing is saved. Raises InvalidRequest for a wrong or
         repeated row.
         """
         self._check_rows(rows, len(prefix_hashes))
@@ -128,20 +124,16 @@ class PageTableTier:
         return [rows[page] for page, stored in enumerate(found) if stored], job
 
     def load(self, prefix_hashes: Sequence[bytes], rows: Sequence[int]) -> LoadJob:
-        """Begin to fill rows with the leading stored pages. Raises InvalidRequest, as `save` does.
-
-        Raises InvalidRequest as `save`.
-        """
+        """Begin to fill rows with the leading stored pages. Raises InvalidRequest as `save`."""
         self._check_rows(rows, len(prefix_hashes))
         job = self._agent.load(prefix_hashes, _units(rows))
         self._count("load", job.done)
         return job
 
     def settle(self, job: SaveJob | LoadJob) -> None:
-        """Wait, at most until the job's deadline, until nobody uses the memory for it.
+        """Wait, at most until the job's deadline, until no thread uses the memory for it.
 
-        Nothing can be called back that a thread is just copying, so this waits: at most until the
-        job's own deadline.
+        A running copy can not be cancelled, so this waits.
         """
         last: concurrent.futures.Future[Any] = (
             job.gathered if isinstance(job, SaveJob) else job.done

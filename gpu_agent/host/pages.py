@@ -1,7 +1,7 @@
 """Store one pool of host pages with blocking calls, for engines that have threads of their own.
 
-When a call returns, nothing reads or writes the pool any more. Nothing raises for a store that is
-slow, wrong or away: that is False.
+After a call returns, no thread reads or writes the pool. Nothing raises for a store that is slow,
+faulty or unreachable: the result is False.
 """
 
 import dataclasses
@@ -23,17 +23,16 @@ from kvstore.tracing import NamesRequest
 log = logging.getLogger(__name__)
 log.addFilter(NamesRequest())
 
-# Pages of a staging buffer (wires without shared memory) at most: of pools with small pages there
-# may be many.
+# Most pages of a staging buffer (transports without shared memory): pools with small pages may have
+# many.
 STAGING_PAGES_MAX = 128
 
 
 class HostPages:
-    """Thread-safe.
+    """Store a pool of host pages. Thread-safe.
 
-    `pool`: with one index space, a page's number as its unit. Counts are in `agent.stats`.
-
-    `batch_pages_max`: pages that one call may name; a batch of them is never refused for its size.
+    `pool`: with one index space, whose unit is a page. Counters are in `agent.stats`.
+    `batch_pages_max`: pages of one call; a batch of that size is never refused.
     """
 
     def __init__(
@@ -68,10 +67,7 @@ class HostPages:
         return list(self.agent.present(hashes, timeout_s))
 
     def save(self, hashes: Sequence[bytes], numbers: torch.Tensor, timeout_s: float) -> list[bool]:
-        """Save pages and return which are stored now; `numbers` is int64 `[pages]`, their indices.
-
-        `numbers`: int64 `[pages]`, where they are in the pool.
-        """
+        """Save pages, return which are stored now; `numbers` is int64 `[pages]`, their indices."""
         result = self.agent.save(hashes, numbers, timeout_s=timeout_s).done.result()
         if not result.dropped:
             return [True] * len(hashes)
@@ -80,7 +76,7 @@ class HostPages:
     def load(self, hashes: Sequence[bytes], numbers: torch.Tensor, timeout_s: float) -> list[bool]:
         """Load pages and return which are in the pool now: a leading run.
 
-        The others' slots hold nothing of meaning.
+        The content of the other pages' slots is undefined.
         """
         result = self.agent.load(hashes, numbers, timeout_s=timeout_s).done.result()
         return _leading(result.pages, len(hashes))

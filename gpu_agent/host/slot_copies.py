@@ -24,13 +24,13 @@ from gpu_agent.transfer import (
 )
 from kvstore.buffers import Pieces, byte_view
 
-# Pages that are told of together: enough to be worth a call, few enough that their checksums are
-# made while they are still in a cache.
+# Pages reported together: enough to be worth a call, few enough that their checksums are made while
+# they are still in a cache.
 RUN_NBYTES = 4 << 20
 
 
 class SlotCopies(TorchTransfer):
-    """CPU pools only.
+    """Transfer for CPU pools.
 
     Copies release the GIL and use torch's threads.
     """
@@ -72,7 +72,7 @@ class SlotCopies(TorchTransfer):
         summed: Summed | None = None,
     ) -> None:
         """Copy pages into slots; see `Transfer.scatter`."""
-        # By layers, or parts of a page: not what whole host pages are for
+        # Single layers or parts of a page: host pages are moved whole
         if placed or skip_tokens:
             return super().scatter(pool, units, pages, fence, skip_tokens, placed, ready)
         check_pages(pool, units, pages)
@@ -124,23 +124,23 @@ def _aligned(run: torch.Tensor, slot: torch.Tensor) -> bool:
     return run.storage_offset() % slot.element_size() == 0
 
 
-# Pages of a pool in host memory as they lie there: pieces that a client sends from and receives
-# into, so that no page is copied on its way to a wire.
+# Pages of a pool in host memory as segments that a client sends from and receives into, so that no
+# page is copied on its way to a socket.
 #
 #     a page      K of layers 0..n | V of layers 0..n          its bytes in their order
-#     the pool    | .. K run .. |          | .. V run .. |     a piece for each run of memory
+#     the pool    | .. K run .. |          | .. V run .. |     a segment for each run of memory
 #
-# For engines to which the slots of a load are nobody's until it ends, and those of pages that did
-# not come nobody's still: bytes lie in them before they are known to be the right ones.
+# For engines that do not use the slots of a load before it ends, nor those of missing pages: bytes
+# arrive there before they are verified.
 
-# On average, of a page's: smaller ones cost more, one by one, than a copy of the page.
+# Average bytes of a page's segments: smaller ones cost more, one by one, than a copy of the page.
 PIECE_NBYTES_MIN = 16 << 10
 
 
 class SlotSegments(SlotCopies):
-    """`SlotCopies`, and pages of `pool` in pieces if these are large enough.
+    """`SlotCopies`, with pages of `pool` as segments if these are large enough.
 
-    It keeps the pool's memory.
+    It keeps the pool's memory alive.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -168,11 +168,11 @@ class SlotSegments(SlotCopies):
 
 
 class _Runs(NamedTuple):
-    """Return where the runs of a plane's slot 0 begin in memory, in a unit's order."""
+    """Start addresses of the runs of a plane's slot 0, in a unit's order."""
 
     space: str
     memory: memoryview
-    slot_nbytes: int  # from one slot to the next
+    slot_nbytes: int  # distance from one slot to the next
     starts: list[int]
     nbytes: int
 

@@ -5,19 +5,17 @@
     a hub's name                the name, and the commit that this machine's cache holds for it
     anything else               the start ends, unless the user names a revision
 
-A local path names nothing to others, and a name or a branch says nothing about bytes. A revision
-that the user names is believed, and vouches for all weights of the engine.
+A local path means nothing to other machines, and a name or a branch says nothing about bytes. A
+revision that the user names is trusted, and covers all weights of the engine.
 
-Of files everything is read: weights that were trained further, or quantised again, keep their
-length, their names and their headers. What is told apart by less would be told apart wrongly one
-day.
+Files are read completely: weights that were trained further, or quantised again, keep their length,
+their names and their headers. Any cheaper comparison would confuse two of them one day.
 
 A Hugging Face hub's cache on this machine:
 
     models--owner--name/refs/<branch, tag or pull request>   text: a commit
                         snapshots/<commit>/<file>            -> ../../blobs/<hash of the content>
-                        blobs/<hash>                         large files: SHA-256; small ones: git's
-                                                             SHA-1
+                        blobs/<hash>                         large: SHA-256; small: git's SHA-1
 """
 
 import functools
@@ -40,14 +38,13 @@ from kvstore.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _READ_NBYTES = 16 << 20
-SLOW_NBYTES = 8 << 30  # from here on, two seconds and more, a start says what it waits for
-# What lies beside weights and says nothing about KV. Anything else counts: a format that nobody
-# knows here would otherwise be no part of the name.
+SLOW_NBYTES = 8 << 30  # larger files take two seconds and more: a start logs what it waits for
+# Files beside weights that do not affect KV. Anything else counts: otherwise an unknown format
+# would be no part of the name.
 _NOISE = {".md", ".log", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".lock", ".tmp", ".pyc"}
-# What counts and is no weights by itself: configurations, code, vocabularies.
+# Files that count but are no weights: configurations, code, vocabularies.
 _TEXT = {".json", ".yaml", ".yml", ".txt", ".py", ".jinja", ".model", ".tiktoken", ""}
-# Of a model's configuration, what says nothing about its KV: who wrote it, where it was, how it
-# runs.
+# Fields of a model's configuration that do not affect its KV: author, path, runtime settings.
 _NOT_IDENTITY = {
     "transformers_version",
     "_name_or_path",
@@ -68,10 +65,10 @@ _Signature = tuple[tuple[str, int, int, int, int, int], ...]
 def named(identity: Identity, model: str, revision: str = "", cache: str | None = "") -> Identity:
     """Fill in model name and revision where the user gave none. Raises ConfigError.
 
-    `model` is what the engine loads: a hub's name, a directory or a file. `revision` is the hub's,
-    if the engine was given one. `cache` is where the engine keeps files of the Hugging Face hub
-    (empty: this user's place, None: it fetches from elsewhere). Without a revision, weights in a
-    directory or file are read as a whole.
+    `model`: what the engine loads: a hub's name, a directory or a file. `revision`: the hub's, if
+    the engine was given one. `cache`: where the engine keeps files of the Hugging Face hub (empty:
+    this user's default; None: it fetches from elsewhere). Without a revision, weights in a
+    directory or file are read completely.
     """
     path = Path(model)
     if not path.exists():
@@ -91,8 +88,8 @@ def named(identity: Identity, model: str, revision: str = "", cache: str | None 
 def also_loaded(vouched: bool, model: str, revision: str = "", cache: str | None = "") -> str:
     """Return `"name@revision"` of further weights: a draft model or a LoRA.
 
-    If that cannot be found, the name is used if the user vouches for the weights with a revision;
-    otherwise it raises ConfigError.
+    If the revision cannot be found, the name is used if the user vouches for the weights with a
+    revision; otherwise it raises ConfigError.
     """
     try:
         other = named(Identity(), model, revision, cache)
@@ -133,7 +130,7 @@ def text_digest(value: Any) -> str:
 def weight_files(path: Path) -> dict[str, Path]:
     """Return the files that count, by their name below `path`, in order.
 
-    Of a directory these are all but noise; of a file it is itself and the other parts of a split
+    For a directory these are all files but noise; for a file, itself and the other parts of a split
     checkpoint (model-00001-of-00003.gguf). Raises ConfigError for a directory without weights.
     """
     if not path.is_dir():
@@ -154,7 +151,7 @@ def _same_split(first: re.Match[str], name: str) -> bool:
 def _walk(directory: Path, seen: set[Path]) -> Iterator[Path]:
     """Yield files recursively, following links as an engine does, each real directory once.
 
-    `seen`: real directories, each read once.
+    `seen`: real directories that were read.
     """
     for entry in sorted(directory.iterdir()):
         if entry.name.startswith(".") or entry.name == "__pycache__":
@@ -195,9 +192,9 @@ def weights_digest(files: dict[str, Path]) -> str:
 
 
 def _signature(files: dict[str, Path]) -> _Signature:
-    """Return what changes with any content: users set modification times, but not change times.
+    """Return a value that changes with any content.
 
-    Modification times are set by users, change times are not.
+    Users can set modification times, but not change times.
     """
     stats = [(name, os.stat(path)) for name, path in files.items()]
     return tuple(
@@ -221,7 +218,7 @@ def commit_of(cache: Path, name: str, revision: str) -> str | None:
     """Return the commit of a repository's `revision` (empty: main); None without its snapshot.
 
     Raises ConfigError if it names another commit than when this process began: the engine has
-    loaded one of them, and nothing says which.
+    loaded one of them, and it is unknown which.
     """
     if _COMMIT.fullmatch(revision):
         return revision
@@ -242,7 +239,7 @@ def commit_of(cache: Path, name: str, revision: str) -> str | None:
 
 
 def process_start() -> float:
-    """Return when this process began, on the clock of files."""
+    """Return when this process began, on the clock of the file system."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
@@ -251,7 +248,7 @@ def snapshot_of(path: Path, files: Iterable[Path]) -> tuple[str, str] | None:
     """Return (name, commit) of an unchanged hub snapshot, or of a file in one; otherwise None.
 
     Small files are read and compared with their names. Large ones are trusted if they are links to
-    a blob: reading them is what this avoids.
+    a blob: not reading them is the purpose.
     """
     place = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
     match = _SNAPSHOT.search(str(place))
@@ -294,7 +291,7 @@ def is_length_dependent(kind: str) -> bool:
 
 
 def _kinds(config: Mapping[str, Any], within: bool = False) -> Iterator[str]:
-    """Yield kinds of rotary embeddings; `within` says that an entry is about them.
+    """Yield kinds of rotary embeddings; `within`: the entry belongs to such a configuration.
 
     Nested: one for each kind of layer.
     """

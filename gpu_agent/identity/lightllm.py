@@ -1,7 +1,7 @@
 """Name the KV of LightLLM from its start arguments.
 
-Its page hashes are of token ids alone, so all that decides what the bytes are stands here, and
-whatever is not said by token ids is refused.
+Its page hashes cover token ids only. So everything else that decides the bytes is in the namespace,
+and inputs that token ids do not describe are refused.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from gpu_agent.options import Identity, facts_text
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 
-# Raised when LightLLM's CPU pages come to hold other bytes for the same arguments.
+# Incremented when LightLLM's CPU pages hold other bytes for the same arguments.
 LAYOUT_GENERATION = 1
-# Variables that decide what a page's bytes are: the base of plain rotary embeddings.
+# Variables that decide a page's bytes: the base of plain rotary embeddings.
 VARIABLES = ("LIGHTLLM_NTK_ALPHA",)
-# Start arguments that do, for every model, and for hybrid ones.
+# Start arguments that decide them, for every model and for hybrid ones.
 _ARGUMENTS = (
     "data_type",
     "quant_type",
@@ -40,7 +40,7 @@ _HYBRID_ARGUMENTS = (
     "linear_att_ssm_data_type",
     "disable_linear_att_small_page_cpu_cache",
 )
-# Those that name a file whose content does.
+# Arguments that name a file whose content decides them.
 _FILES = ("kv_quant_calibration_config_path", "quant_cfg")
 _DIMENSIONS = ("num_hidden_layers", "num_key_value_heads", "head_dim")
 
@@ -53,9 +53,9 @@ def namespace_of(
 ) -> Namespace:
     """Return the namespace of LightLLM's CPU pages. Raises ConfigError.
 
-    `variables` are those of VARIABLES that are set. The tensor-parallel size is no part of it: a
-    page holds the heads of all ranks in the model's order. A hybrid model's page holds their states
-    rank by rank, and one of several nodes only what its own ranks have.
+    `variables`: those of VARIABLES that are set. The tensor-parallel size is not included: a page
+    holds the heads of all ranks in the model's order. A hybrid model's page holds their states rank
+    by rank, and on one of several nodes only its own ranks'.
     """
     model_dir = arguments.get("model_dir")
     if not model_dir:
@@ -73,9 +73,8 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
             "not tell its disk "
             "cache: old pages would be taken for new ones. Leave out --enable_disk_cache"
         )
-    # LightLLM numbers images in the order of their arrival, in each process anew, and a hash says
-    # nothing of what was hashed: not even a prompt of text alone could be told from one with an
-    # image.
+    # LightLLM numbers images in the order of their arrival, in each process anew, and a hash does
+    # not show what was hashed: a prompt of text alone could not be told from one with an image.
     text_only = bool(arguments.get("disable_vision")) and bool(arguments.get("disable_audio"))
     if arguments.get("enable_multimodal", not text_only) or arguments.get("run_mode") == "decode":
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Name the KV of SGLang from a server's arguments and its pools.
 
-Its keys are a SHA-256 chain over token ids, which for an image are made from a hash of its content,
+Its keys are a SHA-256 chain over token ids, which for an image derive from a hash of its content,
 and over `extra_key` (a LoRA's id) and `cache_salt`. The rest is in the namespace.
 """
 
@@ -21,8 +21,8 @@ from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 from kvstore.layout import PageLayout
 
-GENERATION = 1  # of what a page's bytes mean; raised when SGLang changes that under the same shapes
-# Arguments that decide what KV a server makes, and those that do where they are used at all.
+GENERATION = 1  # incremented when SGLang changes the meaning of bytes under the same shapes
+# Arguments that decide a server's KV, and those that do so where they are used at all.
 _ARGUMENTS = (
     "dtype",
     "quantization",
@@ -40,8 +40,8 @@ _SELDOM = (
     "torchao_config",
     "model_impl",
 )
-# Ways of loading that read all weights from the model's path. Others (remote_instance, ipc_cache,
-# private) have them from elsewhere: a server, a process, whose content nothing here names.
+# Load formats that read all weights from the model's path. Others (remote_instance, ipc_cache,
+# private) read them from a server or a process, whose content has no name here.
 _FROM_ITS_PATH = {
     *(
         "auto",
@@ -124,7 +124,7 @@ def weights(
 def _loras(args: Any) -> Iterator[tuple[str, str]]:
     """Yield (name, path) of the LoRAs of a server's start, whose ids are made of both.
 
-    A LoRA that is loaded later has a random id, so others never find anything of it.
+    A LoRA that is loaded later has a random id, so its pages are never found by other servers.
     """
     given = getattr(args, "lora_paths", None) or []
     for lora in given.items() if isinstance(given, Mapping) else given:
@@ -164,8 +164,8 @@ def pool_namespace(
         draft=facts["draft"] if packed or name.startswith("draft") else "",
         **{fact: value for fact, value in facts.items() if fact != "draft"},
     )
-    # Pools with heads, and Mamba's state, differ between ranks even where the KV is a latent that
-    # does not.
+    # Pools with heads, and Mamba's state, differ between ranks even if the KV is a latent that does
+    # not.
     split = not engine.is_mla_model or name == _MAMBA or hasattr(host, "head_num")
     return identity.namespace(
         layout,
@@ -189,8 +189,8 @@ def linker_namespace(
 ) -> Namespace:
     """Return the namespace of the linker's pages.
 
-    `params` are SGLang's for a cache; `shard` is the rank and size of those whose pages differ.
-    Draft layers are not in its pool.
+    `params`: SGLang's parameters of a cache. `shard`: rank and size of the ranks whose pages
+    differ. Draft layers are not in its pool.
     """
     text = facts_text(
         "sglang-linker",

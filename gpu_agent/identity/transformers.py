@@ -1,6 +1,6 @@
 """Name the KV of a transformers model, and refuse models whose KV cannot be shared.
 
-Nothing of transformers is imported: a model is asked for its attributes.
+transformers is not imported: the model's attributes are read.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def model_namespace(
     """Return the namespace of a model's KV, salted with its configuration's digest.
 
     Without a revision the weights are digested. `key_id` names the key of its HMACs. Raises
-    InvalidRequest for a model whose KV does not follow from its tokens alone.
+    InvalidRequest for a model whose KV depends on more than its tokens.
     """
     check_model(model)
     text: Any = model.config.get_text_config(decoder=True)
@@ -50,7 +50,7 @@ def model_namespace(
 
 
 def check_model(model: Any) -> None:
-    """Raise InvalidRequest for a model whose KV does not follow from its tokens alone."""
+    """Raise InvalidRequest for a model whose KV depends on more than its tokens."""
     config = model.config
     if config.is_encoder_decoder:
         raise InvalidRequest(
@@ -89,10 +89,7 @@ def check_model(model: Any) -> None:
 
 
 def check_adapters(model: Any) -> None:
-    """Raise InvalidRequest if a LoRA or the like was added; they come and go at run time.
-
-    They come and go while it runs.
-    """
+    """Raise InvalidRequest if a LoRA or another adapter was added; they can change at run time."""
     if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None):
         raise InvalidRequest(
             "the model has adapters (LoRA), which can be switched without a trace in its name; "
@@ -103,7 +100,7 @@ def check_adapters(model: Any) -> None:
 
 
 def _rope_kinds(model: Any) -> set[str]:
-    """Return the rotary embeddings of the layers, which read the configuration at their making."""
+    """Return the rotary embeddings of the layers, which they read when they are made."""
     found = [getattr(module, "rope_type", None) for module in model.modules()]
     kinds = {kind for kind in found if isinstance(kind, str)}
     return kinds.union(*(kind.values() for kind in found if isinstance(kind, dict)))

@@ -21,10 +21,10 @@ from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 from kvstore.layout import PAGE_TOKENS_MAX, PageLayout, opaque_layout
 
-GENERATION = "0.29"  # since when a layer's cache is [blocks, heads, tokens, cell]
-# Ways of loading that read all weights from the model's place. Others (tensorizer, ipc_cache,
-# modelexpress, a plugin's) have them from elsewhere: a file, a process, a service, whose content
-# nothing here names.
+GENERATION = "0.29"  # the release since which a layer's cache is [blocks, heads, tokens, cell]
+# Load formats that read all weights from the model's path. Others (tensorizer, ipc_cache,
+# modelexpress, a plugin's) read them from elsewhere: a file, a process, a service, whose content
+# has no name here.
 _FROM_ITS_PLACE = {
     *(
         "auto",
@@ -40,7 +40,7 @@ _FROM_ITS_PLACE = {
     ),
     *("fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded"),
 }
-# Of the processor of images, sound and video, what makes another input of the same file, by flags.
+# Flags of the processor of images, sound and video that change the input made from a file.
 _PROCESSING = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -72,9 +72,9 @@ def not_shareable(vllm_config: Any) -> str:
             "without prefix caching: turn prefix caching on)"
         )
     if not cache.enable_prefix_caching:
-        # vLLM turns it off by itself where a prompt must not go on from KV that was there before,
-        # or where KV depends on more than the tokens: MLA on a CPU without AMX (other answers, and
-        # no error), batch-invariant kernels.
+        # vLLM turns prefix caching off by itself where a prompt must not continue earlier KV, or
+        # where KV depends on more than the tokens: MLA on a CPU without AMX (other answers, and no
+        # error), batch-invariant kernels.
         return (
             "no prefix caching of its own (if nobody turned it off, vLLM did: see its log; "
             "--enable-prefix-caching)"
@@ -114,8 +114,7 @@ def _cache(vllm_config: Any, from_hub: bool) -> str | None:
 def model_facts(vllm_config: Any, vouched: bool, from_hub: bool = True) -> dict[str, Any]:
     """Return what decides an engine's KV beside the weights' name and the cache's shape.
 
-    `vouched` says that the user named a revision. Raises ConfigError for a draft model without a
-    name.
+    `vouched`: the user named a revision. Raises ConfigError for a draft model without a name.
     """
     model, loading = vllm_config.model_config, vllm_config.load_config
     config = model.hf_config.to_dict()
@@ -138,13 +137,13 @@ def model_facts(vllm_config: Any, vouched: bool, from_hub: bool = True) -> dict[
     if vllm_config.speculative_config:
         facts["draft"] = _draft(vllm_config, vouched, from_hub)
     if length_dependent(config):
-        # Longrope is chosen once, by how long a prompt may be
+        # Longrope is chosen once, by the longest allowed prompt
         facts["max_len"] = model.max_model_len
     return facts
 
 
 def _draft(vllm_config: Any, vouched: bool, from_hub: bool) -> str:
-    """Return the name of a draft model, whose layers may stand in the model's own blocks.
+    """Return the name of a draft model, whose layers may be in the model's own blocks.
 
     A method without weights has its own name for a model.
     """
@@ -156,8 +155,7 @@ def _draft(vllm_config: Any, vouched: bool, from_hub: bool) -> str:
     return f"{draft.method}:{also_loaded(vouched, draft.model, revision, cache)}"
 
 
-# ---- the connector
-# ------------------------------------------------------------------------------------------------
+# ---- the connector ----------------------------------------------------------------------------
 
 
 def namespaces(
@@ -172,8 +170,8 @@ def namespaces(
 ) -> list[Namespace | None]:
     """Return this rank's namespaces, one per cache group. Raises ConfigError.
 
-    `ranks` has tp, pp and cp (prefill context parallel). `copies` is the number of consecutive
-    tensor-parallel ranks with the same KV. `seed` is that of the first block's hash.
+    `ranks` has tp, pp and cp (prefill context parallel). `copies`: number of consecutive
+    tensor-parallel ranks with the same KV. `seed`: that of the first block's hash.
     """
     parallel = vllm_config.parallel_config
     shard = {
@@ -226,12 +224,11 @@ def _group_facts(vllm_config: Any, group: Any) -> dict[str, Any]:
     }
 
 
-# ---- the tier behind vLLM's CPU offloading
-# ---------------------------------------------------------------------------
+# ---- the tier behind vLLM's CPU offloading ----------------------------------------------------
 
 
 def check_tier(vllm_config: Any, lora: str) -> None:
-    """Raise ConfigError for an engine whose requests' keys do not tell their KV apart.
+    """Raise ConfigError for an engine whose requests' keys do not distinguish their KV.
 
     `lora`: the option.
     """
@@ -271,8 +268,8 @@ def tier_namespace(
     """Return the namespace of an engine's rows.
 
     `config` is vLLM's OffloadingConfig. A row holds all ranks, so the sizes of the parallel groups
-    are part of it and ranks are not; rows in canonical layout are the same for every size. The
-    hash's seed is no part of it, because every key is made from it.
+    are included, and ranks are not; rows in canonical layout are the same for every size. The
+    hash's seed is not included, because every key is made from it.
     """
     parallel = config.parallel
     portable = config.canonical_layout and parallel.is_parallelism_agnostic
@@ -296,9 +293,6 @@ def tier_namespace(
 
 
 def _row_layout(config: Any, row_nbytes: int) -> PageLayout:
-    """Return an opaque layout; of groups with different lengths the shortest counts.
-
-    Groups may have blocks of different lengths: of the shortest.
-    """
+    """Return an opaque layout; of groups with different block lengths the shortest counts."""
     tokens = min(group.tokens_per_block for group in config.groups) * config.cache.blocks_per_chunk
     return opaque_layout(row_nbytes, min(tokens, PAGE_TOKENS_MAX))

@@ -17,13 +17,13 @@ _NEVER_UNMAPPED: list[memoryview] = []
 
 
 class ArenaLock:
-    """Thread-safe.
+    """Page-lock an arena in the background. Thread-safe.
 
-    A node that was restarted has another arena: the old one is unlocked, and with that given back
-    to the system, when no copy can be under way in it: within `idle()` none is.
+    A restarted node has another arena: the old one is unlocked, and so returned to the system, when
+    no copy can be running in it: within `idle()` none is.
 
-    Memory that is locked stays mapped. What is mapped later where locked memory was can not be used
-    with CUDA any more ("resource already mapped"), nor can the process, in the end.
+    Locked memory stays mapped. New mappings at the addresses of locked memory can not be used with
+    CUDA ("resource already mapped"), and in the end neither can the process.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class ArenaLock:
         self._locked: memoryview | None = None
         self._failed: memoryview | None = None  # not tried again
         self._thread: threading.Thread | None = None
-        self._kept: dict[int, memoryview] = {}  # by address: locked, or thought to be
+        self._kept: dict[int, memoryview] = {}  # by address: locked, or being locked
         weakref.finalize(
             self, _unlock_all, device, self._kept
-        ).atexit = False  # the system does it, then
+        ).atexit = False  # the system frees it at exit
 
     def use(self, memory: memoryview) -> bool:
         """Return whether `memory` is page-locked; if not, begin to lock it."""
@@ -51,7 +51,8 @@ class ArenaLock:
                 )
                 try:
                     run_in_helper_thread(self._thread.start)
-                except RuntimeError as error:  # no thread to be had: tried again at the next use
+                # no thread can be started: tried again at the next use
+                except RuntimeError as error:
                     self._thread = None
                     log.warning(
                         "no thread to page-lock the node's memory, copies are slow: %s", error
@@ -109,10 +110,7 @@ class ArenaLock:
 
 
 def _unlock_all(device: Device, kept: dict[int, memoryview]) -> None:
-    """Unlock the memory of a lock that was dropped; what cannot be unlocked stays mapped.
-
-    What can not be unlocked stays mapped.
-    """
+    """Unlock the memory of a dropped lock; memory that can not be unlocked stays mapped."""
     for address, memory in kept.items():
         try:
             with device.active():

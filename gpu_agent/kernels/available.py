@@ -10,7 +10,7 @@ from kvstore.errors import ConfigError
 
 try:
     from gpu_agent.kernels.cuda import CudaTransfer
-except ImportError as error:  # the extra cuda12 or cuda13 is not installed; CPU pools do without
+except ImportError as error:  # neither extra, cuda12 nor cuda13, is installed; CPU pools do without
     CudaTransfer = None  # type: ignore[assignment, misc]
     _missing = str(error)
 

@@ -26,16 +26,15 @@ from kvstore.errors import ConfigError
 log = logging.getLogger(__name__)
 SOURCES = {"transfer.cu": ("gather", "scatter"), "leaves.cu": ("leaves",)}  # file -> kernels in it
 COMPILER_OPTIONS = ("--std=c++17",)
-BLOCKS = (
-    128  # fewer hold their multiprocessors longer and hurt other kernels more; measured on an H200
-)
+# fewer hold their multiprocessors longer and hurt other kernels more; measured on an H200
+BLOCKS = 128
 BLOCKS_MAX = 1024
 
 
 class CudaDevice:
-    """`gpu_agent.kernels.device.Device`.
+    """An NVIDIA GPU: `gpu_agent.kernels.device.Device`.
 
-    `blocks`: of a kernel, hence multiprocessors that it may take.
+    `blocks`: thread blocks of a kernel, hence multiprocessors that it may use.
 
     The kernels are compiled here, or taken from CuPy's cache on disk. Raises ConfigError for a
     device that is no GPU; CuPy's errors if the kernels can not be compiled.
@@ -50,7 +49,7 @@ class CudaDevice:
         self.device = torch.device("cuda", index)
         self.host = HostMemory()
         self._blocks = blocks
-        # Streams and events for those who wait
+        # Streams and events for waiting threads
         self._waits: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         torch.empty(1, device=self.device)  # torch makes the GPU's context, as the engine would
         self.batch = BatchCopy()
@@ -66,7 +65,8 @@ class CudaDevice:
             for (
                 kernel,
                 nothing,
-            ) in KERNELS.items():  # CUDA loads one at its first launch and may stop the GPU for it
+                # CUDA loads a kernel at its first launch and may stop the GPU for that
+            ) in KERNELS.items():
                 CudaDevice.launch(self, kernel, nothing(), stream)
             stream.synchronize()
 
@@ -105,10 +105,10 @@ class CudaDevice:
         return event
 
     def wait(self, fence: Fence) -> None:
-        """Wait for a fence by an event of ours.
+        """Wait for a fence by an event of our own.
 
-        Another process's event would be waited for in a busy loop, on a core that the engine's own
-        thread may need.
+        A wait for another process's event is a busy loop, on a core that the engine's own thread
+        may need.
         """
         if fence is None or fence.query():  # type: ignore[no-untyped-call]
             return
@@ -214,10 +214,7 @@ def _active(index: int) -> Any:
 
 
 def _module(file: str) -> Any:
-    """Compile a file's kernels; an unwritable cache folder costs seconds, not the start.
-
-    A cache folder that can not be written costs seconds, not the start.
-    """
+    """Compile a file's kernels; an unwritable cache folder costs seconds, not the start."""
     source = Path(__file__).with_name(file).read_text()
     try:
         module = cupy.RawModule(code=source, options=COMPILER_OPTIONS)

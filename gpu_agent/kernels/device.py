@@ -10,7 +10,7 @@ import torch
 
 from gpu_agent.transfer import Fence
 
-Addresses: TypeAlias = "array[int]"  # of type "Q": the driver reads it as it is
+Addresses: TypeAlias = "array[int]"  # of type "Q", which the driver reads directly
 
 
 WARPS = 16  # of a thread block: the bounds in transfer.cu and leaves.cu
@@ -21,7 +21,7 @@ def _int64s(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
 
 
 class Launch(ctypes.Structure):
-    """Describe the arguments of "gather" and "scatter" in transfer.cu, in their order.
+    """Arguments of "gather" and "scatter" in transfer.cu, in their order.
 
     The first five are addresses.
     """
@@ -38,7 +38,7 @@ class Launch(ctypes.Structure):
 
 
 class LeavesLaunch(ctypes.Structure):
-    """Describe the arguments of "leaves" in leaves.cu, in their order.
+    """Arguments of "leaves" in leaves.cu, in their order.
 
     `table`, `base` and `out` are addresses.
     """
@@ -54,7 +54,7 @@ class LeavesLaunch(ctypes.Structure):
         return int(self.page_count * self.part_count)
 
 
-# The kernels, and what a launch of each that does nothing looks like.
+# The kernels, with the type of each one's launch.
 KERNELS: dict[str, type[Launch] | type[LeavesLaunch]] = {
     "gather": Launch,
     "scatter": Launch,
@@ -63,7 +63,7 @@ KERNELS: dict[str, type[Launch] | type[LeavesLaunch]] = {
 
 
 class Device(Protocol):
-    """Describe what the pipeline needs of a GPU; streams and events are CuPy's or similar.
+    """What the pipeline needs of a GPU; streams and events are CuPy's or similar.
 
     A stream has `wait_event(event)` and `synchronize()`; an event has `record(stream)`,
     `synchronize()` and `done`. Memory has an address `ptr` and lasts as long as its object. CUDA
@@ -91,16 +91,10 @@ class Device(Protocol):
         """Return whether the copy engine reaches all of this host memory by itself."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Page-lock mapped host memory, which may take seconds. Raises ConfigError.
-
-        Raises ConfigError. May take seconds.
-        """
+        """Page-lock mapped host memory, which may take seconds. Raises ConfigError."""
 
     def unregister(self, address: int) -> None:
-        """Unlock memory that is still mapped and that no copy uses. Raises ConfigError.
-
-        No copy may be under way there, and it must still be mapped. Raises ConfigError.
-        """
+        """Unlock memory that is still mapped and that no copy uses. Raises ConfigError."""
 
     def upload(self, table: torch.Tensor) -> torch.Tensor:
         """Return a complete copy in GPU memory."""
@@ -109,7 +103,7 @@ class Device(Protocol):
         """Return a fence behind everything that the calling thread's engine has enqueued."""
 
     def wait(self, fence: Fence) -> None:
-        """Wait until the fence has happened, without a spinning core."""
+        """Wait until the fence has happened, without a busy loop."""
 
     def mark(self, stream: Any) -> Fence:
         """Return an event behind a stream's work, for the engine's streams to wait for."""
@@ -123,4 +117,4 @@ class Device(Protocol):
         """
 
     def launch(self, kernel: str, launch: Launch | LeavesLaunch, stream: Any) -> None:
-        """Enqueue one of `KERNELS`; `launch` is read before it returns."""
+        """Enqueue one of `KERNELS`; `launch` is read before this returns."""

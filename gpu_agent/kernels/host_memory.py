@@ -20,14 +20,15 @@ from kvstore.errors import ConfigError
 log = logging.getLogger(__name__)
 
 BATCH_MAX = 256
-_CUDA_VERSION = 12080  # asked for by version, the function has one signature, whatever the driver's
+# requested by version, so that the function has the same signature with any driver
+_CUDA_VERSION = 12080
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 _STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _PORTABLE, _MAPPED = 1, 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 
 
 class HostMemory:
-    """Ranges registered by us, and what CUDA says of others.
+    """Ranges registered by us, and CUDA's attributes of others.
 
     Thread-safe.
     """
@@ -52,7 +53,7 @@ class HostMemory:
                     f"{self._starts[index - 1]:#x}..{self._ends[index - 1]:#x} is registered "
                     "already"
                 )
-        try:  # without our lock: a large arena takes seconds, and copies ask `locked` meanwhile
+        try:  # without our lock: a large arena takes seconds, and copies call `locked` meanwhile
             runtime.hostRegister(address, nbytes, _PORTABLE | _MAPPED)
         except runtime.CUDARuntimeError as error:
             raise ConfigError(
@@ -157,16 +158,13 @@ class BatchCopy:
 
     @property
     def available(self) -> bool:
-        """Return whether `copy` may be called; some GPUs refuse it at the first call.
-
-        Can turn False at the first call: some GPUs refuse.
-        """
+        """Return whether `copy` may be called; some GPUs refuse it at the first call."""
         return self._function is not None
 
     def copy(self, targets: Addresses, sources: Addresses, nbytes: int, stream: int) -> bool:
         """Enqueue copies of `nbytes` each on a stream's handle; return False if the driver refused.
 
-        Some are perhaps enqueued then, and all may be enqueued again. An H200 refuses (error 1) the
+        Some may be enqueued then, and all may be enqueued again. An H200 refuses (error 1) the
         first batch in each direction between page-locked memory and memory shared through CUDA IPC.
         """
         sizes = array("Q", (nbytes,)) * min(len(targets), BATCH_MAX)

@@ -1,4 +1,4 @@
-"""Undo what NVRTC does to the process's signals."""
+"""Undo a change that NVRTC makes to the process's signal handling."""
 
 import contextlib
 import signal
@@ -9,11 +9,10 @@ from collections.abc import Iterator
 def interrupts_kept() -> Iterator[None]:
     """Restore, after a call of NVRTC, that signals with a Python handler interrupt system calls.
 
-    Compiling, NVRTC puts the process's handlers aside and back again, but marked so that system
-    calls go on after a signal (SA_RESTART). A main thread that waits in one, as an engine's does
-    for requests, then never sees that Python has a handler to run: the process ignores SIGTERM
-    until something else wakes it (NVRTC 13.0; found with vLLM, all of whose engines with an agent
-    of ours ignored SIGTERM).
+    While compiling, NVRTC replaces the process's handlers and restores them with SA_RESTART set:
+    system calls then continue after a signal. A main thread that waits in one, as an engine's does
+    for requests, never returns to Python to run its handler: the process ignores SIGTERM until
+    something else wakes it (NVRTC 13.0; seen in all vLLM engines with our agent).
     """
     try:
         yield

@@ -8,8 +8,8 @@
     link                      | drain 0 ...... | drain 1 ......... | drain 2 ......
 
 In stream order a buffer is drained before it is filled again, so that chunks need no waits between
-streams. The copy of one lane is enqueued long before the other lane's copy ends: the copy engine
-finds its next work at once.
+streams. The copy of one lane is enqueued long before the other lane's copy ends, so the copy engine
+never idles between them.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ from gpu_agent.kernels.plan import Chunk
 from kvstore.buffers import move
 
 LANES = 2
-JOBS_MAX = 4  # of one direction in flight; further callers wait for their turn
+JOBS_MAX = 4  # of one direction in flight; further callers wait
 CHUNKS_AHEAD = 64  # of one job enqueued and not yet waited for
-SLOTS_NBYTES = 1 << 18  # of a job's indices; a larger job makes its ticket grow
+SLOTS_NBYTES = 1 << 18  # for a job's indices; a larger job enlarges its ticket
 # Half of a chunk: (chunk, buffer address, slots address, stream).
 Half = Callable[[Chunk, int, int, Any], None]
 
 
 @dataclass(frozen=True)
 class Job:
-    """`slots`: contiguous int64 CPU tensors, put into GPU memory one after the other.
+    """A job. `slots`: contiguous int64 CPU tensors, copied to GPU memory one after the other.
 
     `fill` and `drain` enqueue the halves of a chunk.
 
@@ -57,12 +57,12 @@ class Job:
 
 
 class _Ticket:
-    """What a job in flight owns: its indices on both sides, and its events."""
+    """Resources of a job in flight: its indices on both sides, and its events."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.uploaded = device.event()
-        self._filled = [device.event() for _ in range(LANES)]  # of the last chunks, one for each
+        self._filled = [device.event() for _ in range(LANES)]  # one for each of the last chunks
         self._drained = [device.event() for _ in range(CHUNKS_AHEAD)]
         self._reserve(SLOTS_NBYTES)
 
@@ -71,19 +71,19 @@ class _Ticket:
         self._room_nbytes, self._address = nbytes, self._host.data_ptr()
 
     def stage(self, slots: Sequence[torch.Tensor]) -> None:
-        """Copy a job's indices to where `upload` takes them from."""
+        """Copy a job's indices to the memory that `upload` reads."""
         self._nbytes = sum(table.nbytes for table in slots)
         if self._nbytes > self._room_nbytes:
             self._reserve(1 << (self._nbytes - 1).bit_length())
         address = self._address
         for table in slots:
-            # Not torch's copy: that wakes a thread for each core.
+            # Not torch's copy, which wakes a thread for each core.
             nbytes = table.nbytes
             move(address, table.data_ptr(), nbytes)
             address += nbytes
 
     def upload(self, stream: Any) -> None:
-        if not self._nbytes:  # copies only: nothing on the GPU reads indices
+        if not self._nbytes:  # only copies: nothing on the GPU reads indices
             return
         host = array("Q", (self._address,))
         self._device.copy(array("Q", (self.slots.ptr,)), host, self._nbytes, stream, True)
@@ -99,12 +99,13 @@ class _Ticket:
 
 
 class Pipeline:
-    """Shared by its jobs chunk by chunk: a small job does not wait for all of a large one.
+    """A pipeline, shared by jobs chunk by chunk: a small job need not wait for all of a large one.
 
-    The streams are its own, as torch's come from a pool that others draw from too; two roles on one
-    stream would be served one after the other.
+    It has its own streams, because torch's come from a shared pool; two lanes on one stream would
+    run one after the other.
 
-    Thread-safe. `_lock` covers what is enqueued for one chunk; nobody waits for the GPU under it.
+    Thread-safe. `_lock` covers what is enqueued for one chunk; no thread waits for the GPU under
+    it.
     """
 
     def __init__(self, device: Device, buffer_nbytes: int) -> None:
@@ -119,7 +120,7 @@ class Pipeline:
     def run(self, job: Job) -> None:
         """Run a job; all chunks are drained when it returns."""
         ticket = self._tickets.get()
-        newest: dict[int, int] = {}  # lane -> the newest of the job's chunks in it
+        newest: dict[int, int] = {}  # lane -> the job's newest chunk in it
         try:
             ticket.stage(job.slots)
             done = 0
@@ -173,12 +174,12 @@ class Pipeline:
     def _finish(self, job: Job, ticket: _Ticket, newest: dict[int, int], done: int) -> None:
         """Wait for the chunks from `done` on.
 
-        Each lane's newest stands for its earlier ones. The last chunks may all be in one lane if
-        another job's came between.
+        Each lane's newest chunk stands for its earlier ones. The last chunks may all be in one lane
+        if another job's came between.
         """
         last, count = max(done, len(job.chunks) - LANES), len(job.chunks)
-        # Behind the newest of all the other lane has mostly ended too, and a wait that finds it so
-        # costs no sleep.
+        # After the newest of all, the other lane has usually ended too, and a wait for it costs no
+        # sleep.
         ends = sorted(newest.values(), reverse=True)
         for number in range(done, last) if job.drained else ():
             self._drained(job, ticket, number)

@@ -1,10 +1,7 @@
 """Describe a pool and its page layout to the kernels, as two tables of integers.
 
-Pure arithmetic.
-
-    plane table   one row per plane slice: addresses and strides of the engine's tensor, the width
-                  of a
-                  word, the shape of a unit as rows of contiguous bytes
+    plane table   one row per plane slice: addresses and strides of the engine's tensor, the width of
+                  a word, the shape of a unit as rows of contiguous bytes
     tile table    the flat page cut into pieces that one warp moves, none across two slices
 
     flat page     | slice 0 ................. | slice 1 ..... | slice 2 ................ |
@@ -27,21 +24,21 @@ from gpu_agent.pool import KVPool, PoolPlane
 from kvstore.errors import InvalidRequest
 from kvstore.layout import PageLayout
 
-OUTER_MAX = 8  # a unit has at most eight dimensions
+OUTER_MAX = 8  # dimensions of a unit
 WARP_THREADS = 32
 # Bytes of a word -> words that each thread of a warp has in flight; more would not fit its
-# registers. The switch in transfer.cu.
+# registers. Same as the switch in transfer.cu.
 LOADS = {16: 4, 8: 4, 4: 14, 2: 8, 1: 8}
 ROW_WORDS_MAX = 1 << 30  # with a tile's words added still below 2^31, the bound of `divisor`
 ROWS_MAX = 1 << 31
 PLANE_FIELDS = 14 + 4 * OUTER_MAX
 TILE_FIELDS = 4
 TILE_NBYTES = 4 * TILE_FIELDS
-# Layers travel together until each of a page's copies has this much: below it a copy's fixed cost
-# of about 1 us shows (H200: 21 GB/s with 32 KiB, 52 with 256 KiB).
+# Layers move together until each of a page's copies has this many bytes: below it a copy's fixed
+# cost of about 1 us shows (H200: 21 GB/s with 32 KiB, 52 with 256 KiB).
 FRAGMENT_NBYTES_MIN = 128 << 10
 # Page byte b lies in a staging row at an address that equals b modulo this, so that a span that
-# starts anywhere keeps the alignment that words were chosen by.
+# starts anywhere keeps the alignment for which words were chosen.
 ROW_ALIGN_NBYTES = 256
 
 
@@ -57,10 +54,7 @@ class Divisor(NamedTuple):
 
 
 def divisor(value: int) -> Divisor:
-    """Return the divisor of a value in 1..2^31.
-
-    2^31.
-    """
+    """Return the divisor for a value from 1 to 2^31."""
     shift = (value - 1).bit_length()
     return Divisor(value, (1 << 32) * ((1 << shift) - value) // value + 1, shift)
 
@@ -122,7 +116,7 @@ class Span:
 
 
 class Chunk(NamedTuple):
-    """What one buffer takes: a span of consecutive pages of a job.
+    """Content of one buffer: a span of consecutive pages of a job.
 
     `layers`: those that are complete with it, when a job goes layer by layer.
     """
@@ -134,7 +128,7 @@ class Chunk(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Locate pages that are single runs: page i lies at `base + i * stride`."""
+    """Pages that are contiguous: page i lies at `base + i * stride`."""
 
     space: str
     base: int
@@ -142,9 +136,9 @@ class Run(NamedTuple):
 
 
 def run_of(pool: KVPool) -> Run | None:
-    """Return a page's single run of bytes; None if a page is gathered from several places.
+    """Return a page's contiguous bytes; None if a page is gathered from several places.
 
-    The layout `BLHNC` makes pages such runs (docs/layouts.md).
+    With the layout `BLHNC` pages are contiguous (docs/layouts.md).
     """
     found = set()
     for plane in pool.planes:
@@ -186,12 +180,12 @@ class Plan:
     def gather_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
         """Yield chunks of whole pages, or pieces of pages larger than a buffer.
 
-        Nothing travels before the first chunk is gathered, so that is a quarter of a buffer.
+        Nothing moves before the first chunk is gathered, so it is a quarter of a buffer.
         """
         page, row = 0, self.whole.row_nbytes
         if page_count * row > buffer_nbytes:
             if row > buffer_nbytes // 4:
-                # Behind the last: a page is less than its row
+                # Behind the last: a page is shorter than its row
                 tile = bisect_left(self._offsets, buffer_nbytes // 4)
                 yield from self._split(0, min(tile, len(self.tiles)), buffer_nbytes)
                 page = 1
@@ -201,7 +195,7 @@ class Plan:
         yield from self._chunks(self.whole, page, page_count, buffer_nbytes)
 
     def scatter_chunks(self, page_count: int, buffer_nbytes: int) -> Iterator[Chunk]:
-        """Yield chunks whose last one is a quarter: nothing travels while it is scattered."""
+        """Yield chunks whose last one is a quarter: nothing moves while it is scattered."""
         row, small = self.whole.row_nbytes, buffer_nbytes // 4
         if page_count * row <= buffer_nbytes:
             yield from self._chunks(self.whole, 0, page_count, buffer_nbytes)

@@ -1,8 +1,8 @@
 """Simulate a GPU for tests: streams in any order that CUDA allows, and the kernels' arithmetic.
 
-For tests without a GPU. Work is only queued when it is enqueued; it runs when somebody waits, one
-step of a randomly chosen stream at a time. A wait that is missing in the pipeline, a buffer that is
-used again too early, or a page read too late are therefore wrong bytes, for some seed.
+Enqueued work runs only when a thread waits, one step of a randomly chosen stream at a time. So a
+missing wait in the pipeline, a buffer that is reused too early, or a page that is read too late
+gives wrong bytes for some seed.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from gpu_agent.transfer import Fence
 from kvstore.checksum import leaf
 
 Step = Callable[[], bool]  # False: it can not run yet
-SWITCH_SHARE = 0.2  # of steps, behind which another stream may come first
+SWITCH_SHARE = 0.2  # share of steps after which another stream may run first
 
 
 def quotient(n: int, by: Divisor) -> int:
@@ -105,7 +105,7 @@ def _int64s(address: int, count: int) -> list[int]:
 
 @dataclass(eq=False)
 class Event:
-    """Counts how often it was recorded (by the host) and how often it happened (in its stream)."""
+    """Event that counts how often it was recorded (by the host) and reached (in its stream)."""
 
     device: "SimulatedDevice"
     recorded: int = 0
@@ -142,7 +142,7 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """Make the stream wait for an event."""
-        # An event that was never recorded is no reason to wait, as in CUDA
+        # An event that was never recorded does not block, as in CUDA
         version = event.recorded
         self.steps.append(lambda: event.happened >= version)
 
@@ -160,9 +160,9 @@ class Memory:
 
 
 class SimulatedDevice:
-    """`gpu_agent.kernels.device.Device` on the CPU.
+    """A GPU on the CPU: `gpu_agent.kernels.device.Device`.
 
-    `kernel` replaces the kernels' arithmetic; `engine` is the stream that a fence is put on.
+    `kernel` replaces the kernels' arithmetic; `engine` is the stream that a fence follows.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class SimulatedDevice:
                 assert self._step(), "the streams wait for each other"
 
     def run_some(self) -> None:
-        """Run no or a few steps, as may have happened meanwhile."""
+        """Run no or a few steps, as may happen at any time."""
         with self._lock:
             for _ in range(self._draw.randrange(4)):
                 self._step()

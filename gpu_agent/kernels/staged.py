@@ -1,11 +1,11 @@
 """Move pages through GPU buffers: kernels gather and scatter, the copy engine crosses the link.
 
     slots <-- kernel --> buffers in GPU memory <-- copy engine --> pages in host memory
-    slots <------------------ copy engine ------------------> pages that are one run each
+    slots <------------------ copy engine ------------------> contiguous pages
 
-Kernels that store to host memory themselves fill the link no better and slow everything else on the
-GPU 1.5 to 21 times (H200); the copy engine does not. What a GPU can do is behind `Device`, and the
-order of the work is in pipeline.py: both are tested without a GPU.
+Kernels that store to host memory themselves use the link no better and slow everything else on the
+GPU 1.5 to 21 times (H200); the copy engine does not. `Device` hides the GPU, and pipeline.py has
+the order of the work: both are tested without a GPU.
 """
 
 import contextlib
@@ -42,26 +42,25 @@ from kvstore.errors import ConfigError, InvalidRequest
 # of the link, 32 MiB half a percent more, and slow other kernels by two percent more (H200).
 BUFFER_NBYTES = 16 << 20
 BUFFER_NBYTES_MIN = 4096
-# From here on a page that is one run in the engine's memory is copied as it is, without a kernel
-# that takes turns with the engine's: a copy's fixed cost of 2 us is less than a twentieth of its
-# time then.
+# From this size on a contiguous page is copied without a kernel, which would compete with the
+# engine's: a copy's fixed cost of 2 us is then less than a twentieth of its time.
 RUN_NBYTES_MIN = 1 << 20
-# Of a chunk of such pages, which needs no buffer: enqueueing one takes 0.1 ms of Python, in which
-# the link moves 6 MiB.
+# Bytes of a chunk of such pages, which needs no buffer: enqueueing one takes 0.1 ms of Python, in
+# which the link moves 6 MiB.
 RUN_CHUNK_NBYTES = 64 << 20
-# leaves.cu reads words of 8 bytes, and knows only the hash of more than 240 bytes.
+# leaves.cu reads words of 8 bytes, and implements only the hash of more than 240 bytes.
 WORD_NBYTES = 8
 LEAVES_NBYTES_MIN = 241
-# Of the leaves of one job, in host memory that the next one uses again; a larger job's is larger.
+# Host memory for the leaves of one job, which the next one reuses; a larger job's is larger.
 SUMS_NBYTES = 64 << 10
-CHUNK_LISTS_MAX = 64  # of one pool, remembered: jobs are of few sizes
+CHUNK_LISTS_MAX = 64  # of one pool, cached: jobs have few different sizes
 Cut: TypeAlias = Callable[[int, int], Iterator[Chunk]]
 
 
 class _Tables(NamedTuple):
     """A plan, its tables in GPU memory with their addresses, and its chunks for a number of pages.
 
-    `run`: where the pages lie, if they are better copied as they are; `makes_leaves`: as
+    `run`: set if the pages are contiguous and better copied directly; `makes_leaves`: as in
     `Transfer.makes_leaves`.
     """
 
@@ -96,9 +95,9 @@ def _tables(device: Device, pool: KVPool, buffer_nbytes: int) -> _Tables:
 
 
 class _SumsMemory:
-    """Host memory for leaves.
+    """Host memory for leaves, with its address.
 
-    To ask a tensor where it lies takes longer than it should.
+    Asking a tensor for its address is slow.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -109,8 +108,7 @@ class _SumsMemory:
 class _Sums:
     """The leaves of a job's pages.
 
-    The GPU writes them into host memory, chunk by chunk. `kept`: such memory of jobs that have
-    ended.
+    The GPU writes them into host memory, chunk by chunk. `kept`: such memory of ended jobs.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class _Sums:
             memory if memory.nbytes >= self._nbytes else _SumsMemory(device, self._nbytes)
         )
         self._out = self._memory.address
-        fill(self._out, 0, self._nbytes)  # it may hold those of the job before
+        fill(self._out, 0, self._nbytes)  # it may hold leaves of the previous job
 
     def make(self, chunk: Chunk, table: int, base: int, stride: int, stream: Any) -> None:
         """Make the leaves of a chunk's pages, at a table's addresses or `stride` apart."""
@@ -149,8 +147,8 @@ class _Sums:
 class _Move:
     """The two halves of a chunk of one gather or scatter.
 
-    All that is known before the first chunk is worked out here, once: chunks follow each other
-    every 300 us.
+    Everything known before the first chunk is computed here, once: chunks follow each other every
+    300 us.
     """
 
     def __init__(
@@ -208,10 +206,10 @@ class _Move:
 
 
 class _RunMove:
-    """Move pages that are single runs in the engine's memory, by the copy engine alone.
+    """Move contiguous pages, by the copy engine alone.
 
-    A kernel reads them in place. The first half of a gather is all of it: when that has happened,
-    the slots have been read.
+    A kernel reads them in place. The first half of a gather is all of it: after it the slots have
+    been read.
     """
 
     def __init__(
@@ -267,9 +265,9 @@ class StagedTransfer:
 
     GPU memory held from the start: two buffers of `buffer_nbytes` in each direction, 64 MiB by
     default, and 8 bytes for each index of the largest job so far. Per pool, while it lives: about 1
-    % of a page for rows of 16-byte words, up to 6 % for words of one byte. Pages travel at full
-    speed in page-locked memory only; elsewhere the driver stages them. Raises ConfigError if the
-    memory can not be had.
+    % of a page for rows of 16-byte words, up to 6 % for words of one byte. Pages move at full speed
+    in page-locked memory only; elsewhere the driver stages them. Raises ConfigError if the memory
+    can not be allocated.
     """
 
     def __init__(self, device: Device, buffer_nbytes: int = BUFFER_NBYTES) -> None:
@@ -277,8 +275,8 @@ class StagedTransfer:
             raise ConfigError(f"buffer_nbytes={buffer_nbytes} must be at least {BUFFER_NBYTES_MIN}")
         self._device = device
         self._buffer_nbytes = buffer_nbytes
-        self._sums: list[_SumsMemory] = []  # that no job uses now
-        self._lock = threading.Lock()  # _tables
+        self._sums: list[_SumsMemory] = []  # memory that no job uses now
+        self._lock = threading.Lock()  # guards _tables
         self._tables: weakref.WeakKeyDictionary[KVPool, _Tables] = weakref.WeakKeyDictionary()
         with device.active():
             try:
@@ -438,8 +436,7 @@ class StagedTransfer:
     def _prepare(self, pool: KVPool, fence: Fence) -> _Tables:
         """Return the pool's tables after waiting for the fence.
 
-        It waits here, not on our streams, where a job of a busy engine would hold up those behind
-        it.
+        It waits here, not on our streams, where a job of a busy engine would delay later jobs.
         """
         tables = self._tables_of(pool)
         self._device.wait(fence)

@@ -2,9 +2,9 @@
 
 There is one small function per kind of pool. No engine is imported here.
 
-lightllm.py  sglang.py  vllm.py  --- group.py: what they have in common --- ../pool.py
+    lightllm.py  sglang.py  vllm.py  --- group.py: what they have in common --- ../pool.py
 
-Shapes, dtypes and strides are read from the tensors. Tensors on torch's meta device do as well:
-then `.layout` is what a process without the memory needs (a scheduler's namespace, a size
+Shapes, dtypes and strides are read from the tensors. Tensors on torch's meta device work as well:
+then `.layout` is enough for a process without the memory (a scheduler's namespace, a size
 estimate).
 """

@@ -1,7 +1,7 @@
 """Describe groups of layers as an engine holds them; one or more of them make a pool.
 
-Whatever another engine or variant brings is a value of `GroupView`: which tensors, how many tokens
-one index names, and whose indices they are. Nothing here or above asks what a layout is called.
+Differences between engines are values of `GroupView`: which tensors, how many tokens one index
+names, and which index space they use. Neither this module nor those above use a layout's name.
 
     pool_of(64, GroupView("kv", range(61), {"latent": latents}),
                 GroupView("indexer", (0, 4, 8), {"keys": pages}, unit_tokens=64, space="page"))
@@ -19,10 +19,10 @@ from kvstore.layout import LayerGroup, PageLayout, Plane
 
 @dataclass(frozen=True)
 class GroupView:
-    """Layers whose tensors have the same shapes and dtypes, a page's bytes in this order.
+    """Layers whose tensors have the same shapes and dtypes, in the order of a page's bytes.
 
-    `planes[name][i]`: tensor of layer `layers[i]`, `[slots, *unit_shape]` in any strides.
-    `space`: groups that are indexed with the same numbers name the same space.
+    `planes[name][i]`: tensor of layer `layers[i]`, `[slots, *unit_shape]` in any strides. `space`:
+    groups that are indexed with the same numbers name the same space.
     """
 
     name: str
@@ -55,7 +55,7 @@ class GroupView:
 
 
 def pool_of(page_tokens: int, *groups: GroupView) -> KVPool:
-    """Return the pool of all groups, in the order of a page. Raises InvalidRequest.
+    """Return the pool of all groups, in the order of a page.
 
     Raises InvalidRequest naming group, layer and plane of what does not fit.
     """

@@ -1,9 +1,8 @@
 """View LightLLM's pools: one tensor for all layers, `[layers, slots + 1, heads, dim]`.
 
-The engine hands out single token slots.
-
-The last slot takes what padded requests write. It belongs to nobody, so the pools end before it and
-refuse its number. `manager_pool` makes the pool of any of LightLLM's memory managers.
+The engine allocates single token slots. The last slot takes the writes of padded requests. It
+belongs to no request, so the pools end before it and refuse its number. `manager_pool` makes the
+pool of any of LightLLM's memory managers.
 """
 
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from kvstore.buffers import byte_view
 from kvstore.checksum import checksum
 from kvstore.errors import InvalidRequest
 
-# Tensors of a memory manager that are known to need no place in a page, beside those that get one.
+# Tensors of a memory manager that are known to be no part of a page, beside those that are.
 _KNOWN = {"kv_buffer", "scale_buffer", "scales", "kv_move_buffer", "req_to_token_indexs"}
 
 
@@ -158,7 +157,7 @@ def _check_pairs(kv_buffer: torch.Tensor) -> None:
 
 
 def _pool(buffers: Mapping[str, torch.Tensor], page_tokens: int, first_layer: int) -> KVPool:
-    """View buffers by plane name. Raises InvalidRequest if layers, slots or heads differ.
+    """View buffers by plane name.
 
     Raises InvalidRequest if they differ in layers, slots or heads.
     """

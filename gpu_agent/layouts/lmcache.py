@@ -1,14 +1,14 @@
 """Describe LMCache's objects, which lie in no pool.
 
-One object is a chunk of tokens of one KV rank and one object group, a flat run of bytes whose layer
-groups stand one after the other. Here is what its key and its shapes say.
+An object is a chunk of tokens of one KV rank and one object group: contiguous bytes, its layer
+groups one after the other. This module parses its key and its shapes.
 
     key      <model>@<kv_rank, 8 hex>@<group, hex>@<chunk hash, hex>[@<cache salt>]
     kv_rank  world_size << 24 | rank << 16 | local_world_size << 8 | local_rank
 
-Model, rank, group and salt go into the namespace, the chunk hash is the prefix hash. What has
-another form (benchmarks number their ranks, tests have hashes of 4 bytes) is hashed into it, in
-namespaces of its own.
+Model, rank, group and salt go into the namespace, the chunk hash is the prefix hash. Keys of
+another form (benchmarks number their ranks, tests have hashes of 4 bytes) are hashed completely, in
+namespaces of their own.
 """
 
 import functools
@@ -29,8 +29,8 @@ from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespa
 from kvstore.layout import LayerGroup, PageLayout, Plane, opaque_layout
 
 ENGINE = "lmcache"
-SHAPE_SIZES_MAX = 8  # of a plane's unit
-SCOPES_MAX = 4096  # remembered; each cache salt has its own
+SHAPE_SIZES_MAX = 8  # dimensions of a plane's unit
+SCOPES_MAX = 4096  # cached; each cache salt has its own
 bytes_layout = functools.lru_cache(maxsize=64)(opaque_layout)
 
 
@@ -57,10 +57,10 @@ def parse_key(text: str) -> ObjectKey:
 class Naming:
     """Names for objects.
 
-    `kv_format` tells in words what the key does not and nobody else knows: how the engines compute
+    `kv_format` describes in words what neither the key nor LMCache says: how the engines compute
     and what they write.
 
-    Raises ConfigError if that is empty, or `identity` has no revision: a key names a model, never
+    Raises ConfigError if it is empty, or if `identity` has no revision: a key names a model, never
     its weights.
     """
 
@@ -160,7 +160,7 @@ def object_layout(
 ) -> PageLayout:
     """Return the layout of an object: a plane per layer group.
 
-    Where the shapes do not explain the bytes, as of compressed objects, it is one run of bytes.
+    If the shapes do not explain the bytes, as with compressed objects, it is opaque.
     """
     layout = shapes_layout(tuple(map(tuple, shapes)), tuple(dtypes))
     return layout if layout is not None and layout.page_nbytes == nbytes else bytes_layout(nbytes)
@@ -183,7 +183,7 @@ def _plane(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Plane:
         shape = (torch.Size(shape).numel(),)
     try:
         return Plane(name, dtype_name(dtype), shape or (1,))
-    except InvalidRequest:  # of a dtype without a name in a layout: its bytes, named after it
+    except InvalidRequest:  # a dtype that layouts do not know: bytes, named after it
         named = f"{name}.{str(dtype).removeprefix('torch.')}"
         return Plane(named, "uint8", (*shape[:-1], (shape[-1] if shape else 1) * dtype.itemsize))
 

@@ -4,13 +4,12 @@ On the GPU: a list of tensors per kind of data, one per layer. Slots name tokens
 indexer. Slots below the engine's page size are its padding; like any other slot they are moved if
 named.
 
-On the host: a page of the pool is the unit, whatever lies in it in whatever order. Nothing here
-asks for the layout's name. The pool itself says where a page is, in one of two ways:
+On the host: the unit is a page of the pool, with any content in any order. The layout's name is not
+used. The pool itself says where a page is, in one of two ways:
 
-    page_view   get_data_page(index, flat=False)  a view of the page, with dtype, shape and strides.
+    page_view   get_data_page(index, flat=False): a view of the page, with dtype, shape and strides.
                 Row-major it is the engine's flat page, so both of its interfaces share their bytes
-    segments    get_page_buffer_meta(indices)     addresses and lengths, where there is no such
-                                                  view:
+    segments    get_page_buffer_meta(indices): addresses and lengths, where there is no such view:
                 K and V of different dims, state of Mamba, a buffer for each layer
 
 Dims of equal size look the same in any order, so the layout's name belongs into the salt.
@@ -27,7 +26,7 @@ from gpu_agent.pool import KVPool, dtype_name
 from kvstore.errors import InvalidRequest
 
 INDEXER_TOKENS = 64  # the engine's page size with sparse attention
-SPACE = "page"  # what a slot of a host pool names
+SPACE = "page"  # index space of a host pool
 
 
 class Heads(NamedTuple):
@@ -78,7 +77,7 @@ def dsa_pool(
 
     An index page has first all keys of an engine page, then all scales, so a page is the unit, and
     "page" its space (slot // `indexer_tokens`). A layer that uses another's top-k has a tensor of 0
-    pages and owns nothing.
+    pages and no bytes.
     """
     owners = [layer for layer, pages in enumerate(index_buffer) if pages.shape[0]]
     for layer in owners:
@@ -125,7 +124,8 @@ def host_pool(pool: Any) -> tuple[KVPool, bool]:
 def page_numbers(indices: torch.Tensor, page_tokens: int, count: int) -> torch.Tensor:
     """Return page numbers of int64 slots `[count * page_tokens]`.
 
-    Raises InvalidRequest unless they are whole pages: neighbours, the first at a page's start.
+    Raises InvalidRequest unless they are whole pages: consecutive slots, the first at a page's
+    start.
     """
     if indices is None or indices.numel() != count * page_tokens:
         have = "no" if indices is None else indices.numel()

@@ -1,11 +1,9 @@
 """View vLLM's pools (0.29 and later): per layer a view `[blocks, heads, tokens, cell]`.
 
-The dimensions and the layers may have any order in memory.
-
-A page holds cells in the order of the view, not of the memory, so pools of all stride orders have
-the same layout and share their pages. With `BLHNC` and pages of one block, page and block are the
-same run of bytes. The null block, number 0, is a block like any other to the pool; callers neither
-save nor load it.
+The dimensions and the layers may have any order in memory. A page holds cells in the order of the
+view, not of the memory, so pools of all stride orders have the same layout and share their pages.
+With `BLHNC` and pages of one block, a page and a block are the same contiguous bytes. The null
+block, number 0, is an ordinary block of the pool; callers neither save nor load it.
 """
 
 import re
@@ -24,8 +22,8 @@ class Blocks(NamedTuple):
     """Layers with views of one shape and dtype.
 
     `views`: by the model's layer number; a cell is K and V, a latent, an indexer row, with its
-    scales. `block_tokens`: what a block id names; a view whose blocks are smaller holds several of
-    them for each block, one after the other. `space`: groups with one block table share it.
+    scales. `block_tokens`: tokens of a block id; a view with smaller blocks holds several of them
+    for each block, one after the other. `space`: groups with one block table share it.
     """
 
     views: Mapping[int, torch.Tensor]
@@ -36,7 +34,7 @@ class Blocks(NamedTuple):
 def block_pool(groups: Mapping[str, Blocks], page_tokens: int) -> KVPool:
     """View all groups as a pool indexed by block id. Raises InvalidRequest.
 
-    In a page they stand in the order of their names: vLLM's own order has no meaning.
+    In a page they are ordered by name: vLLM's own order has no meaning.
     """
     return pool_of(page_tokens, *(_group(name, groups[name]) for name in sorted(groups)))
 
@@ -45,7 +43,7 @@ def table_pool(views: Mapping[str, torch.Tensor], num_blocks: int, block_tokens:
     """View one cache group, all of whose layers are indexed by one block table.
 
     `views` are by the engine's layer names. Layers of one shape and dtype make a layout group,
-    named for what they are; a latent beside its indexer is two. `num_blocks` tells how many rows of
+    named for their content; a latent beside its indexer is two. `num_blocks` tells how many rows of
     a view a block has: a row may be a smaller kernel block, or hold fewer states than tokens.
     Layers that share memory are in the pages once. Raises InvalidRequest.
     """

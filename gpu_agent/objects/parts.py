@@ -21,11 +21,11 @@ from kvstore.keys import Namespace
 from kvstore.layout import PageLayout
 from kvstore.sync import Future
 
-# One task of a lane: large enough that its round trip does not count (half a millisecond beside
+# One task of a thread: large enough that its round trip does not count (half a millisecond beside
 # busy cores, in which one moves 3 MiB), small enough that the threads share a call of a few large
 # objects.
 PART_NBYTES = 16 << 20
-# A call of many objects is cut into larger parts, so that the lane's bookkeeping stays small.
+# A call of many objects is cut into larger parts, to keep the bookkeeping small.
 PARTS_MAX = 64
 
 Item = TypeVar("Item")
@@ -33,9 +33,9 @@ Value = TypeVar("Value")
 
 
 class ObjectName(NamedTuple):
-    """`scope`: a namespace whose layout says nothing (`objects.store.ANY`).
+    """Name of an object. `scope`: a namespace with an unspecified layout (`objects.store.ANY`).
 
-    `layout`: the object's own; None means any, which `ObjectStore.exists` and `remove` take.
+    `layout`: the object's own; None means any, which `ObjectStore.exists` and `remove` accept.
     """
 
     scope: Namespace
@@ -47,7 +47,7 @@ class ObjectName(NamedTuple):
 class ObjectResults(Generic[Value]):
     """One value per object.
 
-    `error`: why the store could not answer for all, empty if it did.
+    `error`: why the store could not answer for all; empty if it did.
     """
 
     values: list[Value]
@@ -56,7 +56,7 @@ class ObjectResults(Generic[Value]):
 
 @dataclass(frozen=True)
 class ObjectPart:
-    """Some objects of one namespace, and where they stand in their call."""
+    """Some objects of one namespace, and their positions in their call."""
 
     namespace: Namespace
     positions: list[int]
@@ -116,7 +116,7 @@ def cut(
 class Batch(Generic[Value]):
     """A call whose parts end one by one, in any thread.
 
-    `done` has the results when the last one did.
+    `done` gets the results with the last one.
     """
 
     def __init__(self, count: int, parts: int, default: Value) -> None:
@@ -166,7 +166,8 @@ class Completions(Generic[Item]):
     def add(self, item: Item) -> None:
         """Add a completion and signal it."""
         with self._lock:
-            if self._closed:  # nobody polls any more, and the descriptor may be another file by now
+            # nothing polls any more, and the descriptor may be another file by now
+            if self._closed:
                 return
             self._items.append(item)
             os.eventfd_write(self._fd, 1)
@@ -179,7 +180,7 @@ class Completions(Generic[Item]):
             try:
                 os.eventfd_read(self._fd)
             except BlockingIOError:
-                pass  # a drain before this one took it all
+                pass  # the previous drain took everything
             items, self._items = self._items, []
         return items
 

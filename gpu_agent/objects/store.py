@@ -1,15 +1,12 @@
 """Store and read flat buffers of any size by name, in batches with holes.
 
-For engines that hand over bytes in host memory instead of slots of a pool. One call may carry
-gigabytes:
+For engines that pass bytes in host memory instead of slots of a pool. One call may have gigabytes:
 
-    names, views --- parts of one namespace, PART_NBYTES each --- a few threads ---> a value per
-    object
+    names, views --- parts of one namespace, PART_NBYTES each --- threads ---> a value per object
 
 Nothing here blocks the caller. Every call's future has its result by the call's deadline, which
-counts from the call and covers the time in the queue. A failure of the store is a value, never an
-exception. No view is touched after the result, and none after the deadline. A read is received in
-its view and compared with its checksum there.
+includes the time in the queue. A failure of the store is a value, never an exception. No view is
+touched after the result, or after the deadline. A read is received in its view and verified there.
 
 An object's layout belongs to its name. A scope is a namespace whose layout is left open:
 `dataclasses.replace(namespace, layout=ANY)`. An engine that asks for an object without its size
@@ -40,18 +37,17 @@ from kvstore.layout import PageLayout, opaque_layout
 from kvstore.results import PutOutcome
 from kvstore.tracing import request
 
-# How a part's objects travel between callers' memory and a node: straight, by the client's own
-# calls.
+# A part's objects move directly between callers' memory and a node, by the client's own calls.
 #
-# A load receives where the bytes are wanted and compares what is there with its checksum. What
-# could not be read holds nothing of meaning then, and is no hit.
+# A load receives into the caller's view and verifies the checksum there. If it fails, the view's
+# content is undefined, and the object is no hit.
 
 
 class ObjectMover:
-    """Thread-safe.
+    """Move the objects of a part. Thread-safe.
 
-    Methods raise KVStoreErrors; `values` is filled when they do not. A view is not touched any more
-    when they return, nor is it after the part's deadline.
+    Methods raise KVStoreErrors; otherwise `values` is filled. No view is touched after they return
+    or after the part's deadline.
     """
 
     def __init__(self, client: Client) -> None:
@@ -75,19 +71,19 @@ class ObjectMover:
 
 
 ANY = opaque_layout(1)  # in place of a scope's layout
-# The node is asked no sooner than this after the last time: for a scope of which a layout is known,
-# and for one of which none is, where every question would be a miss.
+# Pause between two requests to the node: for a scope with a known layout, and for one without,
+# where every lookup would be a miss.
 REFRESH_S, FIRST_S = 2.0, 0.1
-# Of a scope, the newest: more than one exist only while a configuration changes.
+# Newest layouts of a scope: more than one exist only while a configuration changes.
 LAYOUTS_MAX = 8
 # Twice what a node opens at most. When more were seen, all are forgotten and learned again.
 SCOPES_MAX = 4096
 
 
 class KnownLayouts:
-    """Thread-safe.
+    """Layouts of scopes. Thread-safe.
 
-    Holds no lock while it talks to the node.
+    It holds no lock while it calls the node.
     """
 
     def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
@@ -110,7 +106,7 @@ class KnownLayouts:
             return list(self._by_scope.get(scope.digest, {}).values())
 
     def refresh(self, deadline: Deadline, pause_s: float = REFRESH_S) -> bool:
-        """Learn the node's namespaces, unless just done; return whether it was asked.
+        """Learn the node's namespaces, unless just done; return whether the node was called.
 
         Raises KVStoreErrors.
         """
@@ -135,15 +131,15 @@ class KnownLayouts:
 
 
 QUERY_WORKERS = 2
-QUERY_NBYTES = 64  # a key, for the limit on what a lane accepts
+QUERY_NBYTES = 64  # a key, counted against the limit of pending bytes
 QUERIES_NBYTES_MAX = QUERY_NBYTES << 20
 
 
 @dataclass
 class ObjectStats:
-    """Objects since the store was made.
+    """Counters of objects since the store was made.
 
-    `failed`: neither found nor missed, the node did not answer in time.
+    `failed`: neither hit nor miss, because the node did not answer in time.
     """
 
     stored: int = 0
@@ -159,12 +155,10 @@ class ObjectStats:
 
 
 class ObjectStore:
-    """Thread-safe.
+    """A store of objects. Thread-safe.
 
-    One per process; `client` may be shared and is not closed here.
-
-    Of `config`: `workers` threads store, as many load; timeouts; `pending_nbytes_max` for stores
-    and for loads.
+    One per process; `client` may be shared and is not closed here. `config`: `workers` threads
+    store, as many load; timeouts; `pending_nbytes_max` for stores and for loads.
     """
 
     def __init__(self, client: Client, config: AgentConfig) -> None:
@@ -173,7 +167,7 @@ class ObjectStore:
         self._client = client
         self._config = config
         self._known = KnownLayouts(client)
-        self._lock = threading.Lock()  # stats
+        self._lock = threading.Lock()  # guards the counters
         none, pending = (1, 1), config.pending_nbytes_max
         self._stores: BoundedExecutor[Ended[PutOutcome | None]] = BoundedExecutor(
             "store", config.workers, none, pending
@@ -193,8 +187,8 @@ class ObjectStore:
     ) -> concurrent.futures.Future[ObjectResults[PutOutcome | None]]:
         """Store objects that are not stored yet; `views` are exactly `layout.page_nbytes` long.
 
-        The result is None for an object that the node was not asked for in time. Raises
-        InvalidRequest for a name without a layout or a view of another length.
+        The result is None for an object that was not sent in time. Raises InvalidRequest for a name
+        without a layout or a view of another length.
         """
         flat = [byte_view(view) for view in views]
         parts = cut(names, flat, self._known.namespace, Deadline(self._config.save_timeout_s))
@@ -203,16 +197,16 @@ class ObjectStore:
     def get(
         self, names: Sequence[ObjectName], views: Sequence[Any]
     ) -> concurrent.futures.Future[ObjectResults[bool | None]]:
-        """Read objects into writable `views`; True for each that is there and intact.
+        """Read objects into writable `views`; True for each that is stored and intact.
 
-        None means that it could not be read in time. Other views are undefined.
+        None means that it could not be read in time. Views without True are undefined.
         """
         flat = [byte_view(view, writable=True) for view in views]
         parts = cut(names, flat, self._known.namespace, Deadline(self._config.load_timeout_s))
         return self._submit(self._loads, parts, len(names), self._mover.get, self._count_gets)
 
     def connect(self) -> None:
-        """Connect and learn what the node has, in the background; an absent node is logged."""
+        """Connect and learn the node's layouts in the background; log an unreachable node."""
         self._query([], [], self._known.refresh)
 
     def exists(self, names: Sequence[ObjectName]) -> concurrent.futures.Future[ObjectResults[bool]]:
@@ -221,14 +215,14 @@ class ObjectStore:
         return self._query(names, values, partial(self._exists, list(names), values))
 
     def remove(self, names: Sequence[ObjectName]) -> concurrent.futures.Future[ObjectResults[int]]:
-        """Remove objects; return the bytes of each, 0 for one that was not there."""
+        """Remove objects; return the bytes of each, 0 for an absent one."""
         values: list[int] = [0] * len(names)
         return self._query(names, values, partial(self._remove, list(names), values))
 
     def close(self) -> None:
         """End queued calls at once and running ones by their deadline.
 
-        Every future has its result then, and nothing touches a view any more.
+        Every future has its result then, and no view is touched any more.
         """
         for lane in (self._queries, self._loads, self._stores):
             lane.stopping.set()
@@ -275,7 +269,7 @@ class ObjectStore:
     def _guarded(self, work: Callable[[], object], deadline: Deadline) -> str:
         """Run a call of the node; return why it failed, or an empty text."""
         try:
-            # one that waited too long in the queue says nothing about the node
+            # a call that waited too long in the queue says nothing about the node
             deadline.remaining()
         except DeadlineExceeded as error:
             return str(error)
@@ -332,7 +326,7 @@ class ObjectStore:
         open_still: Callable[[int], bool],
         deadline: Deadline,
     ) -> None:
-        """Ask in all namespaces that may hold the objects, others' too while still open."""
+        """Ask in all namespaces that may hold the objects, then in newly learned ones."""
         asked = self._spaces(names, range(len(names)))
         for namespace, positions in asked.values():
             ask(namespace, positions)

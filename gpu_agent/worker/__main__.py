@@ -1,9 +1,9 @@
 """Run a worker process: `python -m gpu_agent.worker DESCRIPTOR`, started by an engine's adapter.
 
-It carries out saves and loads, or asks the store for a scheduler. It ends with the engine: by
-CLOSE, when the engine hangs up or dies, and by SIGKILL from the system if it stands still then. It
-ends at once, because pages that are not stored are computed again, and the node takes back what the
-process held. An invalid frame ends it too; the engine starts another process.
+It carries out saves and loads, or makes lookups for a scheduler. It ends with the engine: by CLOSE,
+when the engine hangs up or dies, and by the kernel's SIGKILL if it is stopped then. It ends at
+once, because pages that are not stored are computed again, and the node frees what the process
+held. An invalid frame ends it too; the engine starts another process.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ _TASKS = {
     "agents": ("gpu_agent.worker.agent_worker", "AgentWorker"),
     "lookups": ("gpu_agent.worker.lookup_worker", "LookupWorker"),
 }
-# Its threads copy, ask and verify in slices of 100 us. With Python's 5 ms each would wait for the
+# Its threads copy, call and verify in slices of 100 us. With Python's 5 ms each would wait for the
 # others.
 SWITCH_S = 0.0002
 _PR_SET_PDEATHSIG = 1
@@ -52,8 +52,8 @@ def main(descriptor: int) -> None:
             or setup.get("task") not in _TASKS
         ):
             raise ProtocolError("no setup by the process that started this one")
-        if setup.get("outlived"):  # by the thread that started us, until the engine ends
-            # For one that dies while we are stopped
+        if setup.get("outlived"):  # started by a thread that lives until the engine ends
+            # For an engine that dies while this process is stopped
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         sys.setswitchinterval(SWITCH_S)
         logging.getLogger().setLevel(setup.get("log_level", logging.WARNING))
@@ -65,9 +65,9 @@ def main(descriptor: int) -> None:
         log.debug("%s", error)
     except KVStoreError as error:
         log.error("%s", error)
-    except Exception:  # the edge of the process: whatever broke, the engine starts another
+    except Exception:  # end of the process: after any error, the engine starts another
         log.exception("a process beside the engine broke")
-    # Not by way of the interpreter's end, which waits for threads that may be waiting for a node.
+    # Without the interpreter's shutdown, which waits for threads that may be waiting for a node.
     logging.shutdown()
     os._exit(code)
 

@@ -27,7 +27,7 @@ from kvstore.messages import parse_namespace
 from kvstore.sync import start_thread
 from kvstore.tracing import unpacked_all, within
 
-_OVER_S = 0.001  # for an order that comes too late: its agent says so
+_OVER_S = 0.001  # for an order that comes too late: its agent reports that
 
 
 class AgentWorker:

@@ -14,7 +14,7 @@ from kvstore.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-READY_S = 15.0  # that an engine's start waits for a process
+READY_S = 15.0  # time that an engine's start waits for a process
 WHERE = ("auto", "process", "threads")
 
 
@@ -50,9 +50,8 @@ def agent_backend_for(
 ) -> AgentBackend:
     """Return the agents of a rank.
 
-    `where`: one of WHERE.
-
-    Raises ConfigError if `where` is "process" and the process can not have the engine's memory.
+    `where`: one of WHERE. Raises ConfigError if it is "process" and the engine's memory can not be
+    shared with a process.
     """
     devices = {group.pool.device.type for group in groups if group}
     if where == "process" or (where == "auto" and devices == {"cuda"}):

@@ -1,29 +1,25 @@
-"""Frames between an engine's process and its worker process, and the socket that carries them.
+"""Exchange frames between an engine's process and its worker process, over a socket.
 
     0                 4      5
     | body nbytes u32 | kind | body ... |          little endian, both processes run on one machine
 
-    SETUP     engine -> agents   JSON: configuration, the engine's tensors, the agents; answered by
-                                 READY
-    ADD       engine -> agents   JSON: one more agent, after a change of the epoch
-    SAVE      engine -> agents   order, agent, event, deadline; keys; slot indices per index space;
-                                 trace
-    LOAD      engine -> agents   likewise
-    RETIRE    engine -> agents   agent: it ends what it has and takes no more
-    ASK       engine -> agents   question, deadline; namespaces and keys per group: which pages are
-                                 stored? trace
-    TOUCH     engine -> agents   likewise: they are used
-    CLOSE     engine -> agents   seconds: all end what they have, then the process ends
-    READY     agents -> engine   when it became ready, on the monotonic clock
-    GATHERED  agents -> engine   order: its blocks have been read
-    SAVED     agents -> engine   order, pages stored, existing, dropped; why
-    LOADED    agents -> engine   order, pages in place, pages loaded; why it ended early
-    ANSWER    agents -> engine   question, status; a byte per key and group, or the error
+    SETUP     engine -> worker   JSON: configuration, the engine's tensors, the agents
+    ADD       engine -> worker   JSON: one more agent, after a change of the epoch
+    SAVE      engine -> worker   order, agent, event, deadline; keys; slot indices per space; trace
+    LOAD      engine -> worker   the same fields
+    RETIRE    engine -> worker   agent: it ends its jobs and takes no more
+    ASK       engine -> worker   lookup: number, deadline; namespaces and keys per group; trace
+    TOUCH     engine -> worker   the same fields: mark these pages as used
+    CLOSE     engine -> worker   seconds: running jobs end, then the process ends
+    READY     worker -> engine   answer to SETUP: when it became ready, on the monotonic clock
+    GATHERED  worker -> engine   order: its blocks have been read
+    SAVED     worker -> engine   order, pages stored, existing, dropped; the reason
+    LOADED    worker -> engine   order, pages in place, pages loaded; why it ended early
+    ANSWER    worker -> engine   lookup, status; a byte per key and group, or the error
 
-Every length is checked before it is used. A peer that breaks the framing is ended.
+Every length is checked before it is used. A peer that breaks the framing is killed.
 
-    EngineEnd    never waits: sends what the kernel takes and keeps the rest; returns frames that
-                 have come
+    EngineEnd    never waits: sends what the kernel accepts, keeps the rest; returns arrived frames
     AgentsEnd    waits for frames, or for the engine's end; sends from any thread
 """
 
@@ -47,7 +43,7 @@ HEADER = struct.Struct("<IB")
 # An order of 128k pages of 64-byte keys needs 9 MiB.
 BODY_NBYTES_MAX = 16 << 20
 TEXT_NBYTES_MAX = 4096
-# Orders that the agents' process has not taken yet, because it is starting or stands still.
+# Orders that the worker process has not read yet, because it is starting or stopped.
 UNSENT_NBYTES_MAX = 32 << 20
 
 _RECEIVED_NBYTES = 256 << 10
@@ -90,9 +86,9 @@ class Kind(enum.IntEnum):
 class Order:
     """A save or a load.
 
-    `event`: the number of the event that it begins after, -1 for none. `until`: its deadline on the
+    `event`: number of the event after which it begins, -1 for none. `until`: its deadline on the
     monotonic clock, which the processes of a machine share. `slot_indices`: per index space int64
-    indices as they lie in memory.
+    indices in native byte order.
     """
 
     number: int
@@ -101,12 +97,12 @@ class Order:
     until: float
     keys: Sequence[bytes]
     slot_indices: Mapping[str, bytes]
-    trace: bytes = b""  # of the requests that it is for (`kvstore.tracing.packed_now`)
+    trace: bytes = b""  # of its requests (`kvstore.tracing.packed_now`)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Report an order's saved pages."""
+    """Result of a save order."""
 
     order: int
     stored: int
@@ -117,7 +113,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Report an order's loaded pages."""
+    """Result of a load order."""
 
     order: int
     pages: int
@@ -127,17 +123,17 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Question:
-    """Per group the numbers of namespaces, by the order in which they were named, and keys."""
+    """A lookup: per group the numbers of registered namespaces, and keys."""
 
     number: int
     until: float
     groups: Sequence[tuple[Sequence[int], Sequence[bytes]]]
-    trace: bytes = b""  # as an order's
+    trace: bytes = b""  # as in an order
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a question.
+    """The answer to a lookup.
 
     `status`: 0, or an error's by kvstore.errors. `groups`: a byte per key, 1 if it is stored.
     """
@@ -158,10 +154,7 @@ def frame(kind: Kind, body: bytes = b"") -> bytes:
 
 
 def header(data: bytes | bytearray) -> tuple[int, Kind]:
-    """Parse a header to (body bytes, kind). Raises ProtocolError.
-
-    Raises ProtocolError.
-    """
+    """Parse a header to (body bytes, kind). Raises ProtocolError."""
     nbytes, number = HEADER.unpack_from(data)
     if nbytes > BODY_NBYTES_MAX:
         raise ProtocolError(f"a frame with a body of {nbytes} bytes, at most {BODY_NBYTES_MAX}")
@@ -202,10 +195,7 @@ def order_frame(kind: Kind, order: Order) -> bytes:
 
 
 def parse_order(body: bytes) -> Order:
-    """Parse an order. Raises ProtocolError. The agent checks the indices.
-
-    Whether the indices suit a pool is for its agent to say.
-    """
+    """Parse an order. Raises ProtocolError. The agent checks the indices."""
     reader = _Reader(body)
     number, agent, event, until, count = reader.unpack(_ORDER)
     keys = reader.keys(count)
@@ -343,7 +333,7 @@ def _whole(form: struct.Struct, body: bytes) -> tuple[Any, ...]:
 class _Reader:
     """Parse a body.
 
-    Raises ProtocolError where it is shorter or longer than its lengths say.
+    Raises ProtocolError if it is shorter or longer than its lengths say.
     """
 
     def __init__(self, body: bytes) -> None:
@@ -367,7 +357,8 @@ class _Reader:
         longest = max(lengths, default=0)
         if longest > PREFIX_HASH_NBYTES_MAX:
             raise ProtocolError(f"a key of {longest} bytes, at most {PREFIX_HASH_NBYTES_MAX}")
-        if longest and min(lengths) == longest:  # as an engine's are: a prompt has thousands
+        # the usual case of an engine with thousands of equal keys
+        if longest and min(lengths) == longest:
             keys = self.take(count * longest)
             return [keys[start : start + longest] for start in range(0, len(keys), longest)]
         return [self.take(length) for length in lengths]
@@ -406,7 +397,7 @@ class EngineEnd:
     def put(self, data: bytes) -> None:
         """Queue `data` for the next `flush`.
 
-        Raises Exhausted if too much is unsent, and drops `data` then.
+        Raises Exhausted, and drops `data`, if too much is unsent.
         """
         if len(self._unsent) + len(data) > UNSENT_NBYTES_MAX:
             raise Exhausted(f"{len(self._unsent)} bytes of orders wait for the agents' process")
@@ -435,7 +426,7 @@ class EngineEnd:
             del self._unsent[:sent]
 
     def received(self) -> Iterator[tuple[Kind, bytes]]:
-        """Yield the frames that have come.
+        """Yield the frames that have arrived.
 
         Raises ProtocolError, and ConnectionError after the last frame of a peer that is gone.
         """
@@ -455,7 +446,7 @@ class EngineEnd:
     def wait(self, timeout_s: float) -> None:
         """Wait until there is something to receive.
 
-        An engine may have more descriptors than `select` can name.
+        By poll: an engine may have more descriptors than `select` can handle.
         """
         poll = select.poll()
         poll.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
@@ -504,7 +495,7 @@ class AgentsEnd:
         return found
 
     def send(self, data: bytes) -> None:
-        """Send, and wait until the kernel takes it.
+        """Send, and wait until the kernel accepts it.
 
         If the engine is gone, `receive` raises.
         """

@@ -6,10 +6,9 @@
 
 Descriptions go to the other process as JSON: numbers, names, and handles as hex.
 
-The engine records an event with each order, which costs microseconds and waits for nothing. The
-agents' process waits for the event before it reads or writes the engine's blocks. Events are reused
-in turn: an order that waits for an event that was recorded again waits for newer work too, which is
-late, never wrong.
+The engine records an event with each order, which costs microseconds and never waits. The worker
+process waits for the event before it reads or writes the engine's blocks. Events are reused in
+turn: an order whose event was recorded again waits for newer work too, which is late, never wrong.
 """
 
 import contextlib
@@ -41,7 +40,7 @@ _CUDA_FIELDS = (
 class IpcEvents:
     """Record events in the engine's process.
 
-    Memory of a CPU, which no stream writes, needs none.
+    CPU memory, which no stream writes, needs none.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -120,7 +119,7 @@ def described_pools(pools: Iterable[KVPool]) -> tuple[list[Any], list[Any], list
         views = []
         for plane in pool.planes:
             storage = plane.bits.untyped_storage()
-            # Not its address: that changes when memory becomes shared
+            # Not its address, which changes when memory becomes shared
             if storage._cdata not in numbers:
                 numbers[storage._cdata] = len(storages)
                 storages.append(described_storage(storage, inherited))
@@ -158,8 +157,8 @@ def described_storage(storage: torch.UntypedStorage, inherited: list[int]) -> di
 def opened_memory(setup: Mapping[str, Any]) -> tuple[OpenedEvents, list[torch.UntypedStorage]]:
     """Open the engine's events and storages that `SETUP` describes, in the other process.
 
-    The agents' process and the probe of `kvstore doctor --gpu` both use this, so that the probe
-    finds what the agents will find. Raises KeyError, ProtocolError or ConfigError.
+    The worker process and the probe of `kvstore doctor --gpu` both use this, so that the probe
+    tests the same functions. Raises KeyError, ProtocolError or ConfigError.
     """
     device = torch.device(setup["device"])
     if device.type == "cuda":
@@ -171,7 +170,7 @@ def opened_memory(setup: Mapping[str, Any]) -> tuple[OpenedEvents, list[torch.Un
 def _begin_cuda() -> None:
     """Initialise CUDA, because opening a storage does not.
 
-    Until then torch's allocator has no devices, looks one up all the same, and crashes with
+    Without it torch's allocator has no devices, indexes them all the same, and crashes with
     SIGSEGV.
     """
     try:
@@ -231,7 +230,7 @@ def opened_pool(
 
 
 def _check_inside(view: Mapping[str, Any], item_nbytes: int, nbytes: int) -> None:
-    """Raise ValueError for a view that does not fit: torch would make the storage larger."""
+    """Raise ValueError for a view outside its storage, which torch would enlarge."""
     steps = (
         (size - 1) * stride for size, stride in zip(view["shape"], view["stride"], strict=True)
     )

@@ -1,8 +1,8 @@
 """Send a scheduler's lookups to a worker process of their own, from the engine's side.
 
 In threads, a lookup and a touch of each of 64 new prompts took a tenth of the time in which an H200
-computed them: they are Python and kept the interpreter from the engine (vLLM 0.33). Here a question
-costs the engine 50 us, less if many come at once.
+computed them: Python code keeps the GIL from the engine (vLLM 0.33). Here a lookup costs the engine
+50 us, less if many come at once.
 """
 
 import concurrent.futures
@@ -23,17 +23,15 @@ from kvstore.sync import Future
 from kvstore.tracing import packed_now
 from kvstore.transports.status import from_status
 
-# Named to one process: a shard of each group, again after each change of the epoch
+# Registered with one process: a shard of each group, again after each change of the epoch
 NAMESPACES_MAX = 1 << 14
-NAMED = 64  # to a new process at its start, the last ones; others when they are asked about
+NAMED = 64  # of the newest ones, registered with a new process at its start; others on demand
 
 
 class ProcessLookups:
     """`gpu_agent.blocks.lookups.LookupBackend` in a child process.
 
-    Not thread-safe.
-
-    Raises OSError if it can not be started.
+    Not thread-safe. Raises OSError if the process can not be started.
     """
 
     name = "lookups"
@@ -45,7 +43,7 @@ class ProcessLookups:
         self._namespaces: list[Namespace] = []
         self._numbers: dict[bytes, int] = {}  # by their digests
         self._asked: dict[int, tuple[concurrent.futures.Future[Any], tuple[int, ...], float]] = {}
-        self._awaited = 0  # questions of them; for a touch nobody waits
+        self._awaited = 0  # lookups among them; no request waits for a touch
         self._next = 0
         self._child = WorkerProcess(self, command, timeouts)
         self._child.start()
@@ -67,7 +65,7 @@ class ProcessLookups:
     def open(
         self, namespaces: Sequence[Namespace], timeout_s: float
     ) -> "concurrent.futures.Future[None]":
-        """Name namespaces, which the process registers when it is ready."""
+        """Register namespaces; the process opens them when it is ready."""
         done: concurrent.futures.Future[None] = Future()
         try:
             for namespace in namespaces:
@@ -95,7 +93,7 @@ class ProcessLookups:
     ) -> "concurrent.futures.Future[Any]":
         done: concurrent.futures.Future[Any] = Future()
         if not (self._child.listens and self._child.ready):
-            self._child.poll()  # the only ones who ask it may be those who wait for it
+            self._child.poll()  # the calling thread may be the only one that polls
         if not (self._child.listens and self._child.ready):
             done.set_exception(Unavailable("the process that asks the store is not ready"))
             return done
@@ -115,10 +113,10 @@ class ProcessLookups:
                     kind, frames.Question(self._next, until, groups, packed_now())
                 )
             )
-            # Of many at once each would wake the process: those go with the next poll
+            # With many at once each would wake the process: those go with the next poll
             if kind is Kind.ASK and alone:
                 self._child.poll()
-        except (Exhausted, InvalidRequest) as error:  # it was not asked
+        except (Exhausted, InvalidRequest) as error:  # it was not sent
             self._end(self._next).set_exception(error)
         return done
 

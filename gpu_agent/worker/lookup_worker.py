@@ -1,4 +1,4 @@
-"""Ask the store for an engine's scheduler: the worker process of `lookup_client.py`.
+"""Make lookups for an engine's scheduler: the worker process of `lookup_client.py`.
 
 SETUP ---> a client, the namespaces opened ---> READY          ADD: one namespace more
 ASK, TOUCH ---> threads, one lookup per namespace ---> ANSWER
@@ -20,7 +20,7 @@ from kvstore.messages import parse_namespace
 from kvstore.tracing import unpacked_all, within
 from kvstore.transports.status import status_code
 
-_OVER_S = 0.001  # for a question that comes too late
+_OVER_S = 0.001  # for a lookup that comes too late
 _OPEN_S = 5.0
 
 

@@ -1,10 +1,9 @@
 """Try what an agent on a GPU needs of this host, for `kvstore doctor --gpu`.
 
-    torch --> GPU --> CuPy and the kernels --> page-locked memory --> memory of another process
-    (CUDA IPC)
+    torch -> GPU -> CuPy and kernels -> page-locked memory -> another process's memory (CUDA IPC)
 
-`python -m gpu_agent.worker.probe` takes what CUDA takes of a GPU for a process, some hundreds of
-MB, twice, for a moment.
+`python -m gpu_agent.worker.probe` uses as much GPU memory as two CUDA contexts, some hundreds of
+MB, for a moment.
 """
 
 import json
@@ -24,7 +23,7 @@ from kvstore.errors import ConfigError, KVStoreError
 
 try:
     from gpu_agent.kernels.cuda import CudaDevice
-except ImportError as error:  # the extra cuda12 or cuda13 is not installed
+except ImportError as error:  # neither extra, cuda12 nor cuda13, is installed
     CudaDevice = None  # type: ignore[assignment, misc]
     _missing = str(error)
 
@@ -70,7 +69,7 @@ def _kernels() -> Iterator[Finding]:
         return
     try:
         device = CudaDevice(torch.device("cuda", 0))
-    except Exception as error:  # of CuPy's compiler or loader, or the driver
+    except Exception as error:  # an error of CuPy's compiler or loader, or of the driver
         log.debug("the kernels", exc_info=True)
         yield fail(
             "CuPy",
@@ -141,14 +140,14 @@ def _judged(status: int, said: str, complained: str) -> Finding:
     lines = [line for line in complained.splitlines() if line.strip()]
     if status >= 0:
         why = lines[-1] if lines else ending(status)
-    else:  # the fault handler writes the stack down, the innermost call first
+    else:  # the fault handler prints the stack, the innermost call first
         innermost = next((line.strip() for line in lines if line.startswith("  File ")), "")
         why = f"{ending(status)} before it had read it{': ' if innermost else ''}{innermost}"
     return fail("CUDA IPC", f"another process can not map this one's memory: {why}", IPC_REMEDY)
 
 
 def _open(described: str) -> None:
-    """Map the described memory in another process. Raises ConfigError.
+    """Map the described memory in another process.
 
     Raises ConfigError for what can not be mapped, or holds something else.
     """
@@ -169,6 +168,6 @@ def _open(described: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1:]:
         _open(sys.argv[1])
-        os._exit(0)  # as the agents' process ends, not by way of CUDA's end
+        os._exit(0)  # as the worker process ends, without CUDA's shutdown
     else:
         print_findings(findings())

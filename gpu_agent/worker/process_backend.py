@@ -1,8 +1,7 @@
 """Send a rank's saves and loads to its agents' process, from the engine's side.
 
-    save ---> GATHERED ---> SAVED      each order ends once: by an answer, or when the process is
-                                       gone,
-    load -----------------> LOADED     because nothing reads or writes its blocks any more then
+    save ---> GATHERED ---> SAVED      each order ends once: by an answer, or after the process has
+    load -----------------> LOADED     ended, because then nothing reads or writes its blocks
 
     save ---> staged ---> the process is ready ---> sent to it, with its whole deadline
                    +----> wait_s passed, the start failed, the namespace was replaced,
@@ -12,7 +11,7 @@ No call waits, no thread runs beside the engine, and CUDA records one event per 
 the process (`worker_process.py`) is a miss: its orders fail.
 
 Saves are staged while the process starts. Their blocks stay pinned, so a save may not wait for
-ever, and no request waits for one. Their number is bounded by what an engine pins
+ever, and no request waits for one. Their number is bounded by the engine's pinned blocks
 (`gpu_agent.blocks.save_plan`), their bytes by UNSENT_NBYTES_MAX. Pages of a dropped save count as
 dropped in its result.
 """
@@ -40,8 +39,7 @@ from kvstore.sync import Future
 from kvstore.tracing import packed_now
 
 STAGED_SENDS_MAX = 16  # staged saves sent per poll: each costs the engine's step some microseconds
-# Time in which the engine need not know of blocks that have been read. Ends of loads it wants to
-# know at once.
+# How late the engine may learn that blocks were read; it learns of ended loads at once.
 SAVING_S = 0.01
 
 AnyOrder = TypeVar("AnyOrder")
@@ -75,15 +73,13 @@ class _InflightLoad:
 class InflightOrders:
     """Orders that were sent and have not ended.
 
-    Not thread-safe.
-
-    Numbers are never reused, so that a late answer can not end another order.
+    Not thread-safe. Numbers are never reused, so that a late answer can not end another order.
     """
 
     def __init__(self) -> None:
         self._saves: dict[
             int, _InflightSave
-        ] = {}  # in the order of their deadlines, for all have as long
+        ] = {}  # in the order of their deadlines, because all have the same timeout
         self._loads: dict[int, _InflightLoad] = {}
         self._next = 0
 
@@ -102,7 +98,7 @@ class InflightOrders:
     def gathered(self, number: int) -> None:
         """Note that the blocks of a save were read.
 
-        This and the following raise ProtocolError for an answer that the order can not have.
+        This and the following raise ProtocolError for an answer that does not fit the order.
         """
         future = _known(self._saves, number).job.gathered
         if future.done():
@@ -131,7 +127,7 @@ class InflightOrders:
         order.fail(reason)
 
     def fail_all(self, reason: str) -> int:
-        """End all orders, once nothing touches their blocks any more, and return their number."""
+        """End all orders, after nothing touches their blocks any more, and return their number."""
         orders: list[_InflightSave | _InflightLoad] = [*self._saves.values(), *self._loads.values()]
         self._saves, self._loads = {}, {}
         for order in orders:
@@ -177,8 +173,7 @@ class StagedSave:
     """A save that is sent later.
 
     `event`: of `IpcEvents`, recorded when the save was ordered, so that the agents wait for the
-    step that computed the blocks. An event that was recorded again since only makes them wait
-    longer.
+    step that computed the blocks. If it was recorded again since, they only wait longer.
     """
 
     job: SaveJob
@@ -203,10 +198,7 @@ class StagedSave:
 
 
 class StagedSaves:
-    """A queue of saves, sent in the order in which they were staged.
-
-    Not thread-safe.
-    """
+    """A queue of saves, sent in the order in which they were staged. Not thread-safe."""
 
     def __init__(self, wait_s: float) -> None:
         """Hold saves until the process is ready, for at most `wait_s`."""
@@ -259,10 +251,8 @@ class StagedSaves:
 class ProcessBackend:
     """`gpu_agent.blocks.backends.AgentBackend` in a child process.
 
-    Not thread-safe.
-
-    Raises ConfigError if the engine's memory can not be mapped by another process, OSError if the
-    process can not be started.
+    Not thread-safe. Raises ConfigError if the engine's memory can not be mapped by another process,
+    OSError if the process can not be started.
     """
 
     name = "agents"
@@ -325,7 +315,7 @@ class ProcessBackend:
     def _send_or_drop_staged(self) -> None:
         """Send staged saves once the process is ready, a few at a time.
 
-        Drop those that it will not get.
+        Drop those that can not be sent.
         """
         if self.loads:
             self._send_staged(STAGED_SENDS_MAX)
@@ -430,7 +420,7 @@ class ProcessBackend:
     ) -> LoadJob:
         """Start a load if the process is ready.
 
-        Computing is sooner done than starting it.
+        Otherwise computing is faster than starting it.
         """
         if not self.loads:
             job = new_load()
@@ -464,7 +454,7 @@ class ProcessBackend:
         order = frames.Order(number, agent, event, until, keys, slot_indices, trace)
         try:
             self._child.give(frames.order_frame(kind, order))
-        except (Exhausted, InvalidRequest) as error:  # it was not given
+        except (Exhausted, InvalidRequest) as error:  # it was not sent
             self._orders.fail(number, str(error))
 
     # ---- Delegate --------------------------------------------------------------------------

@@ -4,9 +4,8 @@
                               READY      killed      its work is lost
 
 Only `close` waits, and no thread runs beside the engine: everything happens in `poll`. The work of
-the process counts as lost when the process is reaped and not before: as long as it lives it may
-read and write the engine's memory. For the same reason an overdue process (stopped, hung) is
-killed.
+the process counts as lost only after the process was reaped: until then it may read and write the
+engine's memory. For the same reason an overdue process (stopped, hung) is killed.
 """
 
 import logging
@@ -30,29 +29,23 @@ log = logging.getLogger(__name__)
 
 SOON_S = 5.0  # saves are staged for a process whose next start is at most this far away
 STARTS_MAX = 64
-LIVED_S = 60.0  # after so long a death is the first again
+LIVED_S = 60.0  # after so long, a death counts as the first again
 _POLL_S = 0.01
 
 
 @dataclass(frozen=True)
 class WorkerTimeouts:
-    """How long a worker process may take, and how long it is left alone.
+    """Time limits of a worker process, in seconds."""
 
-    All in seconds.
-    """
-
-    # An order ends by its deadline, but for a call to the node that is under way then.
+    # An order ends by its deadline, plus the time of a call to the node that is running then.
     grace_s: float = 2.0
-    # From when an overdue order is first seen: the engine may have stood still, and not the
+    # Counted from when an overdue order is first seen: the engine may have been stopped, not the
     # process.
     overdue_s: float = 2.0
     start_s: float = 60.0  # importing torch, a context of the GPU, mapping the engine's memory
-    close_s: float = (
-        5.0  # for what is under way when the engine ends, and as long for the end itself
-    )
-    restart_s: float = (
-        1.0  # after the first death; doubled with each further one, up to restart_s_max
-    )
+    close_s: float = 5.0  # for running jobs when the engine ends, and as long for the end itself
+    # after the first death; doubled with each further one, up to restart_s_max
+    restart_s: float = 1.0
     restart_s_max: float = 60.0
     # A read of the socket costs an engine's step 10 us (a machine with an H200). A process without
     # work has nothing to report but its death.
@@ -85,16 +78,14 @@ class Delegate(Protocol):
         """
 
     def overdue(self, now: float) -> bool:
-        """Return whether an order or a question should have ended by now."""
+        """Return whether an order or a lookup should have ended by now."""
 
     def on_exit(self) -> int:
-        """End all work under way, because the process is gone, and return how much it was."""
+        """End all running work, because the process is gone, and return how much it was."""
 
 
 class WorkerProcess:
-    """A process that works for `delegate`.
-
-    Not thread-safe.
+    """A process that works for `delegate`. Not thread-safe.
 
     A process that the main thread started dies with the engine even while it is stopped.
     """
@@ -106,16 +97,16 @@ class WorkerProcess:
         self._command = command
         self.timeouts = timeouts
         self._process: subprocess.Popen[bytes] | None = None
-        self._channel: EngineEnd | None = None  # None: nothing is said any more
+        self._channel: EngineEnd | None = None  # None: the connection has ended
         self._started_at = 0.0
         self._looked_at = 0.0
-        self._overdue_since: float | None = None  # of what was seen
+        self._overdue_since: float | None = None  # when an overdue order was first seen
         self._deaths = 0
         self._restart_at = 0.0
         self._closed = False
         self._failed = False  # the process of the last start never became ready
         self.ready = False
-        # Until it was ready; the delegate removes them
+        # Start-up times; the delegate removes them
         self.startup_seconds: deque[float] = deque(maxlen=STARTS_MAX)
 
     @property
@@ -157,7 +148,7 @@ class WorkerProcess:
                 [*command, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *inherited),
-                start_new_session=True,  # a Ctrl-C at the terminal is the engine's
+                start_new_session=True,  # a Ctrl-C at the terminal is for the engine
             )
         except BaseException:
             ours.close()
@@ -171,13 +162,13 @@ class WorkerProcess:
     def give(self, frame: bytes) -> None:
         """Queue a frame, to be sent with others by the next `poll`.
 
-        Raises Exhausted, and drops it then.
+        Raises Exhausted, and drops the frame, if too much is unsent.
         """
         if self._channel is not None:
             self._channel.put(frame)
 
     def tell(self, frame: bytes) -> None:
-        """Send a frame now, as far as that goes without waiting.
+        """Send a frame now, as far as possible without waiting.
 
         End a process that can not take it.
         """
@@ -259,7 +250,7 @@ class WorkerProcess:
     def _on_ready(self, at: float) -> None:
         """Record that the process was ready `at` its own time.
 
-        An idle engine may read that much later.
+        An idle engine may read the message that much later.
         """
         took_s = min(max(at, self._started_at), time.monotonic()) - self._started_at
         self.ready, self._failed = True, False
@@ -274,8 +265,8 @@ class WorkerProcess:
     def _stands_still(self, now: float) -> bool:
         """Return whether the process has made no progress for too long.
 
-        Time to start, or time in which the engine itself stood still and read nothing, does not
-        count: from the moment that work is seen to be overdue, it has `overdue_s` to end.
+        Start-up time does not count, nor time in which the engine itself was stopped and read
+        nothing: after work is first seen to be overdue, it has `overdue_s` to end.
         """
         if not self.ready:
             return now > self._started_at + self.timeouts.start_s
@@ -343,7 +334,7 @@ class WorkerProcess:
 def _command() -> list[str]:
     """Return the command of a worker process, which finds modules as the engine does.
 
-    The working directory does not come first, unless this package is there.
+    The working directory is not searched first, unless this package is there.
     """
     if not sys.executable:
         raise ConfigError("this interpreter does not know its own file (sys.executable)")

@@ -1,9 +1,9 @@
-"""Keep a certificate authority in a folder, for development and where there is no other.
+"""Keep a certificate authority in a folder, for development and small deployments.
 
 Keys are on P-256, files in PEM form:
 
-ca.pem  ca.key        the authority: give ca.pem to all, ca.key to nobody
-NAME.pem  NAME.key    what it signed; every key is readable by its owner alone
+    ca.pem  ca.key        the authority: give ca.pem to everybody, ca.key to nobody
+    NAME.pem  NAME.key    a certificate that it signed; only the owner may read the key's file
 """
 
 import datetime
@@ -22,8 +22,8 @@ from kvstore.errors import ConfigError
 from kvstore.secrets import write_whole
 
 CA = "ca"
-EARLIER = datetime.timedelta(minutes=5)  # valid from then on: clocks differ
-NAME_LENGTH_MAX = 64  # of a common name, in X.509
+EARLIER = datetime.timedelta(minutes=5)  # certificates are valid from this long ago: clocks differ
+NAME_LENGTH_MAX = 64  # X.509's limit for a common name
 USAGES = (
     *(
         "digital_signature",
@@ -39,7 +39,7 @@ _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_A
 
 
 class Authority:
-    """Its certificate and key, which `found` makes and `open` reads.
+    """A certificate authority's certificate and key; `found` makes them and `open` reads them.
 
     Raises ConfigError for a folder or files that can not be used.
     """
@@ -97,8 +97,8 @@ class Authority:
     ) -> tuple[Path, Path]:
         """Issue a node's certificate for these hosts; return (certificate, key) paths.
 
-        The first host is its name. To other members the node is a client. `since_days` is how long
-        the certificate has been valid already.
+        The first host is the common name. The certificate also serves as a client certificate, for
+        calls to other members. `since_days`: for how long it has been valid already.
         """
         alternatives = x509.SubjectAlternativeName([_host(host) for host in hosts])
         made = self._issue(hosts[0], days, since_days, [_SERVER, _CLIENT], alternatives)
@@ -116,7 +116,7 @@ class Authority:
         uses: list[x509.ObjectIdentifier],
         alternatives: x509.SubjectAlternativeName | None = None,
     ) -> tuple[x509.Certificate, Any]:
-        # It would look signed by itself, and not be believed
+        # Clients would take it for a self-signed certificate and refuse it.
         if _name(name) == self.certificate.subject:
             raise ConfigError(f"{name!r} is the name of the authority itself; choose another")
         key = ec.generate_private_key(ec.SECP256R1())
@@ -136,10 +136,7 @@ class Authority:
 
 
 def hosts_of(path: Path) -> list[str]:
-    """Return the names and addresses in a node's certificate. Raises ConfigError.
-
-    Raises ConfigError.
-    """
+    """Return the names and addresses in a node's certificate. Raises ConfigError."""
     try:
         extensions = x509.load_pem_x509_certificate(path.read_bytes()).extensions
         hosts = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -198,7 +195,7 @@ def _host(host: str) -> x509.GeneralName:
 def _write(
     folder: Path, file: str, certificate: x509.Certificate, key: Any, force: bool
 ) -> tuple[Path, Path]:
-    """Write key and certificate; nobody else can read the key's file at any time."""
+    """Write key and certificate; only the owner can ever read the key's file."""
     if not _FILE.fullmatch(file):
         raise ConfigError(f"{file!r} is no name of a file; use letters, digits, '.', '_' and '-'")
     paths = folder / f"{file}.pem", folder / f"{file}.key"

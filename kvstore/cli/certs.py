@@ -40,9 +40,13 @@ def ca(
 
     \b
     Examples:
-      kvstore certs ca kvstore certs node node1 10.0.0.5 kvstore certs client team-a kvstore-node
-      --tls-cert certs/node1.pem --tls-key certs/node1.key --tls-client-ca certs/ca.pem
-      KVSTORE_TLS_CA=certs/ca.pem KVSTORE_TLS_CERT=certs/team-a.pem KVSTORE_TLS_KEY=certs/team-a.key
+      kvstore certs ca
+      kvstore certs node node1 10.0.0.5
+      kvstore certs client team-a
+      kvstore-node --tls-cert certs/node1.pem --tls-key certs/node1.key \\
+          --tls-client-ca certs/ca.pem
+      export KVSTORE_TLS_CA=certs/ca.pem
+      export KVSTORE_TLS_CERT=certs/team-a.pem KVSTORE_TLS_KEY=certs/team-a.key
       kvstore status
     """
     made = _authority().found(folder, name, days, force)

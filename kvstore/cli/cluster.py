@@ -1,7 +1,4 @@
-"""Run `kvstore cluster` and its commands: the members, whose a key is, drain, rebalance.
-
-And `kvstore status`.
-"""
+"""Run `kvstore cluster`: members, owners, drain, rebalance; and `kvstore status`."""
 
 import time
 from itertools import chain

@@ -19,9 +19,9 @@ from kvstore.layout import DTYPE_NBYTES, PageLayout, PlaneSlice
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the finite values; None where there are none.
+    """Statistics of the finite values; None if there are none.
 
-    `std` is the population's.
+    `std` is the standard deviation of the population.
     """
 
     count: int
@@ -36,7 +36,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class PlaneStatistics:
-    """One plane of one layer of a page.
+    """Statistics of one plane of one layer of a page.
 
     `shape`: (units, *unit_shape).
     """
@@ -63,10 +63,7 @@ def layer_slices(layout: PageLayout, layer: int | None) -> list[PlaneSlice]:
 
 
 def decode(pieces: Sequence[PlaneSlice], data: memoryview) -> Iterator[PlaneStatistics]:
-    """Yield the statistics of each slice; `data` holds exactly their bytes, in order.
-
-    `data` holds their bytes one after the other, and nothing else.
-    """
+    """Yield the statistics of each slice; `data` holds exactly their bytes, in order."""
     assert data.nbytes == sum(piece.nbytes for piece in pieces)
     start = 0
     for piece in pieces:
@@ -105,9 +102,9 @@ def _elements(typecode: str, data: memoryview) -> "array[Any]":
 
 
 def _statistics(weighted: Iterable[tuple[float, int]]) -> Statistics:
-    """Return the statistics of (value, count) pairs; sums are exact, so their order is irrelevant.
+    """Return the statistics of (value, count) pairs.
 
-    Sums are exact (fsum), so their order does not matter.
+    Sums are exact (fsum), so the order of the pairs does not matter.
     """
     finite, nan_count, inf_count = [], 0, 0
     for value, count in weighted:

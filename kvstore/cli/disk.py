@@ -15,7 +15,7 @@ from kvstore.cluster.routing import Away
 from kvstore.doctor.pages import page_count
 from kvstore.pb import kvstore_pb2 as pb
 
-SCRUB_STEP_NBYTES = 64 << 20  # read by the node in one request
+SCRUB_STEP_NBYTES = 64 << 20  # bytes that the node reads in one request
 
 
 def flush(run: Invocation) -> int:

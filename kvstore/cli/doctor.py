@@ -1,4 +1,4 @@
-"""Run `kvstore doctor`: show what is wrong with a deployment, seen from here, and what to do."""
+"""Run `kvstore doctor`: find what is wrong with a deployment, and say how to fix it."""
 
 import contextlib
 from collections import Counter

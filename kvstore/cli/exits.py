@@ -1,8 +1,14 @@
 """End a command: exit codes, and one line on stderr for every error.
 
-0 ok · 1 miss, not found, nothing matched · 2 usage or invalid request · 3 node unavailable or
-deadline · 4 exhausted · 5 corrupt data or mismatches · 74 the output can not be
-written · 130 interrupted · 141 the reader left
+0    ok
+1    miss, not found, nothing matched
+2    usage or invalid request
+3    node unavailable, or deadline exceeded
+4    exhausted
+5    corrupt data or mismatches
+74   the output can not be written
+130  interrupted
+141  the reader of stdout has left
 """
 
 import enum
@@ -34,12 +40,12 @@ class ExitCode(enum.IntEnum):
     UNAVAILABLE = 3
     EXHAUSTED = 4
     CORRUPT = 5
-    UNWRITTEN = 74  # as sysexits.h has it: scripts ask what 1 to 5 mean
+    UNWRITTEN = 74  # the code of sysexits.h, because scripts interpret 1 to 5
     INTERRUPTED = 130
     BROKEN_PIPE = 141
 
 
-# All other errors are the caller's to put right: USAGE.
+# All other errors are for the caller to correct: USAGE.
 _CODES: dict[type[KVStoreError], ExitCode] = {
     UnknownNamespace: ExitCode.MISS,
     Unavailable: ExitCode.UNAVAILABLE,
@@ -54,13 +60,13 @@ def code_of(error: KVStoreError) -> ExitCode:
     return _CODES.get(type(error), ExitCode.USAGE)
 
 
-# typer brings its own copy of click from 0.25 on, so the classes can only be had from typer.
+# From 0.25 on typer bundles its own copy of click, so its classes are taken from typer.
 _UsageError: Any = typer.BadParameter.__base__
 _ClickException: Any = _UsageError.__base__
 
 
 class Failure(Exception):
-    """A command can not do what it was asked, and its output was not written."""
+    """The command could not do what it was asked to do; it has printed no output."""
 
     def __init__(self, message: str, code: ExitCode = ExitCode.MISS) -> None:
         super().__init__(message)
@@ -68,14 +74,14 @@ class Failure(Exception):
 
 
 class Root(TyperGroup):
-    """The one place where exceptions become exit codes."""
+    """The root command: the one place where exceptions become exit codes."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
         """Run a command and exit with its code; errors are one line on stderr."""
         given = list(sys.argv[1:] if args is None else args)
         self._as_json = "--json" in given
         options["standalone_mode"] = False
-        if sys.stdout is None:  # what is printed would be lost without an error
+        if sys.stdout is None:  # the output would be lost without an error
             sys.exit(
                 self._fail(
                     "stdout is closed; send it to /dev/null if nobody wants it", ExitCode.UNWRITTEN

@@ -18,7 +18,7 @@ from kvstore.client import Client
 from kvstore.config import ClientConfig, light_wire, load
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 
-PATIENT_S = 120.0  # unless --timeout says otherwise
+PATIENT_S = 120.0  # seconds, unless --timeout is given
 _ADDRESS = typer.Option(
     "--address",
     "-a",
@@ -33,7 +33,7 @@ _JSON = typer.Option("--json", help="Print JSON on stdout and nothing else there
 class Invocation:
     """One run of a command.
 
-    `address` None: none was given, not even in the environment.
+    `address` is None if neither an option nor the environment gives one.
     """
 
     address: str | None = None
@@ -74,10 +74,10 @@ class Invocation:
 
 
 def _explain(error: KVStoreError, client: Client) -> str:
-    """Name the node that an error comes from, and what to do."""
+    """Name the node that an error comes from, and the remedy."""
     address, cluster = client.config.address, ""
     with contextlib.suppress(KVStoreError):
-        view = client.view(timeout_s=0.0)  # what is known already
+        view = client.view(timeout_s=0.0)  # the view that is already known, without a call
         cluster = view.cluster if view else ""
     if cluster:
         return f"cluster {cluster}: {error}; `kvstore cluster` shows which members answer"
@@ -92,7 +92,7 @@ def _explain(error: KVStoreError, client: Client) -> str:
 
 
 class _Remarks(logging.Handler):
-    """What the library warns of, once for each member: a command asks it several times."""
+    """Print each warning of the library once per member: a command calls it several times."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -130,7 +130,7 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
         )
         timeout_s = outer.timeout_s if timeout_s is None else timeout_s
         run = Invocation(address or outer.address, timeout_s, as_json or outer.as_json)
-        if ctx.invoked_subcommand:  # of a group that is a command itself
+        if ctx.invoked_subcommand:  # a group that is also a command
             ctx.obj = run
             return
         try:

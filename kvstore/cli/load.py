@@ -24,7 +24,7 @@ from kvstore.tools.replay import ReplayReport, replay, replay_namespace, throwaw
 from kvstore.tools.trace import Recording, count_requests, read_trace
 
 CAPACITY_PAGES = 10_000
-ASK_S = 5.0  # a node keeps what comes in so long, at 100,000 pages a second
+ASK_S = 5.0  # a node keeps recorded requests this long, at 100,000 pages a second
 STEP_S = 0.1
 
 WireOption = Annotated[
@@ -146,7 +146,7 @@ def replay_command(
     with contextlib.ExitStack() as stack:
         address, tls = run.address, dict[str, str]()
         if address is None:
-            # Whatever other nodes speak
+            # Other nodes' TLS settings do not concern a node on this host
             tls = dict.fromkeys(("tls_ca", "tls_cert", "tls_key", "tls_name"), "")
             capacity = CAPACITY_PAGES if capacity_pages is None else capacity_pages
             address = stack.enter_context(throwaway_node(capacity, page_nbytes)).address
@@ -254,13 +254,13 @@ def record(
                     _collect(client, recording, seconds, most, on_progress)
             except KeyboardInterrupt:
                 code = ExitCode.INTERRUPTED
-            finally:  # a node that is lost takes nothing of what it has told
+            finally:  # a node that is lost takes away nothing of what was written
                 file.writelines(recording.lines())
                 if not recording.nbytes:
                     output.unlink()
     except OSError as error:
         if not output.stat().st_size:
-            output.unlink()  # it would be in the way of the next
+            output.unlink()  # an empty file would be in the way of the next recording
         raise Failure(
             f"can not write {output}, or beside it: {error.strerror}", ExitCode.UNWRITTEN
         ) from error

@@ -1,4 +1,4 @@
-"""Show the members of a cluster: a row for each, sums over those that answer, and what is wrong.
+"""Show the members of a cluster: a row for each, sums over those that answer, and problems.
 
 `at_each` runs a call at every member, and `without` reports those that did not answer.
 """
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 NO_ANSWER = "NO ANSWER"
 NOT_TOLD = "what members store, hand on and fetch is told to who is of all tenants"
 
-# The first columns stay where a terminal is narrow.
+# On a narrow terminal the first columns stay.
 COLUMNS = (
     "MEMBER",
     "STATE",

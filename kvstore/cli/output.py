@@ -1,6 +1,6 @@
 """Write to stdout and stderr: JSON, tables, sizes for people, progress.
 
-And take Ctrl-C at a safe point.
+It also defers Ctrl-C to a safe point.
 """
 
 import io
@@ -25,17 +25,17 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.messages import plain
 from kvstore.pb import kvstore_pb2 as pb
 
-NOTHING = ("", "-", "0", "0 B", "0 B/s")  # cells that say so
-GAP = 2  # between two columns of a dense table
-PIPE_COLUMNS = 4000  # a pipe has no width: nothing is cut or folded there
+NOTHING = ("", "-", "0", "0 B", "0 B/s")  # cells that mean nothing or zero
+GAP = 2  # spaces between two columns of a dense table
+PIPE_COLUMNS = 4000  # a pipe has no width: nothing is cut or folded
 
 Report = Callable[[float], None]
 
 
 class Unwritten(Exception):
-    """What was to be shown is lost.
+    """Output could not be written.
 
-    (That a reader left is BrokenPipeError, as ever.)
+    If the reader has left, that is BrokenPipeError instead.
     """
 
 
@@ -52,8 +52,8 @@ class _Raw(io.FileIO):
 def guard_stdout() -> None:
     """Replace Python's stdout by one that raises `Unwritten`, and is otherwise the same.
 
-    A failure of stdout can then be told from any other: wherever something is printed, and when the
-    rest is written at the end.
+    So a failure of stdout can be told from any other error, wherever something is printed and when
+    the buffer is flushed at the end.
     """
     own = sys.stdout
     if not isinstance(own, io.TextIOWrapper):  # None: it is closed
@@ -69,7 +69,7 @@ def guard_stdout() -> None:
 
 
 def silence(stream: IO[str]) -> None:
-    """Send the rest of a stream to /dev/null: the interpreter would fail again at its end."""
+    """Send the rest of a stream to /dev/null: the flush at the end would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -90,10 +90,7 @@ def emit(value: Any) -> None:
 
 
 def note(text: str) -> None:
-    """Print a remark on stderr; ignore a closed stderr.
-
-    Where stderr can not be written, there is none.
-    """
+    """Print a remark on stderr; ignore a closed stderr."""
     try:
         print(text, file=sys.stderr)
     except OSError:
@@ -221,9 +218,9 @@ def option_sizes(texts: Sequence[str] | None, option: str) -> tuple[int, ...]:
 
 
 def told_all(status: pb.NodeStatusReply) -> bool:
-    """Return whether a status is whole.
+    """Return whether a status is complete.
 
-    An identity of one tenant is shown its own pages only.
+    An identity of one tenant sees its own pages only.
     """
     return status.HasField("ram")
 
@@ -248,11 +245,10 @@ def status_json(status: pb.NodeStatusReply) -> dict[str, Any]:
 
 @contextmanager
 def progress(what: str, total: float) -> Iterator[Report]:
-    """Show a progress bar on stderr if that is a terminal; the body reports how much is done.
+    """Show a progress bar on stderr if that is a terminal.
 
-    The body reports how much is done so far.
-
-    Reporting is also where Ctrl-C takes effect.
+    The body calls the yielded function with the amount done so far. Ctrl-C takes effect in that
+    call.
     """
     with deferred_interrupt() as safe_point, _bar(what, total) as advance:
 
@@ -287,7 +283,8 @@ def deferred_interrupt() -> Iterator[Callable[[], None]]:
     leave one of its locks held, and closing the channel then never returns (seen with grpcio 1.85).
     So the first Ctrl-C takes effect only where the command allows it. A second one does at once.
     """
-    if threading.current_thread() is not threading.main_thread():  # signals are not ours there
+    # only the main thread may set signal handlers
+    if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
     pressed = False
@@ -305,7 +302,8 @@ def deferred_interrupt() -> Iterator[Callable[[], None]]:
     try:
         yield safe_point
     except KVStoreError:
-        safe_point()  # a node that we started got the Ctrl-C as well: not its loss is the news
+        # a node that we started got the Ctrl-C as well: report the interrupt, not the lost node
+        safe_point()
         raise
     finally:
         signal.signal(signal.SIGINT, before)

@@ -33,8 +33,8 @@ from kvstore.keys import Namespace
 from kvstore.messages import plain
 from kvstore.pb import kvstore_pb2 as pb
 
-LIST_COUNT = 1000  # pages that `ls` shows unless told otherwise
-# Page bytes that one request lets the node hash: a tenth of a second, far below any deadline.
+LIST_COUNT = 1000  # pages that `ls` shows by default
+# Page bytes that one request makes the node hash: a tenth of a second, far below any deadline.
 VERIFY_NBYTES = 1 << 30
 
 AllOption = Annotated[

@@ -33,7 +33,7 @@ from kvstore.layout import ByteRange, opaque_layout
 from kvstore.results import ACK_ONE, Keep, PutOutcome
 from kvstore.secrets import tenant_of
 
-# Pages of one put command: all of them are in memory at once.
+# Bytes of all pages of one put command: they are in memory together.
 INPUT_NBYTES_MAX = 4 << 30
 
 
@@ -111,7 +111,7 @@ def get(
 
 def _need_all(client: Client, space: Namespace, hashes: list[bytes]) -> None:
     """Raise Failure unless all pages are there, before any output is made."""
-    # By stat, not lookup: what an operator looks at must not count as the engines' hits and misses.
+    # By stat, not lookup: an operator's command must not count as an engine's hit or miss.
     present = [page.present for page in client.stat(space, hashes)]
     if not all(present):
         missing = hashes[present.index(False)].hex()
@@ -133,7 +133,8 @@ def _destination(
         return
     assert output is not None
     try:
-        # Nothing is left for the end, where nobody could say what is wrong
+        # Unbuffered, so that no write is left for the interpreter's end, where errors can not be
+        # reported
         file = output.open("wb", buffering=0)
     except OSError as error:
         raise InvalidRequest(f"can not write {output}: {error.strerror}") from error
@@ -157,9 +158,9 @@ def _destination(
 def _read(
     client: Client, space: Namespace, hashes: list[bytes], ranges: tuple[ByteRange, ...] | None
 ) -> Iterator[tuple[bytes, bytearray]]:
-    """Page by page, so that memory is one page.
+    """Read one page at a time, so that memory use is one page.
 
-    The buffer is used again for the next one.
+    The buffer is reused for the next page.
     """
     whole = ranges is None
     data = bytearray(

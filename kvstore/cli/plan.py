@@ -31,10 +31,11 @@ from kvstore.tools.plan import NEARLY_ALL, Plan, Rate, Row, Wishes, planned, sur
 from kvstore.tools.survey import EXACT, MOST, Sampling, page_size, sampling, token_nbytes
 from kvstore.tools.trace import TraceRequest, read_trace, trace_size
 
-LITTLE = 0.01  # of the hit rate: what twice the size must add at least
+LITTLE = 0.01  # gain of the hit rate that twice the size must bring to be worth it
 NEAR_BOUND = 0.95
-EXACT_PAGES_MAX = 10**8  # uses of pages: some 2.5 minutes, 1 GiB; beyond, a sample
-SAMPLE_PAGES = 10**7  # of about so many uses
+# page uses: up to here exact, in some 2.5 minutes and 1 GiB; beyond, a sample
+EXACT_PAGES_MAX = 10**8
+SAMPLE_PAGES = 10**7  # page uses in a sample
 PREFILL_TOKENS_PER_S = 10_000.0
 
 _Sizes = list[str] | None
@@ -396,10 +397,7 @@ def _of_copies(plan: Plan) -> Iterator[str]:
 
 
 def check_pictures(paths: Sequence[Path]) -> None:
-    """Raise InvalidRequest for unusable picture paths, before the long work.
-
-    Raises InvalidRequest.
-    """
+    """Raise InvalidRequest for unusable picture paths, before the long computation."""
     for path in paths:
         if path.suffix.lower() not in PICTURE_KINDS:
             raise InvalidRequest(f"--picture {path} must end with {' or '.join(PICTURE_KINDS)}")

@@ -1,6 +1,6 @@
-"""Find the namespace and the pages that a command is about, from what the user typed.
+"""Find the namespace and the pages that a command is about, from the user's options.
 
-Shell completion asks the node itself, and is silent and quick if it does not answer.
+Shell completion asks the node, and is silent and quick if it does not answer.
 """
 
 import json
@@ -24,7 +24,8 @@ from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespa
 from kvstore.pb import kvstore_pb2 as pb
 
 TIMEOUT_S = 0.5  # a shell that waits for TAB must not hang
-COUNT_MAX = 4096  # keys of one request: few enough for its deadline, and progress shows between two
+# keys of one request: few enough for its deadline, and for progress between two requests
+COUNT_MAX = 4096
 SHA256_DIGITS = 64
 TOKENS_NBYTES_MAX = 64 << 20
 _DURATION_S = {"ms": 0.001, "s": 1, "": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
@@ -45,7 +46,7 @@ def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def _namespaces(ctx: typer.Context) -> list[Namespace]:
-    # Callbacks do not run while completing, so the address is taken from the words typed so far.
+    # Callbacks do not run during completion, so the address is taken from the words typed so far.
     address = ctx.params.get("address") or ctx.find_root().params.get("address")
     try:
         with Invocation(address, TIMEOUT_S).client() as client:
@@ -134,10 +135,7 @@ def find_keys(
     tokens: str | None,
     tokens_file: Path | None,
 ) -> list[bytes]:
-    """Return the prefix hashes that the options name, in order. Raises Failure for unknown ones.
-
-    Raises Failure for the start of a hash that no page has.
-    """
+    """Return the prefix hashes that the options name, in order. Raises Failure for unknown ones."""
     ids = read_tokens(tokens, tokens_file)
     if bool(keys) == (ids is not None):
         raise InvalidRequest("name pages either by KEY or by --tokens/--tokens-file")
@@ -155,7 +153,7 @@ def _find_key(client: Client, namespace: Namespace, text: str) -> bytes:
     if len(matches) == 1:
         return matches[0]
     whole = whole_key(text)
-    if whole is not None:  # a page that may be missing, or one whose hash another hash starts with
+    if whole is not None:  # a page that may be missing, or whose hash is the start of another one
         return whole
     if matches:
         raise InvalidRequest(
@@ -181,9 +179,9 @@ def pieces(keys: Iterable[bytes], count_max: int = COUNT_MAX) -> Iterator[list[b
 
 
 def all_keys(client: Client, namespace: Namespace) -> Iterator[bytes]:
-    """Yield the keys of all pages of a namespace; they may be removed meanwhile.
+    """Yield the keys of all pages of a namespace.
 
-    Pages may be removed as they come: the listing goes on behind the last key it gave.
+    Pages may be removed meanwhile: the listing continues behind the last key that it gave.
     """
     return (page.prefix_hash for page in client.list_pages(namespace))
 
@@ -226,10 +224,7 @@ def read_tokens(tokens: str | None, tokens_file: Path | None) -> list[int] | Non
 
 
 def parse_tokens(text: str, source: str) -> list[int]:
-    """Parse '1, 2 3' or '[1, 2, 3]'. Raises InvalidRequest naming the source and the bad word.
-
-    Raises InvalidRequest naming the source and the bad word.
-    """
+    """Parse '1, 2 3' or '[1, 2, 3]'. Raises InvalidRequest naming the source and the bad word."""
     if text.lstrip().startswith("["):
         try:
             ids = json.loads(text)
@@ -258,10 +253,7 @@ def hash_tokens(ids: list[int], page_tokens: int) -> list[bytes]:
 
 
 def read_input(path: Path, nbytes_max: int) -> bytes:
-    """Read a file, or stdin for `-`. Raises InvalidRequest if it is unreadable or too long.
-
-    Raises InvalidRequest if it can not be read or is too long.
-    """
+    """Read a file, or stdin for `-`. Raises InvalidRequest if it is unreadable or too long."""
     try:
         if str(path) == "-":
             data = sys.stdin.buffer.read(nbytes_max + 1)

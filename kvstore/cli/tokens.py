@@ -1,4 +1,4 @@
-"""Run `kvstore tokens`: change who may do what at a node, in the file that `--identities` names."""
+"""Run `kvstore tokens`: edit the file of identities that a node's `--identities` names."""
 
 import math
 import sys

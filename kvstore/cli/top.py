@@ -1,7 +1,6 @@
-"""Run `kvstore top`: what a node does in a second, from the differences of its counters.
+"""Run `kvstore top`: show a node's rates per second, from the differences of its counters.
 
-Of a cluster: what each member does and has, and the sums. A member that does not answer is shown as
-such.
+In a cluster: rates and use of each member, and their sums. A member that does not answer is marked.
 """
 
 import time
@@ -45,12 +44,12 @@ from kvstore.errors import InvalidRequest
 from kvstore.pb import kvstore_pb2 as pb
 
 INTERVAL_S_MIN = 0.05
-LOOK_S = 2.0  # in which members answer; one that is late is shown as such, and delays nobody
-# Lines of a screen beside the members: two empty ones, the head of the table, the sums, the line
-# about members without an answer, and the cursor.
+LOOK_S = 2.0  # time limit for members to answer; a late one is marked, and delays no other
+# Lines of a screen beside the members: two empty ones, the table's head, the sums, the line about
+# members that did not answer, and the cursor.
 OTHER_LINES = 7
 
-# Shown rates, and the counter that each is the change of.
+# Rates shown, and the counter that each is computed from.
 RATES = {
     "asked_per_s": "pages_asked",
     "prefix_hits_per_s": "prefix_hits",
@@ -92,7 +91,7 @@ _FIELDS = {
 
 
 class Sample(NamedTuple):
-    """Of `kvstore top`: what --json prints, and what is shown on a console."""
+    """One sample of `kvstore top`: what --json prints, and what a terminal shows."""
 
     values: dict[str, Any]
     view: Callable[[Console], Group]
@@ -130,7 +129,7 @@ def top(
         samples = _samples if client.view() is None else cluster_samples
         try:
             _watch(samples(client, interval, 1 if once else count), run.as_json)
-        except KeyboardInterrupt:  # how a live view is meant to end
+        except KeyboardInterrupt:  # the usual way to end a live view
             return
 
 
@@ -162,10 +161,7 @@ def _samples(client: Client, interval_s: float, count: int) -> Iterator[Sample]:
 
 
 def sample(before: pb.NodeStatusReply, now: pb.NodeStatusReply, seconds: float) -> dict[str, Any]:
-    """Return the rates between two states of a node; a restart reset its counters.
-
-    After a restart its counters began at zero again.
-    """
+    """Return the rates between two states of a node; a restart reset its counters."""
     restarted, whole = before.instance_id != now.instance_id, told_all(now)
     base = {} if restarted else {info.digest: info.counters for info in before.namespaces}
     zero = pb.Counters()
@@ -229,7 +225,8 @@ def _view(values: dict[str, Any], address: str, out: Console) -> Group:
         _row(space["digest"][:12], space["model"], space["page_count"], space)
         for space in values["namespaces"]
         if space["page_count"]
-        or any(space[rate] for rate in RATES)  # what is left of old benchmarks is no news
+        # skip namespaces without traffic, such as those of old benchmarks
+        or any(space[rate] for rate in RATES)
     ]
     rows.append(_row("all", "", values["page_count"], values["totals"]))
     return Group(Text(head + "\n"), table(columns, rows))
@@ -251,9 +248,9 @@ def _row(digest: str, model: str, pages: int, rates: dict[str, float]) -> tuple[
 
 
 def cluster_samples(client: Client, interval_s: float, count: int) -> Iterator[Sample]:
-    """Yield `count` samples (0: without end) of a cluster whose members may come and go.
+    """Yield `count` samples (0: without end) of a cluster.
 
-    Members come, go and fail to answer meanwhile.
+    Members may join, leave and fail to answer meanwhile.
     """
     before = by_id(*_look(client, client.config.timeout_s))
     limit_s = min(client.config.timeout_s, max(LOOK_S, interval_s))
@@ -292,7 +289,7 @@ def cluster_sample(
 
 
 def _of_member(before: pb.NodeStatusReply, now: pb.NodeStatusReply) -> dict[str, Any]:
-    """Return a member's rates, timed by its own clock: a late answer was not made late."""
+    """Return a member's rates over its own clock: a late reply does not distort them."""
     restarted = before.instance_id != now.instance_id
     began_ms, base = (0, pb.Counters()) if restarted else (before.uptime_ms, before.totals)
     values: dict[str, Any] = {
@@ -324,7 +321,7 @@ def _cluster_view(values: dict[str, Any], view: View, statuses: Statuses, out: C
             *_volume(values["totals"]),
         )
     )
-    cut = out.is_terminal  # lines that were folded would push members off the screen
+    cut = out.is_terminal  # folded lines would push members off the screen
     top = Text("\n".join(head) + "\n", no_wrap=cut, overflow="ellipsis" if cut else None)
     parts: list[RenderableType] = [top, fitting(COLUMNS, rows, out.width)]
     if len(shown) < len(told):

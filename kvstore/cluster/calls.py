@@ -1,7 +1,7 @@
 """Make a call at one node in batches that keep the node's limits on keys, bytes and ranges.
 
-A chain that takes several batches is touched as a whole afterwards, so that its end is evicted
-before its head.
+A chain of several batches is touched as a whole afterwards, so that its end is evicted before its
+head.
 """
 
 import itertools
@@ -21,12 +21,13 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import ACK_ALL, Keep, PutOutcome
 from kvstore.transports.channel import NodeConnection
 
-# So long before a caller's deadline a node ends its waiting for the disk, at least.
+# A node stops waiting for the disk at least this long before the caller's deadline.
 WAIT_MARGIN_S = 0.05
-# To call the enum takes ten times as long
+# A dict, because calling the enum takes ten times as long.
 _OUTCOMES = {outcome.value: outcome for outcome in PutOutcome}
-NEAR_SHARE = 0.8  # of the time that is left, for what a near node asks of others
-SCRATCH_NBYTES = 64 << 20  # of parts of sealed pages, in which the ranges that are wanted lie
+NEAR_SHARE = 0.8  # share of the remaining time that a near node may spend on calls to other nodes
+# bytes of temporary memory for signed parts, from which the requested ranges are copied
+SCRATCH_NBYTES = 64 << 20
 
 
 def look_up(
@@ -37,10 +38,10 @@ def look_up(
     deadline: Deadline,
     near: bool = False,
 ) -> list[bool]:
-    """Return whether each page is stored; `near`: at this node or at others.
+    """Return whether each page is stored; `near`: at this node or, if it is near, at others.
 
     Several batches go tail first: touching must end with the head, and after a transfer in batches
-    this puts the whole chain's order right.
+    this restores the whole chain's order.
     """
     found: list[list[bool]] = []
     step = link.limits.batch_keys_max
@@ -81,10 +82,9 @@ def keyed_replies(
 
 
 def _call(link: NodeConnection, op: str, request: Any, answered: int, deadline: Deadline) -> Any:
-    """Make the call of one batch, behind others with answers for so many keys.
+    """Make the call of one batch, after other calls whose answers have as many keys.
 
-    If its time ends, so many keys were too many for it: Exhausted, which is no failure of a node
-    that answers.
+    If its time ends, the batch was too large for it: Exhausted, which is no failure of the node.
     """
     try:
         return link.wire.call(op, request, deadline)
@@ -138,7 +138,7 @@ def put_outcomes(verdicts: Sequence[int]) -> list[PutOutcome]:
 
 
 def per_key(replies: Sequence[Any], field: str, prefix_hashes: Sequence[bytes]) -> list[Any]:
-    """Return what the replies' `field` says of each key."""
+    """Return the values of the replies' field `field` for each key."""
     found = [value for reply in replies for value in getattr(reply, field)]
     if len(found) != len(prefix_hashes):
         raise ProtocolError(
@@ -148,7 +148,7 @@ def per_key(replies: Sequence[Any], field: str, prefix_hashes: Sequence[bytes]) 
 
 
 def check_goes_on(request: pb.ListRequest, reply: pb.ListReply) -> None:
-    """Raise ProtocolError for a list that does not go on: it would be asked for without end."""
+    """Raise ProtocolError for a list that makes no progress: it would be requested without end."""
     if reply.next_page_token and reply.next_page_token <= request.page_token:
         raise ProtocolError("the node's list of pages goes in a circle")
 
@@ -164,7 +164,7 @@ def key_seeds(namespace: Namespace, prefix_hashes: Sequence[bytes]) -> list[int]
 
 
 def batches(count: int, nbytes: int, limits: pb.Limits, pieces: int = 1) -> Iterator[slice]:
-    """Yield slices that keep the limits on keys, bytes and pieces; the latter two are per key."""
+    """Yield slices within the limits on keys, bytes, segments; the latter two are per key."""
     step = batch_pages_max(nbytes, limits, pieces)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
@@ -208,7 +208,7 @@ def put_pages(
     parts = list(batches(len(pages), namespace.stored_nbytes, link.limits))
     for part in parts:
         hashes = prefix_hashes[part]
-        if outcomes:  # what was sent is the newest now: a chain that is too long loses its end
+        if outcomes:  # these pages are the newest now: a chain that is too long loses its end
             look_up(link, namespace, prefix_hashes[: part.start], True, deadline)
         request = put_request(namespace, hashes, keep, deadline)
         try:
@@ -225,10 +225,10 @@ def put_pages(
 
 @dataclass(frozen=True)
 class GetOptions:
-    """Say what a get reads of each page.
+    """Options of a get.
 
-    `prefix`: nothing behind the first miss; `near`: the node may fetch it from others; `key`: of a
-    keyed namespace.
+    `prefix`: stop at the first miss. `near`: the node may fetch pages from others. `key`: the key
+    of a keyed namespace.
     """
 
     ranges: tuple[ByteRange, ...]
@@ -243,10 +243,10 @@ class GetOptions:
 
 
 class GetResult(NamedTuple):
-    """Hold what a get found.
+    """Result of a get.
 
-    `hits`: whether each page is there and good. `corrupt`: keys of pages that do not match their
-    checksum; `forged`: of pages that do, without a good seal.
+    `hits`: whether each page exists and is intact. `corrupt`: keys of pages that do not match their
+    checksum. `forged`: keys of pages that match it, without a valid HMAC.
     """
 
     hits: list[bool]
@@ -262,7 +262,7 @@ def get_pages(
     options: GetOptions,
     deadline: Deadline,
 ) -> GetResult:
-    """Read pages into buffers; say which of them were there and good."""
+    """Read pages into buffers; return which of them existed and were intact."""
     page_nbytes = namespace.layout.page_nbytes
     whole = options.ranges == (ByteRange(0, page_nbytes),)
     ranges = tuple((part.offset, part.nbytes) for part in options.ranges)
@@ -284,9 +284,9 @@ def get_pages(
 
 @dataclass(frozen=True)
 class _NodeGet:
-    """Say what a node is asked to send of each page: its `ranges`, none for all of it.
+    """What a node shall send of each page: its `ranges`, or all of it if there are none.
 
-    With `seals`, the last of them, or the page, ends with the seal.
+    With `seals`, the last range, or the page, ends with the HMAC.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -304,7 +304,7 @@ def _get(
 ) -> GetResult:
     stored_nbytes, ranges = namespace.stored_nbytes, asked.ranges
     messages = [pb.ByteRange(offset=offset, nbytes=nbytes) for offset, nbytes in ranges]
-    # By the node, for the ranges; no less than it sends.
+    # Bytes that the node hashes for the ranges; at least as many as it sends.
     checked = hashed_nbytes(stored_nbytes, ranges or [(0, stored_nbytes)])
     hits: list[bool] = []
     corrupt: list[bytes] = []

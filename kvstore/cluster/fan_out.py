@@ -1,6 +1,6 @@
-"""Route calls to the node that is alone, to the near node, or to the members of a cluster.
+"""Route calls to the single node, to the near node, or to the members of a cluster.
 
-alone      call --> the node
+single     call --> the node
 near       call --> the near member, which asks the others; if it fails:
 cluster    call --> view: which members own the keys? --> members, in parallel --> answers by key
 """
@@ -27,15 +27,14 @@ log.addFilter(LogRate())
 Result = TypeVar("Result")
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
-Indices = Sequence[int]  # of a call's keys
-# Asks one node for some of a call's keys.
+Indices = Sequence[int]  # positions in a call's keys
+# Calls one node for some of a call's keys.
 Ask = Callable[[Indices, NodeConnection, Deadline], list[Answer]]
 Call = Callable[[NodeConnection, Deadline], Result]
 
-THREADS_MAX = (
-    32  # beside the callers' own; members for which there is none are asked one after the other
-)
-ROUTED_AT_ONCE = 16  # keys: a few hundredths of a second with the most members
+THREADS_MAX = 32  # beside the callers' own; members without a thread are called one after the other
+# keys between two looks at the deadline: a few hundredths of a second with the most members
+ROUTED_AT_ONCE = 16
 
 
 def select(items: Sequence[Item], indices: Indices) -> Sequence[Item]:
@@ -44,7 +43,7 @@ def select(items: Sequence[Item], indices: Indices) -> Sequence[Item]:
 
 
 class FanOut:
-    """Routes the calls of one client.
+    """Route the calls of one client.
 
     Thread-safe.
     """
@@ -90,10 +89,10 @@ class FanOut:
         is_miss: Callable[[Answer], bool],
         default: Answer,
     ) -> list[Answer]:
-        """Return an answer per key, of the node that is alone or of the first owner that has one.
+        """Return an answer per key, from the single node or from the first owner that has one.
 
-        A member that failed has nothing while another is well, also when it owns all keys of the
-        call. Otherwise as `try_owners`.
+        A member that failed counts as a miss while another one is healthy, even if it owns all keys
+        of the call. Otherwise as `try_owners`.
         """
         try:
             view = self.nodes.found(deadline)
@@ -143,7 +142,7 @@ class FanOut:
     def one(
         self, call: Call[Result], namespace: Namespace | None, deadline: Deadline, what: str
     ) -> Result:
-        """Call the node that is alone.
+        """Call the single node.
 
         Raises InvalidRequest in a cluster.
         """
@@ -154,9 +153,9 @@ class FanOut:
         return self.nodes.only.run(call, namespace, deadline)
 
     def open(self, namespace: Namespace, deadline: Deadline) -> None:
-        """Connect to the node that is alone, or to the near one, and register the namespace there.
+        """Connect to the single node, or to the near one, and register the namespace there.
 
-        A near node that does not answer is no error: others do.
+        A near node that does not answer is no error: the owners still do.
         """
         near = self.nodes.near(deadline)
         if near is not None:
@@ -168,7 +167,7 @@ class FanOut:
     def in_place(
         self, call: Call[Result], namespace: Namespace, deadline: Deadline, what: str
     ) -> Result:
-        """Call the node that is alone, or the near one, and leave time to ask the owners after it.
+        """Call the single node, or the near one, and leave time to call the owners afterwards.
 
         Raises InvalidRequest if there is none.
         """
@@ -212,8 +211,8 @@ def routes(
 ) -> list[tuple[str, ...]]:
     """Return the members to ask for each key, in order.
 
-    Raises DeadlineExceeded: a slot that is asked for first costs microseconds for each member. What
-    was worked out by then need not be again.
+    Raises DeadlineExceeded: the first use of a slot costs microseconds per member. Slots computed
+    by then are cached.
     """
     found: list[tuple[str, ...]] = []
     for start in range(0, len(prefix_hashes), ROUTED_AT_ONCE):
@@ -225,7 +224,7 @@ def routes(
 def _some_routes(
     view: View, namespace: Namespace, prefix_hashes: Sequence[bytes]
 ) -> list[tuple[str, ...]]:
-    """Return each key's owners, then members that had it before others joined or were drained."""
+    """Return each key's owners, then members that owned it before others joined or were drained."""
     owners = view.owners.owners(namespace.digest, prefix_hashes)
     if view.settled:
         return owners

@@ -20,15 +20,16 @@ from kvstore.transports.view_stream import Views
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
-# Then another member is asked: one that hangs, or that nobody else reaches, is not believed for
-# ever.
+# After this long another member is followed, so that a member that hangs or is cut off is not
+# trusted for ever.
 FOLLOW_S = 15.0
-PAUSE_S_MIN, PAUSE_S_MAX = 0.2, 10.0  # after a member that could not be followed
-# before the first: many clients start at once, and the member that told is connected to then
+PAUSE_S_MIN, PAUSE_S_MAX = 0.2, 10.0  # pause after a member that could not be followed
+# Delay before the first stream: many clients start at once, and then the member that sent the hello
+# has a connection already.
 FIRST_S_MAX = 0.2
-FORK_S_MAX = 0.5  # that a fork waits for the streams to end,
+FORK_S_MAX = 0.5  # time that a fork waits for the streams to end,
 LEAVE_S = 0.01  # and then for gRPC's own thread
-END_S = 0.5  # that `close` waits for the thread, which is a daemon
+END_S = 0.5  # time that `close` waits for the thread, which is a daemon
 
 
 class _Forks:
@@ -47,7 +48,7 @@ class _Forks:
         end = time.monotonic() + FORK_S_MAX
         for follower in there:
             follower.pause()
-        # Nobody goes in any more
+        # No thread enters gRPC any more
         inside = [follower for follower in there if not follower.outside.is_set()]
         for follower in inside:
             follower.outside.wait(max(0.0, end - time.monotonic()))
@@ -78,7 +79,7 @@ class Follower:
         self._pid = os.getpid()
         self._may_run = Event()
         self._may_run.set()
-        self.outside = Event()  # of gRPC
+        self.outside = Event()  # set while the thread is outside gRPC
         self.outside.set()
         _forks.followers.add(self)
 
@@ -96,7 +97,7 @@ class Follower:
             self._may_run.clear()
             views = self._views
         if views is not None and views.in_grpc:
-            with contextlib.suppress(NoThread):  # the fork waits no longer than it may
+            with contextlib.suppress(NoThread):  # the fork must not wait longer
                 run_in_helper_thread(views.cancel)
 
     def go_on(self) -> None:
@@ -111,7 +112,7 @@ class Follower:
             run_in_helper_thread(self._start)
         except (
             RuntimeError
-        ) as error:  # no more threads can be had: the next new connection tries again
+        ) as error:  # the thread limit is reached: the next new connection tries again
             log.warning("the cluster's views are heard of with new connections only: %s", error)
 
     def _start(self) -> None:
@@ -125,7 +126,7 @@ class Follower:
 
     def close(self) -> None:
         """Cancel the stream and end the thread."""
-        # After a fork there is no thread, and one of the parent's may have the lock
+        # After a fork the thread is gone, and a thread of the parent may hold the lock
         if self._pid != os.getpid():
             return
         with self._lock:
@@ -172,7 +173,7 @@ class Follower:
         if ask is None:
             return False
         views = ask(turn, FOLLOW_S * random.uniform(0.7, 1.3))
-        del ask  # while it waits, its owner may go
+        del ask  # let the owner be freed while this waits
         with self._lock:
             self._views = views
         if self._closed.is_set():
@@ -185,7 +186,7 @@ class Follower:
         except KVStoreError:
             if self._may_run.is_set():
                 raise
-            return True  # it was paused
+            return True  # `pause` was called
         finally:
             self.outside.set()
 

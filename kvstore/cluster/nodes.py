@@ -1,9 +1,8 @@
-"""Hold a channel to each node: the one that is alone, or the members of a cluster's newest view.
+"""Hold a channel to each node: to a single one, or to the members of a cluster's newest view.
 
-addresses that were given --hello--> a view, or none --> a channel per member, which tells of newer
-views
-                                                         a stream of views from one of them
-                                                     --> which of them is near
+configured addresses --hello--> no view: a single node
+                                a view:  a channel per member; each reply tells the newest number
+one member --stream of views--> the newest view, and which member is near
 """
 
 import contextlib
@@ -27,15 +26,15 @@ from kvstore.transports.view_stream import Views
 
 log = logging.getLogger(__name__)
 
-NEAR_AGAIN_S = 30.0  # until a near node is looked for again where there was none
-NEAR_TRIED = 4  # members at this host's addresses that are connected to for it
-NEAR_SHARE = 0.25  # of a call's time for each
+NEAR_AGAIN_S = 30.0  # seconds until a near node is searched again where there was none
+NEAR_TRIED = 4  # members at this host's addresses that a search connects to
+NEAR_SHARE = 0.25  # share of a call's time for each of them
 
 
 class Near(NamedTuple):
-    """Remember the near node of a view.
+    """The near node of a view.
 
-    `link`: to it, None if there was none; `until`: when a search is repeated.
+    `link`: its channel, or None if there is none. `until`: when to search again.
     """
 
     view: View
@@ -48,33 +47,33 @@ class Nodes:
 
     Thread-safe. No address is connected to before a call needs it.
 
-    `only`: the node that is alone, or the first one that was named.
+    `only`: the single node, or the first configured one.
     """
 
     def __init__(self, config: ClientConfig) -> None:
         self._config = config
-        self._addresses = config.addresses  # that were given
+        self._addresses = config.addresses  # as configured
         import_grpc_for(self._addresses)
-        self._lock = threading.Lock()  # held for moments
+        self._lock = threading.Lock()  # held for microseconds
         self._links: dict[str, NodeChannel] = {}  # by address
         self._closed = False
-        self._gone = (0, 0)  # connects and failures of links that are no more
+        self._gone = (0, 0)  # connects and failures of channels that were closed
         self._view: View | None = None
-        self._members: dict[str, str] = {}  # by address: which member answered there
+        self._members: dict[str, str] = {}  # by address: the id of the member that answered there
         self._near: Near | None = None
         self.only = self._link(self._addresses[0])
         self._follower = Follower(self._follow, self._take)
 
     @property
     def view(self) -> View | None:
-        """Return the newest view; None before the first call, and with a node that is alone."""
+        """Return the newest view; None before the first call, and for a single node."""
         return self._view
 
     def found(self, deadline: Deadline) -> View | None:
-        """Return the view; ask for it at the configured addresses if no node has said hello yet.
+        """Return the view; request it at the configured addresses if no node has said hello yet.
 
-        Raises what the last of them raised if none answers, and ProtocolError for several addresses
-        of which one's node is alone.
+        Raises the last error if no address answers, and ProtocolError if one of several addresses
+        leads to a node without a cluster.
         """
         alone = len(self._addresses) == 1 and self.only.connect_count
         if self._view is None and not alone:
@@ -82,7 +81,7 @@ class Nodes:
         return self._view
 
     def hear(self, link: NodeConnection, number: int, deadline: Deadline) -> None:
-        """Ask a member for its view if the number that it has told is a newer one's."""
+        """Request a member's view if it announced a newer number."""
         view = self._view
         if view is not None and number > view.number:
             hello = link.wire.call(
@@ -94,7 +93,7 @@ class Nodes:
 
     @property
     def at_hand(self) -> NodeChannel | None:
-        """Return the node that is alone, or the near one if it is known and answers."""
+        """Return the single node, or the near one if it is known and healthy."""
         if self._view is None:
             return self.only
         link = self._near.link if self._near else None
@@ -112,7 +111,7 @@ class Nodes:
             or (known.link is None and time.monotonic() >= known.until)
         ):
             again = time.monotonic() + NEAR_AGAIN_S
-            self._near = Near(view, None, again)  # meanwhile other threads do without
+            self._near = Near(view, None, again)  # meanwhile other threads do without a near node
             self._near = Near(view, self._nearest(view, deadline), again)
         link = self._near.link if self._near else None
         return None if link is None or link.is_older else link
@@ -163,7 +162,7 @@ class Nodes:
             except ProtocolError:
                 raise
             except KVStoreError as error:
-                # Or its breaker refuses at once, and so is this to do
+                # Otherwise its breaker refuses calls, and so must this one
                 tried = link.failure_count > failures
                 if tried and self._ask_records(address, limit):
                     return
@@ -180,7 +179,7 @@ class Nodes:
             return
 
     def _ask_records(self, address: str, deadline: Deadline) -> bool:
-        """Return whether a cluster was found behind one of several addresses that a name has."""
+        """Return whether one of several addresses behind a name leads to a cluster."""
         for record in _records(address, deadline):
             try:
                 self._link(record).open(None, deadline)
@@ -195,7 +194,7 @@ class Nodes:
         return self._link(view.by_id[member].address)
 
     def all(self) -> dict[str, NodeChannel]:
-        """Return the channels by address: of the members, or of the node that is alone."""
+        """Return the channels by address: of the members, or of the single node."""
         view = self._view
         if view is None:
             return {self.only.address: self.only}
@@ -203,8 +202,8 @@ class Nodes:
 
     @property
     def some_fail(self) -> bool:
-        """Return whether a node fails while another, which is connected to, does not."""
-        # Once: it may change
+        """Return whether a node fails while another connected one does not."""
+        # Read once: it may change
         known = [(link.failing, link.wire_name != "none") for link in self.all().values()]
         return any(failing for failing, _ in known) and any(
             there and not failing for failing, there in known
@@ -245,7 +244,7 @@ class Nodes:
     def _learn(self, hello: pb.HelloReply, address: str = "") -> None:
         """Take the view of a hello.
 
-        Raises ProtocolError for a view that can not be.
+        Raises ProtocolError for an invalid view.
         """
         if hello.HasField("view") and not self._config.direct:
             self._take(hello.view)
@@ -254,10 +253,9 @@ class Nodes:
             self._follower.begin()
 
     def _follow(self, turn: int, seconds: float) -> Views:
-        """Return the views that a member sends, preferably one that is connected to.
+        """Return the views that a member sends, preferably a member with an open connection.
 
-        When none of them could be followed, the configured addresses are asked, which may be those
-        of others by now.
+        If no member can be followed, the configured addresses are tried: members may have moved.
         """
         view = self._view
         assert view is not None
@@ -276,7 +274,7 @@ class Nodes:
     def _take(self, message: pb.View) -> None:
         """Take a view if it is newer.
 
-        Raises ProtocolError for a view that can not be.
+        Raises ProtocolError for an invalid view.
         """
         try:
             view = parse_view(message)
@@ -291,7 +289,7 @@ class Nodes:
                     "not of one"
                 )
             view = view.with_ports(known)
-            # Fixed lists have one number: the last told
+            # Views of fixed lists share one number: the last one wins
             if known and (known.number > view.number or known == view):
                 return
             self._view = view.after(known)
@@ -315,7 +313,7 @@ class Nodes:
 
 
 def _tell_ports(view: View, links: Mapping[str, NodeChannel]) -> None:
-    """Tell channels where their members serve frames: no hello over gRPC needs to come first."""
+    """Tell channels their members' bulk ports, so that they need no hello over gRPC first."""
     for member in view.members:
         link = links.get(member.address)
         if link is not None:
@@ -333,7 +331,7 @@ def is_here(host: str) -> bool:
         with socket.socket(
             socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM
         ) as sock:
-            socket.inet_pton(sock.family, host)  # no name: that would be looked up
+            socket.inet_pton(sock.family, host)  # an address, not a name: a name would be looked up
             sock.bind((host, 0))
     except OSError:
         return False
@@ -341,7 +339,7 @@ def is_here(host: str) -> bool:
 
 
 def _records(address: str, deadline: Deadline) -> list[str]:
-    """Return the addresses of a name if they are several, and not the IPv4 and IPv6 of one host."""
+    """Return the addresses of a name if they are several hosts, not one host's IPv4 and IPv6."""
     at = parse_address(address)
     if at.scheme == "unix":
         return []

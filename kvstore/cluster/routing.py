@@ -1,12 +1,10 @@
-"""Spread a call's keys over members and put their answers together.
-
-Pure.
+"""Spread a call's keys over members and merge their answers, without any I/O.
 
     keys       0 1 2 3 4 5
     routes     a b a c b a  first           each key's members, in the order in which they are asked
                b c b a a c  second
     round 1    a: 0 2 5   b: 1 4   c: 3     at the same time
-    round 2    b: 2       c: 1              what a missed; of b, which failed, the rest
+    round 2    b: 2       c: 1              the misses of a; and what was asked of b, which failed
 
 A member that failed is not asked again in this call. A key that no member answered is a miss,
 unless no member answered anything.
@@ -23,16 +21,16 @@ Answer = TypeVar("Answer")
 Outcome = TypeVar("Outcome")
 AskMember = Callable[[str, list[int], Deadline], list[Answer]]  # (member, indices of keys, limit)
 Together = Callable[[Sequence[Callable[[], list[Answer]]]], Sequence[list[Answer] | KVStoreError]]
-# Of a member that could not be asked at all
+# Errors of a member that could not be reached at all
 SILENT = (
     Unavailable,
     DeadlineExceeded,
     ProtocolError,
 )
-# Of a member's: another one may still answer. The rest is the caller's mistake, wherever it asks.
+# Errors after which another member may still answer. Any other one is the caller's mistake.
 ELSEWHERE = (*SILENT, Exhausted)
-Away = dict[str, KVStoreError]  # by member: why it could not be asked
-FIRST_SHARE = 0.5  # of the time that is left, for a member after which there is another one to ask
+Away = dict[str, KVStoreError]  # by member: why it could not be reached
+FIRST_SHARE = 0.5  # share of the remaining time for a member, if another one can be asked after it
 
 
 def try_owners(
@@ -45,10 +43,9 @@ def try_owners(
 ) -> list[Answer]:
     """Return an answer per key, from the first member of its route that has one.
 
-    `together` makes calls of `ask` at the same time and returns what each returned or raised.
-    `is_miss` says whether the next member is to be asked; `default` is the answer for keys that no
-    member answered. Raises what a member raised if that is the caller's mistake, or if no member
-    answered.
+    `together` runs calls of `ask` in parallel and returns what each returned or raised. `is_miss`
+    says whether the next member is to be asked; `default` is the answer for keys that no member
+    answered. Raises a member's error if it is the caller's mistake, or if no member answered.
     """
     answers: list[Answer] = [default] * len(routes)
     left = {index: list(route) for index, route in enumerate(routes)}
@@ -71,7 +68,7 @@ def try_owners(
     if failed and not answered:
         raise next(iter(failed.values()))
     if routes and not answered:
-        deadline.remaining()  # no member was asked: the call came too late, and raises that
+        deadline.remaining()  # no member was asked: the call came too late, so this raises
     return answers
 
 
@@ -116,10 +113,10 @@ def broadcast(
 def of_all(
     outcomes: Mapping[str, Outcome | KVStoreError], away: Away | None = None
 ) -> dict[str, Outcome]:
-    """Return what each member answered, or raise what one raised: the others have done it then.
+    """Return the members' answers, or raise the error of one after the others have finished.
 
-    `away` takes the errors of members that could not be asked, which are not raised then, unless no
-    member could.
+    `away` takes the errors of members that could not be reached; these are raised only if no member
+    could be reached.
     """
     failed = {
         member: outcome for member, outcome in outcomes.items() if isinstance(outcome, KVStoreError)

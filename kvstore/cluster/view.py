@@ -1,21 +1,17 @@
-"""Describe a cluster: a numbered list of members, and which of them own a key.
+"""Describe a cluster: a numbered list of members, and which of them own a key, without any I/O.
 
-Pure.
-
-joining    it is given its keys, and asks the members that had them for what it lacks
-serving    it is given and asked for its keys
-draining   it is given nothing any more, and asked for what it still has
+    joining    receives new pages, and fetches pages that it owns from their former owners
+    serving    receives and serves pages
+    draining   receives no new pages, and serves those that it still has
 
 Keys are placed by weighted rendezvous hashing over slots, the same in every process and version:
 
-    key --xxh3--> one of 2^19 slots --> members by score, the best first --> R of them, each from a
-    zone of its own
+    key --xxh3--> one of 2^19 slots --> members ranked by score --> the best R, in distinct zones
 
-A member's score in a slot depends on nothing but its id, its weight and the slot. So a member that
-joins takes slots from all others in proportion to the weights, one that leaves gives its own to all
-others, and nothing else moves. A slot's owners are worked out when it is first asked for: a view
-costs nothing until then. (Thaler and Ravishankar 1998; weights as in Schindelhauer and Schomaker
-2005.)
+A member's score in a slot depends on its id, its weight and the slot only. So a member that joins
+takes slots from all others in proportion to the weights, one that leaves gives its slots to all
+others, and nothing else moves. A slot's owners are computed on first use: a view costs nothing
+until then. (Thaler and Ravishankar 1998; weights as in Schindelhauer and Schomaker 2005.)
 """
 
 import enum
@@ -31,23 +27,22 @@ from kvstore.config import split_address
 from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
 
-# Of 64 equal members the fullest has 3 to 4 % more than the mean, with 2^16 it would have 8 %.
+# With 64 equal members the fullest has 3 to 4 % more keys than the mean; with 2^16 slots, 8 %.
 SLOT_COUNT = 1 << 19
-UNIT = 1 / (1 << 64)  # makes 64 drawn bits a number in 0..1
+UNIT = 1 / (1 << 64)  # maps 64 random bits to a number in 0..1
 MEMBERS_MAX = 1024
 REPLICAS_MAX = 8
 WEIGHT_MAX = 1e6
-NAME_NBYTES_MAX = 64  # of a cluster, a zone and a member's id
-ADDRESS_NBYTES_MAX = (
-    300  # the longest name of a host has 253; a view with the most members fits a message
-)
-REGISTRIES = ("static", "etcd")  # what a member says of its own while that is well
+NAME_NBYTES_MAX = 64  # bytes of the name of a cluster, a zone or a member
+# host names have at most 253 bytes; a view with the most members still fits a message
+ADDRESS_NBYTES_MAX = 300
+REGISTRIES = ("static", "etcd")  # values of a member's registry state that mean "healthy"
 
 
 class Candidate(NamedTuple):
-    """Name a member that may own keys.
+    """A member that may own keys.
 
-    `zone`: empty where it fails alone.
+    `zone`: empty for a member that fails alone.
     """
 
     id: str
@@ -58,7 +53,7 @@ class Candidate(NamedTuple):
 class Placement:
     """Place keys on members.
 
-    Thread-safe: what two threads work out at once is the same.
+    Thread-safe without a lock: two threads compute the same owners.
     """
 
     def __init__(self, candidates: Sequence[Candidate], replicas: int) -> None:
@@ -70,12 +65,12 @@ class Placement:
         self._slots: list[tuple[str, ...] | None] = [None] * SLOT_COUNT
         self._alike: dict[
             tuple[str, ...], tuple[str, ...]
-        ] = {}  # one tuple for all slots with the same owners
+        ] = {}  # one shared tuple for all slots with the same owners
 
     def owners(self, namespace: bytes, prefix_hashes: Sequence[bytes]) -> list[tuple[str, ...]]:
         """Return the ids of each key's owners, the first owner first.
 
-        There are as many as replicas, or as members if these are fewer. `namespace` is its digest.
+        There are as many as replicas, or as members if there are fewer. `namespace` is its digest.
         """
         known, found = self._slots, []
         for prefix_hash in prefix_hashes:
@@ -86,8 +81,8 @@ class Placement:
     def _place(self, slot: int) -> tuple[str, ...]:
         """Return a slot's owners.
 
-        The least score wins: of exponential variables the least is a member's with a probability in
-        proportion to its weight.
+        The lowest score wins: of exponential variables, a member's is the lowest with a probability
+        in proportion to its weight.
         """
         name, log = slot.to_bytes(4, "little"), math.log
         scores = [-log((hash64(name, seed) + 1) * UNIT) * mean for seed, mean in self._drawn]
@@ -124,13 +119,12 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Member:
-    """Describe a node of a cluster.
+    """A node of a cluster.
 
-    `address`: host:port of its gRPC as all reach it, or bulk://host:port.
-
-    `weight`: its share of the keys, in relation to the others'. `zone`: what fails together with
-    it, such as its rack; empty: only itself. `bulk_port`: of its frames over TCP, at the same host;
-    0: not known.
+    `address`: host:port of its gRPC service as all members reach it, or bulk://host:port. `weight`:
+    its share of the keys, relative to the other members'.
+    `zone`: members of one zone fail together, such as a rack; empty: it fails alone. `bulk_port`:
+    its port for frames over TCP at the same host; 0: unknown.
     """
 
     id: str
@@ -164,11 +158,11 @@ class Member:
 
 @dataclass(frozen=True)
 class View:
-    """List the members of a cluster.
+    """The members of a cluster.
 
-    `number` rises with every change. `replicas`: how many members own a key, if there are so many.
+    `number` rises with every change. `replicas`: how many members own a key, if there are as many.
 
-    Raises ConfigError for what can not be a cluster.
+    Raises ConfigError for an impossible cluster.
     """
 
     cluster: str
@@ -223,7 +217,7 @@ class View:
 
     @cached_property
     def message(self) -> pb.View:
-        """Return the view as it is sent: made once, because each hello has it.
+        """Return the view's message; it is built once, because each hello contains it.
 
         Do not change it.
         """
@@ -231,20 +225,20 @@ class View:
 
     @cached_property
     def owners(self) -> Placement:
-        """Place keys on the members that are given them and asked for them first."""
+        """Return the placement on the members that receive new pages and are asked first."""
         return self._placed(State.SERVING, State.JOINING)
 
     @cached_property
     def holders(self) -> Placement:
-        """Place keys on the members that held them before others joined or were drained.
+        """Return the placement on the members that owned keys before others joined or were drained.
 
-        Clients ask these for pages that the owners lack.
+        Clients ask these members for pages that the owners lack.
         """
         return self._placed(State.SERVING, State.DRAINING)
 
     @cached_property
     def settled(self) -> bool:
-        """Return whether no member joins or is drained: then holders are owners."""
+        """Return whether no member joins or drains: then holders are owners."""
         return all(member.state is State.SERVING for member in self.members)
 
     def _placed(self, *states: State) -> Placement:
@@ -334,9 +328,9 @@ def view_message(view: View) -> pb.View:
 def parse_view(message: pb.View) -> View:
     """Return the view of a message.
 
-    Raises ConfigError for what can not be a cluster.
+    Raises ConfigError for an impossible cluster.
     """
-    _check_count(len(message.members))  # before each is looked at
+    _check_count(len(message.members))  # before the members are parsed
     return View(message.cluster, message.number, tuple(_parsed(message.members)), message.replicas)
 
 

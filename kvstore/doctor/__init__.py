@@ -1,16 +1,12 @@
 """Check a deployment, as seen from where this runs.
 
-Each check says what it found and what to do.
+Each check says what it found and how to fix it. No test data stays behind.
 
-in: a client's settings; out: groups of checks, whose findings `kvstore doctor` shows. Nothing stays
-behind.
-
-    runner.py         which checks, in which order; what one finds out the next ones use
-    checks.py         findings, and how checks are run: in parallel, each for a limited time
-    host.py           this host, and the settings of this client
-    connectivity.py   to one node: name, TCP, TLS, gRPC, and which wires work from here
-    members.py        what a node tells of itself, and what the members of a cluster tell of each
-                      other
+    runner.py         chooses the checks and their order; later checks use earlier results
+    checks.py         findings, and how checks run: in parallel, each with a time limit
+    host.py           this host, and this client's settings
+    connectivity.py   the connection to one node: name, TCP, TLS, gRPC, and each transport
+    members.py        what nodes report about themselves and about each other
     pages.py          pages put, read back, compared and removed; why nothing hits
     data_dir.py       a data directory, in a process of its own
 """

@@ -1,11 +1,11 @@
 """Run checks, and hold what they find.
 
-checks --in parallel--> threads --findings, as they come--> a list in the order of the checks
+    checks --in parallel--> threads --findings, as they come--> a list in the order of the checks
 
-Each check has a thread of its own and a limit of time. Whatever one does, the others go on. What
-may hang in a driver or a disk runs in a process of its own, and is left there:
+Each check has its own thread and time limit, so that no check delays another. Checks that may hang
+in a driver or a disk run in a process of their own, which is abandoned if it hangs:
 
-module --one finding per line, as JSON, then an end line--> findings
+    module --one finding per line, as JSON, then an end line--> findings
 """
 
 import enum
@@ -26,9 +26,9 @@ from kvstore.errors import Forbidden, KVStoreError, ProtocolError, Unauthenticat
 log = logging.getLogger(__name__)
 
 ABREAST = 16
-STEP_S = 0.05  # between two looks at who has ended
-END = "end"  # of the last line: all findings were printed
-KILLED_S = 0.5  # one that hangs in the kernel does not even end then
+STEP_S = 0.05  # seconds between two looks at which checks have ended
+END = "end"  # key of the last line: all findings were printed
+KILLED_S = 0.5  # a process that hangs in the kernel does not even die then
 
 Tick = Callable[[float], None]
 
@@ -37,13 +37,13 @@ class FindingState(enum.Enum):
     """Enumerate the results of a check."""
 
     OK = "ok"
-    WARN = "warn"  # it works, and not as well as it could, or not for long
-    FAIL = "fail"  # somebody has to do something
-    SKIPPED = "skipped"  # it could not be looked at, or there is nothing to look at
+    WARN = "warn"  # it works, but not as well as it could, or not for long
+    FAIL = "fail"  # it has to be fixed
+    SKIPPED = "skipped"  # it could not be checked, or there is nothing to check
 
 
 class Finding(NamedTuple):
-    """`remedy`: what to do; empty: nothing.
+    """Result of a check. `remedy`: what to do; empty: nothing.
 
     `of`: the node that it is about, where there are several.
     """
@@ -76,7 +76,7 @@ def skipped(name: str, why: str, remedy: str = "") -> Finding:
 
 
 def remedy_of(error: KVStoreError, otherwise: str = "") -> str:
-    """Return a remedy for an error whose message names none."""
+    """Return the remedy for an error; `otherwise` if its message names none."""
     if isinstance(error, Unauthenticated):
         return (
             "set KVSTORE_TOKEN_FILE, or KVSTORE_TLS_CERT and KVSTORE_TLS_KEY, to what the node's "
@@ -94,7 +94,7 @@ def remedy_of(error: KVStoreError, otherwise: str = "") -> str:
 
 
 class Check(NamedTuple):
-    """Describe a check that may take `limit_s` seconds.
+    """A check that may take `limit_s` seconds.
 
     A check that takes longer is abandoned and must end by itself. What it yielded by then counts.
     """
@@ -111,7 +111,7 @@ def one(name: str, find: Callable[[], Finding], limit_s: float) -> Check:
 
 
 class Group(NamedTuple):
-    """Group checks under a title."""
+    """Checks under a title."""
 
     title: str
     checks: Sequence[Check]
@@ -120,8 +120,8 @@ class Group(NamedTuple):
 def run_all(checks: Sequence[Check], tick: Tick = lambda done: None) -> list[Finding]:
     """Run checks in parallel and return their findings in order.
 
-    `tick` receives again and again how many have ended. What it raises ends this call and abandons
-    running checks.
+    `tick` is called repeatedly with the number of checks that have ended. If it raises, this call
+    ends and abandons running checks.
     """
     runs = [_Run(check) for check in checks]
     waiting, under_way = deque(runs), list[_Run]()
@@ -186,7 +186,7 @@ class _Run:
 
 
 def print_findings(findings: Iterable[Finding]) -> None:
-    """Print findings as JSON lines, each as soon as it is there."""
+    """Print findings as JSON lines, each as soon as it is known."""
     for finding in findings:
         said = {
             "name": finding.name,
@@ -213,8 +213,8 @@ def probed(
 ) -> Iterator[Finding]:
     """Yield the findings of `python -m module`.
 
-    `remedy` is for a process that hangs or fails. One that fails after its end line is a warning
-    only.
+    `remedy` is for a process that hangs or fails. A process that fails after its end line is only a
+    warning.
     """
     command = [sys.executable, "-m", module, *arguments]
     process = subprocess.Popen(
@@ -251,6 +251,6 @@ def _ended(said: bytes) -> bool:
 
 def _parsed(said: bytes) -> Iterator[Finding]:
     for line in said.splitlines():
-        with suppress(ValueError, KeyError, TypeError):  # libraries talk, too
+        with suppress(ValueError, KeyError, TypeError):  # libraries print lines, too
             told = json.loads(line)
             yield Finding(told["name"], FindingState(told["state"]), told["found"], told["remedy"])

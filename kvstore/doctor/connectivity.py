@@ -1,10 +1,9 @@
 """Check the connection to one node step by step, and which transports work from here.
 
-name -> TCP -> TLS -> certificate -> gRPC -> who this is there; then what the node tells of itself,
-and its clock
+    name -> TCP -> TLS -> certificate -> gRPC -> the node's identity -> its status -> its clock
 
-A step that fails ends it, and the steps behind it are skipped. At an address of bulk:// frames are
-in gRPC's place, and at one of unix: there is nothing before them. Then `Wires` says why a wire does
+The first failed step ends the check, and later ones are skipped. An address of bulk:// has frames
+in place of gRPC, and one of unix: has no earlier steps. Then `Wires` explains why a transport does
 not work.
 """
 
@@ -35,8 +34,8 @@ from kvstore.transports.tls import (
 )
 from kvstore.x509 import hosts, validity
 
-GRACE_S = 2.0  # for threads to come by, beside what the steps themselves may take
-NAMES = ("shm", "bulk", "grpc")  # the best one first
+GRACE_S = 2.0  # for starting threads, beside what the steps themselves may take
+NAMES = ("shm", "bulk", "grpc")  # the best transport first
 IN_CONTAINERS = "docs/operations.md, Shared memory between containers"
 _NO_ANSWER = (
     "the port is open and nobody answers: a node that starts, hangs or is stopped, or something "
@@ -46,24 +45,24 @@ _NO_ANSWER = (
 
 
 class Clock(NamedTuple):
-    """Tell how far a node's clock is ahead, within half the duration of the question."""
+    """How far a node's clock is ahead, within half the duration of the request."""
 
     ahead_s: float
     within_s: float
 
 
 class Connectivity:
-    """To the node at an address.
+    """The connection to the node at an address.
 
-    What was found on it is there when `findings` has been gone through.
+    Results are available after `findings` was consumed.
     """
 
     def __init__(self, address: str, config: ClientConfig) -> None:
         self.address = address
-        # Whatever a cluster says: this node
+        # This node alone, even if it belongs to a cluster
         self.config = replace(config, address=address, direct=True)
         self.scheme, self.host, self.port, _ = parse_address(address)
-        self.found: tuple[str, ...] = ()  # its IP addresses that answer
+        self.found: tuple[str, ...] = ()  # the node's IP addresses that answer
         self.hello: pb.HelloReply | None = None
         self.status: pb.NodeStatusReply | None = None
         self.clock: Clock | None = None
@@ -139,7 +138,7 @@ class Connectivity:
             return
         try:
             with self._open(self.found[0]) as sock:
-                if self.scheme == "bulk":  # whose server says nothing before it is asked
+                if self.scheme == "bulk":  # a bulk server sends nothing before the first request
                     sock.settimeout(min(PROBE_S, self._step_s))
                 problem = explain_handshake(sock, self._tls)
         except (OSError, KVStoreError) as error:
@@ -204,7 +203,7 @@ class Connectivity:
         return "gRPC" if self.scheme == "grpc" else "frames"
 
     def _opened(self) -> Negotiated:
-        """Connect by the transport that an address of this kind always has."""
+        """Connect by the transport that this kind of address always has."""
         wire = {"unix": "shm"}.get(self.scheme, self.scheme)
         return Negotiation(self.address, replace(self.config, wire=wire)).open(
             Deadline(self.config.timeout_s)
@@ -218,7 +217,7 @@ class Connectivity:
             self.hello = connection.hello
 
     def _look(self) -> Iterator[Finding]:
-        """Request the status once, timed for a comparison of clocks."""
+        """Request the status once, timed to compare the clocks."""
         began, asked = time.time(), time.monotonic()
         try:
             deadline = Deadline(self.config.timeout_s)
@@ -235,7 +234,7 @@ class Connectivity:
             self._wire.close()
         within_s = (time.monotonic() - asked) / 2
         self.status = status
-        if status.now_unix_ms:  # an older node does not say
+        if status.now_unix_ms:  # an older node does not report its clock
             self.clock = Clock(status.now_unix_ms / 1000 - (began + within_s), within_s)
 
 
@@ -255,10 +254,10 @@ def _remedy_of_tcp(error: OSError) -> str:
 
 
 class Wires:
-    """To a node that said hello.
+    """The transports to a node that said hello.
 
-    `clients`: of the wires that work, by name; to be closed. `keep`: they stay open until then,
-    with some seven descriptors.
+    `clients`: by name, those of the transports that work; the caller closes them. `keep`: they stay
+    open until then, with some seven descriptors.
     """
 
     def __init__(self, node: Connectivity, keep: bool = True) -> None:
@@ -315,7 +314,7 @@ class Wires:
                 return wrong("shm", said, remedy)
             return skipped("shm", f"{said}: the node is on another, or in a container")
         except OSError:
-            pass  # connecting says why
+            pass  # connecting reports why
         remedy = (
             "run as the node's user or root, or set KVSTORE_SHM_DIR; clients take TCP "
             f"meanwhile: {IN_CONTAINERS}"

@@ -1,7 +1,6 @@
 """Check a data directory on its node's host: `python -m kvstore.doctor.data_dir PATH`.
 
-Its own file there has no name, so that nothing is left whatever happens. Run as the user of the
-node.
+The test file has no name, so that nothing is left behind. Run it as the node's user.
 """
 
 import errno
@@ -20,11 +19,11 @@ from kvstore.doctor.checks import Finding, fail, ok, print_findings, skipped, wa
 MIB = 1 << 20
 GIB = 1 << 30
 WRITTEN_NBYTES, STEP_NBYTES = 32 * MIB, MIB
-WRITTEN_S = 2.0  # on a slow disk less is written
+WRITTEN_S = 2.0  # seconds of writing; a slow disk gets fewer bytes
 SYNCS, SYNC_NBYTES = 8, 4096
 SLOW_NBYTES_PER_S, SLOW_SYNC_S = 100e6, 0.05
 ROOM_NBYTES = GIB
-USABLE_SHARE = 0.95  # rows and their log come on top of --disk-bytes
+USABLE_SHARE = 0.95  # share of the free space for --disk-bytes: rows and their log come on top
 INODES_FEW = 10_000
 REMOTE = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "lustre", "virtiofs")
 NO_DISK = ("tmpfs", "ramfs", "overlay")
@@ -62,7 +61,7 @@ def findings(path: Path, mounts: str = "") -> Iterator[Finding]:
 
 
 def permission(path: Path, where: Path) -> Finding:
-    """Check access to the directory, or to the folder in which a node would make it."""
+    """Check access to the directory, or to its parent if it does not exist yet."""
     if not where.is_dir():
         return fail("data directory", f"{where} is no directory", "name another --data-dir")
     user = f"user {os.geteuid()}"

@@ -1,7 +1,7 @@
 """Check this host and this client's settings.
 
-Of the host: what its kernel tells, and a node, a client or an engine needs. Of the settings: the
-files that they name, and until when they are valid.
+Of the host: kernel settings that a node, a client or an engine needs. Of the settings: the files
+that they name, and their expiry.
 """
 
 import ctypes
@@ -27,8 +27,8 @@ from kvstore.transports.tls import client_tls
 from kvstore.x509 import check_dates, first_expiry, validity
 
 MIB = 1 << 20
-DESCRIPTORS_FEW = 4096  # a node has one for each connection, and two for each extent of its disk
-MEMORY_LOW_NBYTES = 512 << 20  # what a node needs beside its RAM tier
+DESCRIPTORS_FEW = 4096  # a node uses one per connection, and two per extent of its disk
+MEMORY_LOW_NBYTES = 512 << 20  # memory that a node needs beside its RAM tier
 SHMEM_ENABLED = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
 # Struct timex of 64-bit Linux, up to its status: modes, offset, freq, errors
 _TIMEX = struct.Struct("@Ixxxxqqqqi")
@@ -37,8 +37,8 @@ _UNSYNCHRONISED = 0x40
 
 
 def unsynchronised() -> bool | None:
-    """Return whether the kernel says that nothing sets its clock; None if it does not say."""
-    state = ctypes.create_string_buffer(_TIMEX_NBYTES)  # modes 0: nothing is changed
+    """Return whether the kernel reports that nothing sets its clock; None if unknown."""
+    state = ctypes.create_string_buffer(_TIMEX_NBYTES)  # modes 0: read only
     try:
         if ctypes.CDLL(None, use_errno=True).adjtimex(state) < 0:
             return None
@@ -48,7 +48,7 @@ def unsynchronised() -> bool | None:
 
 
 class Host:
-    """`serves`: a node runs here, or is to.
+    """Findings on this host. `serves`: a node runs here, or is to.
 
     `has_gpu`: an agent moves pages of a GPU here. `root`: where the kernel's files are.
     """
@@ -135,7 +135,7 @@ class Host:
         return ok("memory", said)
 
     def shared_memory(self) -> Finding:
-        """Check shared memory: an arena is a memfd, so /dev/shm does not matter."""
+        """Check shared memory. An arena is a memfd, so the size of /dev/shm does not matter."""
         try:
             fd = os.memfd_create("kvstore-doctor", os.MFD_CLOEXEC)
             try:
@@ -201,7 +201,7 @@ class Host:
         )
 
     def clock(self) -> Finding:
-        """Check that something sets the clock."""
+        """Check that the clock is synchronised."""
         nobody = self._clock()
         if nobody is None:
             return skipped("clock", "the kernel does not say who sets it")
@@ -240,7 +240,7 @@ def findings(config: ClientConfig) -> Iterator[Finding]:
 
 
 def check_expiry(name: str, what: str, seconds: float) -> Finding:
-    """Check when something expires, in seconds of Unix time."""
+    """Warn if something expires soon or has expired; `seconds` is Unix time."""
     left_s = seconds - time.time()
     said = f"{what} until {date(seconds)}"
     if left_s <= 0:

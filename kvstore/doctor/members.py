@@ -1,7 +1,7 @@
 """Check what nodes report about themselves and about each other.
 
 One node: version, clock, RAM, disk, gateways, certificates. A cluster: one view, one registry, a
-near node. Pure: everything was asked before.
+near node. No I/O: all reports were requested before.
 """
 
 import time
@@ -16,14 +16,14 @@ from kvstore.doctor.host import check_expiry
 from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
 
-# Certificates of `kvstore certs` are valid from five minutes before on
+# Certificates of `kvstore certs` are valid from five minutes before they are made
 CLOCK_WARN_S, CLOCK_FAIL_S = (
     2.0,
     300.0,
 )
 QUEUE_FULL_SHARE = 0.9
-STREAK_MIN = 3  # ends of gateways within a minute, which are no accident
-SETTLE_S = 1.0  # a view that has just changed reaches everybody within that
+STREAK_MIN = 3  # gateway ends within a minute that are no accident
+SETTLE_S = 1.0  # a new view reaches all members within that time
 NOT_TOLD = "told to an identity of all tenants only"
 GIB = 1 << 30
 
@@ -148,10 +148,7 @@ def disk(status: pb.NodeStatusReply) -> Finding:
 
 
 def gateways(status: pb.NodeStatusReply) -> Iterator[Finding]:
-    """Check whether the gateway processes stay alive; older nodes report none.
-
-    An older node tells of none.
-    """
+    """Check whether the gateway processes stay alive; older nodes report none."""
     if not status.gateways:
         return
     ended = sum(gateway.recent_ends for gateway in status.gateways)
@@ -182,7 +179,7 @@ def certificates(tls: pb.TlsStatus) -> Iterator[Finding]:
 
 
 def reached(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Summarise the connection: one line if all is well, otherwise what is not."""
+    """Summarise the connection: one line if all is well, otherwise the problems."""
     bad = [
         finding for finding in findings if finding.state in (FindingState.FAIL, FindingState.WARN)
     ]
@@ -240,7 +237,7 @@ def _answers(view: View, there: Mapping[str, Connectivity]) -> Finding:
 
 
 def _agreement(there: Mapping[str, Connectivity]) -> Finding:
-    """Check that the members agree on the view; those behind are asked once more."""
+    """Check that the members agree on the view; those with an older one are asked once more."""
     views = _told(there)
     if len({seen.number for seen in views.values()}) > 1:
         time.sleep(SETTLE_S)

@@ -1,10 +1,9 @@
 """Put pages, read them back, compare and remove them; and explain why nothing hits.
 
-`Pages` puts one page for each wire of each node, and one on its disk. The namespace is the same for
-all runs, the keys are random. What is left where even the removal fails goes by itself: each page
-has a time to live.
+`Pages` puts one page by each transport of each node, and one on its disk. All runs use the same
+namespace and random keys. Each page has a time to live, in case even the removal fails.
 
-`hints` compares namespaces and their counters, and answers in plain words. It is pure.
+`hints` compares namespaces and their counters, and explains misses in plain words. It has no I/O.
 """
 
 import secrets
@@ -37,11 +36,11 @@ from kvstore.secrets import tenant_of
 from kvstore.tools.trace import page_content
 
 MODEL = "kvstore-doctor"
-PAGE_NBYTES = 16 << 10  # a full node keeps some sixteen pages of others out for it, for a moment
-TTL_S = 60.0  # of what could not be removed
-TRIES = 2  # a full node may evict a page at once, another doctor remove the namespace
-KEYS_TRIED = 256  # until one is found that a member owns
-UNDER_WAY_S = 2.0  # that a removal waits for puts that were interrupted
+PAGE_NBYTES = 16 << 10  # bytes; in a full node it displaces some sixteen pages for a moment
+TTL_S = 60.0  # time to live of pages that could not be removed
+TRIES = 2  # a full node may evict a page at once, and another doctor may remove the namespace
+KEYS_TRIED = 256  # random keys tried until a member owns one
+UNDER_WAY_S = 2.0  # seconds that a removal waits for interrupted puts
 EMPTY_S, STEP_S = 1.0, 0.1  # until a removal is counted in both tiers
 
 _REFUSED = {
@@ -66,9 +65,9 @@ _CAUSES = {
 
 
 class Pages:
-    """Of one examination; `hello`: of a node that answered.
+    """Test pages of one examination; `hello` is a node's reply.
 
-    Thread-safe but for `clean`.
+    Thread-safe except `clean`.
     """
 
     def __init__(self, config: ClientConfig, hello: pb.HelloReply, view: View | None) -> None:
@@ -77,10 +76,10 @@ class Pages:
         self.namespace = Namespace(MODEL, opaque_layout(PAGE_NBYTES), tenant)
         self._role = hello.role
         self._view = view
-        self._keys: list[bytes] = []  # of pages that were put, or may have been
+        self._keys: list[bytes] = []  # keys of pages that were put, or may have been
         self._wake = threading.Condition()
-        self._busy = 0  # trips under way
-        self._over = False  # no other begins
+        self._busy = 0  # running puts and gets
+        self._over = False  # no put may begin any more
 
     @property
     def why_not(self) -> Finding | None:
@@ -104,7 +103,7 @@ class Pages:
     def of_node(self, wires: Wires, member: str = "") -> Iterator[Finding]:
         """Put and get a page by each working transport of a node, then through its disk.
 
-        `member`: who it is in the view.
+        `member`: the node's id in the view.
         """
         for name in NAMES:
             if name in wires.clients:
@@ -198,10 +197,7 @@ class Pages:
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
-        """Count a running put. Raises Unavailable during the clean-up.
-
-        Raises Unavailable when all is being removed.
-        """
+        """Count a running put. Raises Unavailable during the clean-up."""
         with self._wake:
             if self._over:
                 raise Unavailable("the examination is over")
@@ -228,7 +224,7 @@ class Pages:
             wire = light_wire(self._config.address)
             with Client(
                 replace(self._config, wire=wire, direct=False)
-            ) as client:  # a member hands pages on
+            ) as client:  # members replicate pages meanwhile
                 client.remove(self.namespace, keys, away=away)
                 named = self._named(client, away)
         except KVStoreError as error:
@@ -245,12 +241,12 @@ class Pages:
         yield ok("removed", f"{len(keys)} pages{named}")
 
     def _named(self, client: Client, away: Away) -> str:
-        """Remove the test namespace if possible and say what became of it."""
+        """Remove the test namespace if possible and report the result."""
         if self._role in ("", Role.ADMIN.name.lower()) and self._is_empty(client):
             try:
                 client.remove_namespace(self.namespace)
             except KVStoreError:
-                if not away:  # those who could be asked have done it
+                if not away:  # every member was reached
                     raise
             return ", and the namespace"
         return "; its name stays until the node needs the place"

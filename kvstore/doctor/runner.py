@@ -1,11 +1,9 @@
 """Choose the checks and their order.
 
-What one group finds out, the next ones use.
+Later groups use the results of earlier ones:
 
-this host [data directory] [GPU] --> this client --> the way to the nodes --> members --> wires -->
-cluster
-                                                                             --> pages, there and
-                                                                             back, and gone
+    this host [data directory] [GPU] --> this client --> connections --> members --> transports
+    --> cluster --> pages: put, get, remove
 """
 
 from collections.abc import Generator, Iterator
@@ -25,9 +23,9 @@ from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
 
 HOST_S, DIRECTORY_S, GPU_S = 10.0, 30.0, 120.0
-PAGE_CALLS = 12  # three wires and a disk
+PAGE_CALLS = 12  # calls for a test page: three transports and a disk
 NOBODY = "no node answers"
-MEMBERS_MAX = 16  # that pages are put at: a few, however large the cluster is
+MEMBERS_MAX = 16  # members that get a test page, however large the cluster is
 WHERE_ENGINES_ARE = (
     "run this with the Python of the engine, which has torch, CuPy and the agent: "
     "python -m kvstore.cli.app"
@@ -36,7 +34,7 @@ WHERE_ENGINES_ARE = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """`data_dir`: of a node on this host.
+    """What the user asked to check. `data_dir`: of a node on this host.
 
     `gpu`: an agent moves pages of a GPU here.
     """
@@ -46,18 +44,18 @@ class Wanted:
 
 
 class Runner:
-    """Of what a client with these settings has before it.
+    """Check what a client with these settings can see.
 
-    To be gone through once: the groups one after the other, each when its findings are there. What
-    it has put is removed in the end, also when that comes early.
+    Consume `groups` once: each group runs when its findings are requested. Test pages are removed
+    at the end, also when the caller stops early.
     """
 
     def __init__(self, config: ClientConfig, wanted: Wanted = Wanted()) -> None:
         self._config = config
         self._wanted = wanted
         self._nodes: dict[str, Connectivity] = {}  # by address
-        self._wires: dict[str, Wires] = {}  # by member's id, or address
-        self._reached: dict[str, list[Finding]] = {}  # by address: what was found on the way
+        self._wires: dict[str, Wires] = {}  # by member id, or address
+        self._reached: dict[str, list[Finding]] = {}  # by address: findings on the connection
         self._pages: Pages | None = None
 
     def groups(self) -> Generator[Group, None, None]:
@@ -72,7 +70,7 @@ class Runner:
             yield from self._there()
         finally:
             if self._pages is not None:
-                list(self._pages.clean())  # nothing, if that has been done
+                list(self._pages.clean())  # empty if they were cleaned already
             for wires in self._wires.values():
                 wires.close()
 

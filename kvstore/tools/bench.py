@@ -1,7 +1,7 @@
 """Load a live node: put, lookup, get, verify, remove, round after round.
 
-Each thread has a batch of pages of its own, under random keys, with content that follows from the
-key. It is made once: making it costs more than moving it. A round ends by removing its pages, so a
+Each thread has its own batch of pages, under random keys, with content derived from the key. It is
+made once, because making it costs more than moving it. A round ends by removing its pages, so a
 benchmark never occupies more than `threads x batch` pages of the node.
 """
 
@@ -29,14 +29,14 @@ from kvstore.tools.trace import page_content
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 0.2
-# Page and read buffer of every page of every thread: a bound on what a typing error may cost.
+# Bytes of all threads' pages and read buffers: limits what a typing error may cost.
 MEMORY_NBYTES_MAX = 16 << 30
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Raises InvalidRequest for what can not be run."""
+    """Options of a benchmark. Raises InvalidRequest for impossible ones."""
 
     page_nbytes: int = 1 << 20
     batch: int = 16
@@ -62,7 +62,7 @@ class BenchOptions:
 
 @dataclass
 class OpReport:
-    """One kind of call.
+    """Results of one kind of call.
 
     GB/s: payload bytes by time spent in calls, summed over the threads.
     """
@@ -74,10 +74,10 @@ class OpReport:
 
 @dataclass
 class BenchReport:
-    """`mismatches`: pages that were read and differ from what was written.
+    """Results of a benchmark. `mismatches`: pages that differ from what was written.
 
-    `pages_full`: not stored for want of space. `pages_lost`: stored, but evicted before they were
-    read. `away`: members of a cluster that could not be asked to remove them.
+    `pages_full`: pages refused for lack of space. `pages_lost`: evicted before they were read.
+    `away`: members of a cluster that could not be reached to remove them.
     """
 
     wire: str
@@ -104,7 +104,7 @@ def bench(
 ) -> BenchReport:
     """Run the load for `options.seconds`; `on_progress` receives the seconds passed.
 
-    Raises the client's errors; Exhausted if the node can not take a single page.
+    Raises the client's errors; Exhausted if the node can not store a single page.
     """
     namespace = Namespace(
         "kvstore-bench", opaque_layout(options.page_nbytes), tenant_of(client.config)
@@ -145,7 +145,7 @@ def _sum_up(report: BenchReport, workers: list["_Worker"]) -> None:
 
 
 class _Worker:
-    """One thread's pages and measurements."""
+    """Pages and measurements of one thread."""
 
     def __init__(self, client: Client, namespace: Namespace, batch: int) -> None:
         nbytes = namespace.layout.page_nbytes
@@ -166,7 +166,7 @@ class _Worker:
             while not stop.is_set():
                 self._round()
         except KVStoreError:
-            with contextlib.suppress(KVStoreError):  # the first error is the one to tell
+            with contextlib.suppress(KVStoreError):  # the first error is the one to report
                 self._client.remove(self._namespace, self._hashes)
             raise
 
@@ -180,7 +180,7 @@ class _Worker:
         with self.watches["lookup"].timed():
             self._client.lookup(self._namespace, self._hashes)
         for buffer in self._buffers:
-            buffer[:] = self._blank  # the last round's bytes are the same as this one's
+            buffer[:] = self._blank  # otherwise the last round's bytes would pass for this round's
         with self.watches["get"].timed():
             hits = self._client.get(self._namespace, self._hashes, self._buffers)
         self.watches["get"].nbytes += sum(hits) * nbytes
@@ -194,7 +194,7 @@ class _Worker:
 
 
 class Stopwatch:
-    """The latencies of one kind of call, and its throughput.
+    """Latencies of one kind of call, and its throughput.
 
     Costs 8 bytes per call; not thread-safe.
     """
@@ -224,10 +224,7 @@ class Stopwatch:
 
 
 def latency_ms(seconds: Iterable[float]) -> dict[str, float]:
-    """Return {"p50": ms, "p90": ms, "p99": ms}; empty without latencies.
-
-    Empty if there is no latency.
-    """
+    """Return {"p50": ms, "p90": ms, "p99": ms}; empty without latencies."""
     ordered = sorted(seconds)
     count = len(ordered)
     return (

@@ -1,22 +1,22 @@
 """Compute the hits of exact LRU at all sizes at once, and the most that any policy could hit.
 
 A node ages a request's pages tail first (docs/decisions/0005), and a page stands for itself and all
-before it. So after every request, for each page p and the page q before it in its chain,
+before it. So after every request, for each page p and the page q before it in its chain:
 
-    q is newer than p       whoever uses p uses q in the same request, and q after p
+    q is newer than p       a request that uses p uses q as well, and ages q after p
 
-and it follows, with `distance` the number of pages that are newer when the request comes,
+With `distance` the number of newer pages when the request comes, it follows:
 
-    a store of C pages has exactly those with distance < C           (LRU keeps what is newest)
+    a store of C pages has exactly those with distance < C           (LRU keeps the newest)
     distances rise along a chain                                     (q is newer than p)
-    so of each request it has a leading run, and no page behind it
+    so each request hits a leading run, and no page behind it
 
-What a request used and nobody since is the end of its chain: who uses a page uses all before it.
-The whole order is therefore one *run* for each request, newest request first, each head to tail,
-and a request takes the beginnings of a few runs. Each costs a logarithm of the number of requests,
-whatever its pages; memory is 8 bytes a page.
+Pages that a request was the last to use are the end of its chain. The whole order is therefore one
+*run* per request, newest request first, each head to tail, and a request uses the beginnings of a
+few runs. Each costs a logarithm of the number of requests, for any number of pages; memory is 8
+bytes a page.
 
-`Stack` finds the reuses; `Curve` sums them over all sizes, `Windows` over stretches of time, and
+`Stack` finds the reuses; `Curve` sums them over all sizes, `Windows` over time windows, and
 `Intervals` bounds what any policy could reach.
 """
 
@@ -27,12 +27,12 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import NamedTuple
 
-ID_NBYTES = 8  # chains are ids as u64 in the machine's order, so that runs are compared as bytes
+ID_NBYTES = 8  # bytes; chains are ids as u64 in native order, so that runs compare as bytes
 GROW = 1 << 12
 
 
 class Reuse(NamedTuple):
-    """Describe consecutive reused pages of a chain.
+    """Consecutive reused pages of a chain.
 
     The first has `distance`, each further one a distance greater by one; `last` is the request that
     used any of them last.
@@ -46,14 +46,14 @@ class Reuse(NamedTuple):
 class Stack:
     """The pages in LRU order, as runs.
 
-    A page is named by all ids up to its own, so ids that are no prefix hashes do no harm.
+    A page is named by all ids up to its own, so ids that are no prefix hashes work, too.
     """
 
     def __init__(self) -> None:
         self._runs: dict[int, int] = {}  # hash of the chain up to a run's first page -> its request
         self._ids: list[bytes] = []  # of each request's run
         self._sums = [0]  # pages in runs: Fenwick (1994), grown by appending
-        self.pages = 0  # distinct ones
+        self.pages = 0  # distinct pages
 
     @property
     def requests(self) -> int:
@@ -71,8 +71,9 @@ class Stack:
             ids = self._ids[last]
             length = _common_nbytes(chain, at, ids)
             if not length:
-                break  # two chains of one hash, of 2^64
-            taken = at // ID_NBYTES  # pages of this request, all newer, that are counted no more
+                break  # two chains with the same 64-bit hash
+            # pages that this request made the newest: no longer counted in the older run
+            taken = at // ID_NBYTES
             found.append(Reuse(self._newer(last) + taken, length // ID_NBYTES, last))
             self._add(last, -(length // ID_NBYTES))
             at += length
@@ -130,17 +131,17 @@ def _common_nbytes(chain: bytes, at: int, ids: bytes) -> int:
 
 
 class Curve:
-    """Hits at every size: how many of the pages asked for had fewer than so many newer ones.
+    """Hits at every size: how many reused pages had fewer than so many newer ones.
 
     Fill it first, then read.
     """
 
     def __init__(self) -> None:
-        # Of how many pages have a distance, from one distance to the next
+        # Change of the number of pages from one distance to the next
         self._change = array("q", bytes(8 * GROW))
         self._end = 0  # beyond all distances
         self._short: list[tuple[int, float]] = []  # (distance, tokens) of pages that are not full
-        self._hits: array[int] | None = None  # by size, made when it is first asked for
+        self._hits: array[int] | None = None  # by size, computed on first use
         self._short_of: list[float] = []
         self.total = 0
 
@@ -190,7 +191,7 @@ class Curve:
 
 
 class Windows:
-    """Count hits per time window at some sizes: links and disks must bear the worst one.
+    """Hits per time window at some sizes: links and disks must bear the worst window.
 
     `sizes` are in pages, ascending.
     """
@@ -199,8 +200,8 @@ class Windows:
         self._sizes = list(sizes)
         self._whole: dict[
             int, list[int]
-        ] = {}  # by window: pages of runs that are hits from this size on
-        self._parts: dict[int, list[int]] = {}  # pages of runs of which this size has the beginning
+        ] = {}  # by window: pages of whole runs that are hits from this size on
+        self._parts: dict[int, list[int]] = {}  # pages of runs that are hits in part at this size
 
     def add(self, window: int, reuse: Reuse) -> None:
         """Add reused pages of a window."""
@@ -225,20 +226,20 @@ class Windows:
 
 
 class Intervals:
-    """The bound beside every hit rate: the most that a store of a size could have hit.
+    """Compute the upper bound of the hit rate: the most that a store of a size could have hit.
 
-    A page that two requests use, one after the other, is a hit at the second if it is kept all the
-    time between them. So a hit is an interval, a store of C pages keeps at most C of them at any
-    time, and the bound is the largest number of intervals of which no more than C overlap. Greedy
-    gives it: whenever there are too many, the one that ends last goes (Belady 1966, with bypass: it
-    may have only just begun; optimal for intervals: Carlisle and Lloyd 1995).
+    A page that two requests use, one after the other, is a hit at the second if it is kept between
+    them. So a hit is an interval, a store of C pages keeps at most C of them at any time, and the
+    bound is the largest number of intervals of which no more than C overlap. A greedy choice is
+    optimal: whenever there are too many, drop the one that ends last (Belady 1966, with bypass: it
+    may have only just begun; for intervals: Carlisle and Lloyd 1995).
 
-    A page is asked for again no later than one behind it in its chain, and of those that are asked
-    for together the tail can go first: what is kept of a chain is a leading run. So a policy that
-    knows the future reaches the bound, also where only leading runs count.
+    A page is reused no later than one behind it in its chain, and of pages that are reused together
+    the tail can be dropped first: the kept part of a chain is a leading run. So a policy that knows
+    the future reaches the bound, also where only leading runs count.
 
-    Pages of one run that one request uses again are one interval with a weight, as `Stack` finds
-    them. Intervals are added in the order of their ends.
+    Pages of one run that one request reuses are one interval with a weight, as `Stack` finds them.
+    Intervals are added in the order of their ends.
     """
 
     def __init__(self) -> None:
@@ -289,7 +290,7 @@ class Starts:
         """Return the most hits that any policy can have with this capacity."""
         ends, counts, behind = self._ends, self._counts, self._behind
         kept = [0] * len(self._heads)  # by the request that they end with
-        latest: list[int] = []  # those ends, negative: what ends last is on top
+        latest: list[int] = []  # those ends, negated: the one that ends last is on top
         hits = total = 0
         for number, place in enumerate(self._heads):
             ended = kept[number]

@@ -16,12 +16,12 @@ _READY = re.compile(r"kvstore-node ready grpc=(\S+) bulk=(\d+) metrics=(\d+)")
 
 
 class NodeProcess:
-    """Starts `kvstore-node` on free ports of the loopback interface; stops it at the end.
+    """Start `kvstore-node` on free ports of the loopback interface, and stop it at the end.
 
-    `flags` are command-line flags as given to kvstore-node, `python` an interpreter that has the
-    node, by default this one, `inside` a command that runs another, such as `ip netns exec NAME`.
-    Raises ConfigError if the node package is not installed here and Unavailable, with what the node
-    said, if it does not start.
+    `flags`: command-line flags of kvstore-node. `python`: an interpreter that has the node package,
+    by default this one. `inside`: a command that runs another, such as `ip netns exec NAME`. Raises
+    ConfigError if the node package is not installed, and Unavailable, with the node's output, if it
+    does not start.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class NodeProcess:
             )
         ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
         command = [*inside, python, "-m", "node.main", *ports, *flags]
-        # Not a pipe: nobody reads it while the node runs, and a full one would stop the node.
+        # Not a pipe: it is not read while the node runs, and a full pipe would stop the node.
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `_close`
         self._last_words = ""
         self._process = subprocess.Popen(
@@ -58,7 +58,7 @@ class NodeProcess:
         if self._said.closed:
             return self._last_words
         size = os.fstat(self._said.fileno()).st_size
-        # Its place in the file is the node's
+        # pread, because the file's position belongs to the node
         return os.pread(self._said.fileno(), size, 0).decode(errors="replace")
 
     @property
@@ -85,7 +85,7 @@ class NodeProcess:
     def _end(self, how: signal.Signals, timeout_s: float) -> int:
         if self._process.poll() is None:
             self._process.send_signal(how)
-            # One that somebody stopped would not see the first
+            # A process that was stopped from outside would not see SIGTERM
             self._process.send_signal(signal.SIGCONT)
         try:
             return self._process.wait(timeout_s)

@@ -1,11 +1,11 @@
 """Plan stores of several sizes: the hits on a trace, and the load on links and disks.
 
-RAM and disk are one stack of pages. What is committed to RAM goes to disk as well, and both age
-exactly (docs/decisions/0007): a page is in RAM if it is among the newest that RAM has room for, and
-in the store if it is among the newest that the larger of both has room for. (A full disk is written
-to a little later: up to half of the RAM more.)
+RAM and disk are one stack of pages. Pages committed to RAM are also written to disk, and both age
+exactly (docs/decisions/0007): a page is in RAM if it is among the newest that fit into RAM, and in
+the store if it is among the newest that fit into the larger of both. (A full disk is written to a
+little later: up to half of the RAM more.)
 
-Sizes are of all nodes together. With R owners a page takes R places; a share of the RAM may have
+Sizes are totals over all nodes. With R owners a page takes R slots; a share of the RAM may hold
 copies of pages that other nodes own (near nodes).
 """
 
@@ -21,23 +21,23 @@ from kvstore.layout import slot_nbytes
 from kvstore.tools.survey import EXACT, Estimate, PageSize, Sampling, Survey, check_positive
 from kvstore.tools.trace import TraceRequest
 
-NEARLY_ALL = 0.95  # of the hits that a store without end has: what is planned for
+NEARLY_ALL = 0.95  # share of an unlimited store's hits to plan for
 ROWS_MAX = 10
 CURVE_POINTS = 96
 COPIES = (1, 2, 3)
-NEAR_SHARE = 0.5  # `--copies-share` of a node, unless it says otherwise
+NEAR_SHARE = 0.5  # default of `--copies-share`
 NEAR_SHARE_MAX = 0.99
 SIZE_NBYTES_MAX = 1 << 60
-# Sizes that are looked at without being asked for: powers of two, and half as much again
+# Default sizes: powers of two, and half as much again
 _OCTAVES = range(10, 61)
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """`ram`, `disk`: bytes, of all nodes together; none: some are chosen.
+    """The user's wishes. `ram`, `disk`: bytes over all nodes; empty: sizes are chosen.
 
-    `near_share`: of the RAM, for copies of pages that other nodes own. `disk_gb_per_s`: what the
-    disks are believed to read.
+    `near_share`: share of the RAM for copies of pages that other nodes own. `disk_gb_per_s`:
+    assumed read rate of the disks.
     """
 
     page: PageSize
@@ -77,11 +77,11 @@ class Wishes:
                 )
 
     def ram_pages(self, nbytes: int) -> int:
-        """Return the distinct pages that so much RAM holds."""
+        """Return the distinct pages that this much RAM holds."""
         return self.pages(int(nbytes * (1 - self.near_share)))
 
     def pages(self, nbytes: int) -> int:
-        """Return the distinct pages that so much disk holds."""
+        """Return the distinct pages that this much disk holds."""
         return nbytes // slot_nbytes(self.page.nbytes) // self.copies
 
     def ram_nbytes(self, pages: int) -> int:
@@ -111,10 +111,10 @@ class Rate:
 
 @dataclass(frozen=True)
 class Row:
-    """A store of so much RAM and disk.
+    """A store with this much RAM and disk.
 
-    `hit_rate_ram`: found in RAM; `hit_rate_doubled`: with twice the RAM. Rates are of pages: from
-    the store to engines and back, from disk and to it.
+    `hit_rate_ram`: found in RAM; `hit_rate_doubled`: with twice the RAM. Rates are of pages:
+    between the store and engines, and between RAM and disk.
     """
 
     ram_nbytes: int
@@ -136,7 +136,7 @@ class Row:
 
 @dataclass(frozen=True)
 class CopyCost:
-    """Describe the cost of copies: the remaining hit rate, and the bytes for nearly all hits."""
+    """Cost of copies: the remaining hit rate, and the bytes for nearly all hits."""
 
     copies: int
     near_share: float
@@ -146,12 +146,12 @@ class CopyCost:
 
 @dataclass(frozen=True)
 class Plan:
-    """`endless`: the hit rate of a store that never forgets.
+    """A capacity plan. `endless`: the hit rate of a store without limit.
 
     `nearly_all_pages`: the least size with 95 % of its hits, `wanted_pages`: with all; bytes are of
-    RAM, with its copies of others' pages. `ram_beside_disk_nbytes`: the least RAM beside a disk for
-    nearly all with which the disk reads no faster than `disk_gb_per_s`; None: the trace has no
-    times. `ram_asked`: by the user, or chosen here.
+    RAM, including copies of others' pages. `ram_beside_disk_nbytes`: beside a disk for nearly all
+    hits, the least RAM with which the disk reads no faster than `disk_gb_per_s`; None: the trace
+    has no times. `ram_asked`: whether the user chose the RAM sizes.
     """
 
     requests: int
@@ -185,7 +185,7 @@ class Plan:
 
 
 def surveyed(requests: Iterable[TraceRequest], wishes: Wishes, sample: Sampling = EXACT) -> Survey:
-    """Survey the requests in one pass. Raises InvalidRequest if nothing or too little is asked for.
+    """Survey the requests in one pass.
 
     Raises InvalidRequest if nothing is asked for, or too little.
     """
@@ -340,10 +340,7 @@ class _Planner:
         return wishes.ram_nbytes(self._nearly_all)
 
     def _copy_costs(self, nbytes: int, is_ram: bool) -> Iterable[CopyCost]:
-        """Yield the cost of copies at the largest size; only RAM has near copies.
-
-        Only RAM has copies of others' pages.
-        """
+        """Yield the cost of copies at the largest size; only RAM holds copies of others' pages."""
         slot = slot_nbytes(self._wishes.page.nbytes)
         shares = sorted({0.0, self._wishes.near_share or NEAR_SHARE}) if is_ram else [0.0]
         for copies, share in itertools.product(sorted({*COPIES, self._wishes.copies}), shares):

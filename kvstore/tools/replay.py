@@ -4,9 +4,9 @@ For each request, in order and one at a time (the order decides the hit rate):
 
     lookup all its pages -> get the leading run, verify every byte -> put the whole chain
 
-The put names the pages that exist, too: the node is told of the use of the whole chain and ages it
-tail first. What a recorded trace has as `stored` is only put. Content follows from the key, so hits
-are verified without remembering what was stored.
+The put names the existing pages, too: so the node ages the whole chain, tail first. Requests that a
+recorded trace marks as `stored` are only put. Content is derived from the key, so hits are verified
+without remembering what was stored.
 """
 
 import secrets
@@ -25,14 +25,14 @@ from kvstore.tools.bench import Stopwatch, latency_ms
 from kvstore.tools.node_process import NodeProcess
 from kvstore.tools.trace import TraceRequest, page_content, trace_prefix_hash
 
-PAUSE_S = 0.2  # how long to wait between two reports of progress
+PAUSE_S = 0.2  # seconds between two reports of progress
 
 
 @dataclass
 class ReplayReport:
-    """Counts are pages unless they say otherwise.
+    """Results of a replay; counts are pages unless named otherwise.
 
-    A page is hit if it is in the leading run of stored pages of its request; `pages_lost` were
+    A page is a hit if it is in the leading run of stored pages of its request; `pages_lost` were
     found by the lookup but not by the get.
     """
 
@@ -153,7 +153,7 @@ class _Replay:
         while len(self._buffers) < len(hashes):
             self._buffers.append(bytearray(self._page_nbytes))
         for buffer in self._buffers[: len(hashes)]:
-            buffer[:] = self._blank  # an earlier round's bytes could pass for this one's
+            buffer[:] = self._blank  # otherwise an earlier round's bytes could pass for this one's
         with self._watches["get"].timed():
             hits = self._store.get(
                 self._namespace, hashes, self._buffers[: len(hashes)], prefix=True

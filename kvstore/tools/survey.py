@@ -1,14 +1,14 @@
 """Survey a trace in one pass, exactly or from a sample of its pages, for a capacity plan.
 
-A sample (SHARDS: Waldspurger et al. 2015) takes pages by a hash of their id, all uses of a page or
-none. What is left of a chain is a chain, so all that `kvstore.tools.hit_curve` says holds; a store
-of C pages becomes one of C/n. Several such groups are taken, disjoint and each of one page in n:
-how they differ gives the error. *Misses* are estimated, and taken from what was asked, which is
-known: whether the sample has the few pages that all requests begin with matters little then.
+A sample (SHARDS: Waldspurger et al. 2015) selects pages by a hash of their id, all uses of a page
+or none. The selected part of a chain is a chain, so `kvstore.tools.hit_curve` still applies; a
+store of C pages becomes one of C/n. Several such groups are used, disjoint and each of one page in
+n: their differences give the error. *Misses* are estimated and subtracted from the known number of
+requests, so it matters little whether the sample has the few pages that all requests begin with.
 
-How many tokens and bytes a page has is given by the user or the trace, or found: a trace whose
-requests have `input_length` tokens in n pages says how many tokens t a page has. Either the last
-page may be part of one (Mooncake's traces), or only full pages have ids (engines):
+Tokens and bytes per page come from the user, the trace, or an estimate: a trace whose requests have
+`input_length` tokens in n pages shows how many tokens t a page has. Either the last page may be
+partial (Mooncake's traces), or only full pages have ids (engines):
 
     (n - 1) * t <  input_length <=  n * t            n * t <= input_length < (n + 1) * t
 """
@@ -29,23 +29,23 @@ from kvstore.errors import InvalidRequest
 from kvstore.tools.hit_curve import ID_NBYTES, Curve, Intervals, Stack, Starts, Windows
 from kvstore.tools.trace import TraceRequest
 
-GROUPS = 8  # of a sample
-GROUP_PAGES_MIN = 10  # of fewer nothing can be said
-SCALED_MIN = 4  # pages of a store in a group
-WINDOWS_MAX = 100_000  # 1 GiB
+GROUPS = 8  # groups of a sample
+GROUP_PAGES_MIN = 10  # a group with fewer pages is too small for an estimate
+SCALED_MIN = 4  # pages of a scaled store in a group
+WINDOWS_MAX = 100_000  # time windows; 1 GiB of memory
 _MASK = (1 << 64) - 1
 
-LOOKED_AT = 2000  # requests, to find the size of a page
-LEAST, MOST = 1e-9, 1e15  # of what is said: sums and products of such stay finite
+LOOKED_AT = 2000  # requests used to find the size of a page
+LEAST, MOST = 1e-9, 1e15  # range of accepted values: sums and products stay finite
 PAGE_NBYTES_MAX = 1 << 40
-# Of a model of 32 layers with 8 KV heads of 128, two bytes each (Llama 3 8B)
+# Of a model with 32 layers and 8 KV heads of 128, two bytes each (Llama 3 8B)
 TOKEN_NBYTES = 128 << 10
 _DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """`groups` disjoint ones, each of one page in `one_in`."""
+    """Sampling into `groups` disjoint groups, each of one page in `one_in`."""
 
     groups: int = 1
     one_in: int = 1
@@ -57,9 +57,9 @@ class Sampling:
 
     @property
     def pages_min(self) -> int:
-        """Return the smallest store that a sample can tell about.
+        """Return the smallest store that a sample can estimate.
 
-        With only one or two pages per group, which ones would be chance.
+        With only one or two pages per group, the estimate would be chance.
         """
         return SCALED_MIN * self.one_in if self.one_in > 1 else 1
 
@@ -74,17 +74,17 @@ def sampling(one_in: float) -> Sampling:
 
 @dataclass(frozen=True)
 class Estimate:
-    """`error`: standard error, 0 if it is exact."""
+    """An estimate. `error`: standard error, 0 if it is exact."""
 
     value: float
     error: float = 0.0
 
 
 class Survey:
-    """Filled with `add`, request by request, and asked then.
+    """Statistics of a trace: filled with `add`, request by request, then queried.
 
-    `sizes`: in pages, rising: those that can be asked about windows of time; all else can be asked
-    of any size. `page_tokens`: of a full page.
+    `sizes`: in pages, ascending, for statistics per time window; other statistics take any size.
+    `page_tokens`: of a full page.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Survey:
         self.requests = 0
         self.pages_asked = 0
         self.tokens_asked = 0
-        self.asked: Counter[int] = Counter()  # pages, by window
-        self._stored: Counter[int] = Counter()  # of requests that do not ask
+        self.asked: Counter[int] = Counter()  # pages by window
+        self._stored: Counter[int] = Counter()  # of requests without a lookup
         self.first_ms, self.last_ms = math.inf, -math.inf
 
     def add(self, request: TraceRequest) -> None:
@@ -145,10 +145,7 @@ class Survey:
                 some.add(window, array("Q", chain).tobytes(), asks, short)
 
     def check(self) -> None:
-        """Raise InvalidRequest if nothing can be said about the requests that were added.
-
-        Raises InvalidRequest if nothing can be said of them.
-        """
+        """Raise InvalidRequest if the added requests allow no estimate."""
         if not self.pages_asked:
             raise InvalidRequest("the trace has no request that asks for a page")
         least = min(group.stack.pages for group in self._groups)
@@ -191,7 +188,8 @@ class Survey:
         """Estimate the most hits that any policy can have; see `optimum`.
 
         Between two sizes that a group can have, it interpolates. For a sample the estimate is low:
-        how many of a request's pages a group has varies, and fewer gain it less than more cost it.
+        the number of a request's pages in a group varies, and having fewer gains less than having
+        more costs.
         """
         scaled, rest = divmod(pages, self.sample.one_in)
         share = rest / self.sample.one_in
@@ -250,7 +248,7 @@ class _Group:
         self.curve = Curve()
         self.pages_asked = 0
         self._intervals = Intervals()
-        self._starts: Starts | None = None  # made when all are there
+        self._starts: Starts | None = None  # built after the last request
         self._overlap = 0
         self._asked, self._stored = Windows(sizes), Windows(sizes)
         self._asks: Counter[int] = Counter()
@@ -296,7 +294,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class PageSize:
-    """`assumed`: what was neither said nor found, in words."""
+    """Size of a trace's pages. `assumed`: which values had to be assumed, in words."""
 
     tokens: float
     nbytes: int

@@ -7,11 +7,10 @@ A trace is one JSON object per line, as published by Mooncake:
 `timestamp` is in milliseconds, lengths are in tokens. An id stands for one page *and everything
 before it* (one parent per id), so ids are prefix hashes already, only shorter ones.
 
-What `kvstore record` writes has more: `page_nbytes` and `page_tokens` of each of its pages, and
-`stored` where pages were stored or used without a lookup. Its ids are numbered in the order in
-which they come. A request may have only the end of its chain, such as the pages that an engine
-stores in one step. Which page stands before which is learned from all requests, and in the end each
-request gets the pages before its own.
+`kvstore record` adds `page_nbytes` and `page_tokens` of its pages, and `stored` where pages were
+stored or used without a lookup. Its ids are numbered in order of appearance. A request may have
+only the end of its chain, such as the pages that an engine stores in one step. The order of pages
+is learned from all requests, and at the end each request gets the pages before its own.
 """
 
 import hashlib
@@ -29,22 +28,22 @@ from typing import IO, Any, NamedTuple
 from kvstore.errors import InvalidRequest
 from kvstore.pb import kvstore_pb2 as pb
 
-LINE_NBYTES_MAX = 16 << 20  # a request of a million pages; more is not a trace but a mistake
-NUMBER_MAX = 1e15  # no time, length or size is larger; sums and products of such stay finite
+LINE_NBYTES_MAX = 16 << 20  # bytes of a request with a million pages; a longer line is a mistake
+NUMBER_MAX = 1e15  # limit of any time, length or size; sums and products stay finite
 SYSTEM_PROMPT_PAGES = (4, 8, 16)
 CHATS = 64
 CHAT_PAGES_MAX = 48
 _NUMBERS = ("timestamp", "input_length", "output_length")
 _PAGE_NUMBERS = ("page_nbytes", "page_tokens")
 
-LINE_NBYTES = 120  # of a recorded request, without its pages
-_UNKNOWN = -1  # no page is known to stand before this one
+LINE_NBYTES = 120  # bytes of a recorded request, without its pages
+_UNKNOWN = -1  # no page is known to precede this one
 
 
 class TraceRequest(NamedTuple):
-    """One request.
+    """One request of a trace.
 
-    `hash_ids`: its pages, head first. `page_nbytes`, `page_tokens`: 0 where the trace does not say.
+    `hash_ids`: its pages, head first. `page_nbytes`, `page_tokens`: 0 if the trace does not say.
     """
 
     timestamp_ms: float
@@ -145,7 +144,8 @@ def _lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 def _parse(line: bytes) -> TraceRequest:
     """Parse a line. Raises ValueError saying what is wrong with it."""
     try:
-        fields = json.loads(line.decode())  # text: whose encoding nobody has to guess
+        # decoded first: bytes would make `loads` guess the encoding
+        fields = json.loads(line.decode())
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(fields, dict):
@@ -167,7 +167,8 @@ def _parse(line: bytes) -> TraceRequest:
 
 
 def _number(name: str, number: Any) -> float:
-    if type(number) not in (int, float) or not 0 <= number <= NUMBER_MAX:  # a bool is no number
+    # a bool is not a number here
+    if type(number) not in (int, float) or not 0 <= number <= NUMBER_MAX:
         raise ValueError(f"{name} is {number!r}, not a number >= 0 and up to {NUMBER_MAX:g}")
     return number  # type: ignore[no-any-return]
 
@@ -189,20 +190,20 @@ def page_content(namespace_digest: bytes, prefix_hash: bytes, nbytes: int) -> by
 
         content = SHAKE-128(namespace digest || prefix hash), as many bytes as the page has
 
-    Every byte depends on the key and on its position: a page under the wrong key, a shifted, cut or
-    swapped piece of a page all differ. SHAKE-128 because every language has it and because here it
-    makes 0.6 GB/s, twice what Mersenne Twister's `randbytes` does.
+    Every byte depends on the key and on its position: a page under the wrong key and a shifted, cut
+    or swapped part of a page all differ. SHAKE-128 because every language has it, and because it
+    makes 0.6 GB/s here, twice Mersenne Twister's `randbytes`.
     """
     return hashlib.shake_128(namespace_digest + prefix_hash).digest(nbytes)
 
 
 class Chains:
-    """Numbers of pages, and which is before each."""
+    """Numbers of pages, and the predecessor of each."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
         self._before = array("q")
-        # Pages before each, as far as they were known when it was first there
+        # Number of pages before each, as far as known at its first appearance
         self._deep = array("q")
 
     def __len__(self) -> int:
@@ -229,7 +230,7 @@ class Chains:
         """Extend a chain by the pages that are known to precede it."""
         seen, head = set(numbers), []
         number = self._before[numbers[0]]
-        # Keys that are no chains may go in a circle
+        # Keys that are no chains may form a circle
         while number != _UNKNOWN and number not in seen:
             head.append(number)
             seen.add(number)
@@ -238,9 +239,10 @@ class Chains:
 
 
 class Recording:
-    """Kept in `spool`, which can be read again, until it is told with `lines`.
+    """A recording, kept in the file `spool` until `lines` is called.
 
-    `nbytes`: about what these come to. `dropped`: requests that found no room at the node.
+    `nbytes`: about the bytes of all lines. `dropped`: requests that exceeded the node's memory for
+    recordings.
     """
 
     def __init__(self, spool: IO[bytes]) -> None:

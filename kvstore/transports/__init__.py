@@ -1,5 +1,5 @@
 """Move requests and pages over bulk TCP, shared memory or gRPC.
 
-in: messages and callers' buffers from `kvstore.transports.channel`
-out: bytes on a socket or in a node's mapped memory
+Input are messages and callers' buffers from `kvstore.transports.channel`; output are bytes on a
+socket or in a node's mapped memory.
 """

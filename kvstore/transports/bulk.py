@@ -1,7 +1,6 @@
 """Send and receive pages over bulk TCP, client side: protobuf headers, then raw page bytes.
 
 Page bytes move directly between the caller's buffers and the socket.
-between the caller's buffers and the socket.
 """
 
 import contextlib
@@ -36,7 +35,7 @@ class BulkConnector:
 
     Thread-safe.
 
-    `where` names the peer in messages, `version` is that of the protocol in which it begins.
+    `where` names the peer in messages; `version` is the protocol version of the first frame.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class BulkConnector:
         """Prepare connections to a node's frame port.
 
         `found` lists the addresses of `host` in the order of trials; without it, `host` is an
-        address. `tls` may be given if it was made already.
+        address. `tls` may be passed if it exists already.
         """
         self.where = f"{host}:{port} (bulk)"
         self.version = PROTOCOL_VERSION
@@ -66,7 +65,7 @@ class BulkConnector:
 
         Raises OSError or `Refused`, which `ConnectionPool.raise_named` translates.
 
-        `only_asks`: in any version, and to a node that joins its cluster just now, too.
+        `only_asks`: accept any version, and also a node that is still joining its cluster.
         """
         connection = self._socket(limit)
         with greeting(connection, self.where, limit), self._meant():
@@ -100,7 +99,8 @@ class BulkConnector:
     def _connected(self, limit: Deadline) -> socket.socket:
         """Connect to the first address that answers.
 
-        Each has its share of the time, so that one that swallows packets leaves some for the next.
+        Each address gets a share of the time, so that one that drops packets leaves some for the
+        next.
         """
         for number, address in enumerate(self._found):
             share_s = limit.remaining() / (len(self._found) - number)
@@ -114,10 +114,10 @@ class BulkConnector:
 
 
 class Arrived(NamedTuple):
-    """Describe a page that was received.
+    """A page that was received.
 
-    `leaves`: empty if they do not match its checksum. `ttl_ms`: until it is forgotten; 0: it has no
-    time to live.
+    `leaves`: empty if they do not match its checksum. `ttl_ms`: milliseconds until it expires; 0:
+    never.
     """
 
     leaves: bytes
@@ -128,7 +128,7 @@ class Arrived(NamedTuple):
 class BulkWire:
     """Move pages over bulk TCP: page bytes follow the frames' headers.
 
-    A connection is a session: one that fails is closed, and with it everything the node held for
+    A connection is a session: closing it, as after a failure, frees everything the node held for
     it.
     """
 
@@ -148,10 +148,10 @@ class BulkWire:
 
         `found` lists the addresses of `host` in the order of trials; without it, `host` is an
         address. `instance_id` names the node's run, where known; `version` is the protocol's. `tls`
-        may be given if it was made already.
+        may be passed if it exists already.
         """
         self.port = port
-        self.hello = pb.HelloReply()  # to the first connection
+        self.hello = pb.HelloReply()  # the reply to the first connection
         self._instance_id = instance_id
         self._config = config
         self._connector = BulkConnector(host, port, config, found, tls)
@@ -160,7 +160,7 @@ class BulkWire:
         self._threads = ParallelTransfer()
 
     def connect(self, deadline: Deadline) -> None:
-        """Make sure that one connection can be had.
+        """Make sure that one connection can be opened.
 
         Raises Unavailable or ProtocolError.
         """
@@ -170,14 +170,12 @@ class BulkWire:
     def greet(self, deadline: Deadline) -> pb.HelloReply:
         """Make the first connection to a node in a common version; return its hello.
 
-        All further connections are to the same run of the node. Raises what the node answers,
+        All further connections are to the same run of the node. Raises the node's error,
         Unavailable or ProtocolError.
         """
         try:
             self.connect(deadline)
-        except (
-            ProtocolError
-        ):  # an older node may refuse even the first frame of another version than its own
+        except ProtocolError:  # an older node may refuse even the first frame of another version
             self._connector.version = PROTOCOL_VERSION - 1
             self.connect(deadline)
         self._instance_id = self.hello.instance_id
@@ -198,9 +196,9 @@ class BulkWire:
         seals: PageHmacs | None = None,
         good: Good | None = None,
     ) -> list[int]:
-        """Send pages; return a verdict per key.
+        """Send pages; return a PutStatus per key.
 
-        `good` is given the key of each page that was sent and the leaves of what was sent. If it
+        `good` receives the key of each page that was sent and the leaves of the sent bytes. If it
         returns False, nothing of the batch is committed: InvalidRequest.
         """
         parts = self._streams(pages)
@@ -240,8 +238,8 @@ class BulkWire:
                 wanted = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
                 if not wanted:
                     return verdicts
-                # The bytes, then their leaves in the commit: each chunk is hashed right behind its
-                # sending, while it is in the cache.
+                # The leaves follow the bytes, in the commit: each chunk is hashed right after it
+                # was sent, while it is in the cache.
                 connection.send_frame(
                     b"", sum(segments_nbytes(pages[i]) + _nbytes(seals) for i in wanted)
                 )
@@ -295,7 +293,7 @@ class BulkWire:
         return arrived
 
     def _streams(self, pages: Sequence[Pieces]) -> list[slice]:
-        """Return the parts of a call's pages that are to be moved over a connection each."""
+        """Return the parts of a call's pages, one for each connection."""
         self._pool.check_process()
         return split(
             len(pages), stream_count(len(pages), segments_nbytes(pages[0]) if pages else 0)
@@ -320,7 +318,7 @@ class BulkWire:
             touch = pb.LookupRequest(
                 namespace=request.namespace, prefix_hashes=request.prefix_hashes, touch=True
             )
-            with contextlib.suppress(KVStoreError):  # the pages are there all the same
+            with contextlib.suppress(KVStoreError):  # the pages are stored in any case
                 self.call("lookup", touch, deadline)
         return found
 
@@ -360,9 +358,9 @@ class BulkWire:
     def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
         """Return the cluster's views from now on, for so many seconds.
 
-        `number`: of the one that is known.
+        `number`: of the view that is known.
 
-        Raises ProtocolError for a node that knows no such frame.
+        Raises ProtocolError for a node that does not know this frame.
         """
         return FrameViews(
             self._pool.separate(deadline), number, seconds, deadline, self._pool.raise_named
@@ -393,15 +391,15 @@ def _part_of(request: Request, part: slice) -> Request:
 
 
 def _nbytes(seals: PageHmacs | None) -> int:
-    """Return how many bytes of seals follow each page."""
+    """Return the bytes of the HMACs that follow each page."""
     return seals.nbytes if seals else 0
 
 
 def _send_page(connection: FrameSocket, page: Pieces) -> bytes:
-    """Send a page; return the leaves of what was sent."""
+    """Send a page; return the leaves of the sent bytes."""
     running = Leaves(segments_nbytes(page))
     for chunk in chunks(page, itertools.repeat(CHUNK_NBYTES)):
-        if len(chunk) == 1:  # most are, and small pages feel the difference
+        if len(chunk) == 1:  # the usual case, and faster for small pages
             connection.send(chunk[0])
         else:
             connection.send_all(chunk)
@@ -411,7 +409,7 @@ def _send_page(connection: FrameSocket, page: Pieces) -> bytes:
 
 
 def _recv_page(connection: FrameSocket, page: Pieces) -> bytes:
-    """Receive a page; return the leaves of what was received."""
+    """Receive a page; return the leaves of the received bytes."""
     running = Leaves(segments_nbytes(page))
     for chunk in chunks(page, itertools.repeat(CHUNK_NBYTES)):
         if len(chunk) == 1:

@@ -1,11 +1,11 @@
 """Run calls on one node: connect when a call needs it, retry once, and stop at a circuit breaker.
 
-A connection is negotiated, dropped when it fails and made again by the next call. One that fell
-back to a slower wire goes on working while a better one is tried beside it; it ends with the last
-of its calls.
+A connection is negotiated, dropped when it fails, and made again by the next call. One that fell
+back to a slower transport keeps working while a better one is tried beside it; it closes after its
+last call.
 
-The breaker leaves a node that failed alone for a while, so that it costs a caller at most one
-deadline and not one per call.
+The breaker stops calls to a failed node for a while, so that callers lose at most one deadline, not
+one per call.
 
     closed --failure--> open for `pause` --time--> half open: one call may try
       ^                                               |            |
@@ -47,17 +47,17 @@ from kvstore.transports.wire import Wire
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-# Of the circuit breaker.
+# First pause of the circuit breaker
 PAUSE_S_MIN = 0.1
 PAUSE_PER_COST = 4
 PAUSE_JITTER = 0.25
-# After falling back to a slower wire, how long until the better one is tried again.
+# After falling back to a slower transport: seconds until the better one is tried again
 BETTER_RETRY_S = 30.0
-# A call that had less time than this and got no answer says little about the node: it must not
-# make the breaker refuse the calls of other threads.
+# A call that had less time than this and got no answer says little about the node: it must not make
+# the breaker refuse the calls of other threads.
 EVIDENCE_S = 0.1
 REFUSED = (Unauthenticated, Forbidden, ConfigError)
-LIVES_S = 1.0  # in which a node that lives says so
+LIVES_S = 1.0  # seconds within which a healthy node answers hello
 
 
 class CircuitBreaker:
@@ -89,11 +89,11 @@ class CircuitBreaker:
 
     @property
     def failing(self) -> bool:
-        """Return whether the last that was heard is a failure."""
+        """Return whether the last result was a failure."""
         return self._failures > 0
 
     def enter(self) -> None:
-        """Begin a try.
+        """Begin a call.
 
         Raises Unavailable at once while the breaker is open.
         """
@@ -106,7 +106,7 @@ class CircuitBreaker:
                     f"{self._name} failed {self._failures} times, next try in {wait_s:.1f} s; "
                     f"last: {self._cause}"
                 )
-            # This caller tries; the others stay out until it reports or the pause is over again.
+            # This caller tries; the others are refused until it reports or another pause is over.
             self._open_until = self._clock() + self._pause_s()
             self._trying = True
 
@@ -120,7 +120,7 @@ class CircuitBreaker:
     def failure(self, cause: Exception, cost_s: float = 0.0) -> None:
         """Count a failure, for which the caller had waited `cost_s`."""
         with self._lock:
-            # Calls that were under way when it opened tell of the same outage: it counts once.
+            # Calls that were running when it opened report the same outage: it counts once.
             if self._failures and not self._trying and self._clock() < self._open_until:
                 return
             self._trying = False
@@ -136,7 +136,7 @@ class CircuitBreaker:
 
 
 class NodeConnection:
-    """Hold the wire to one node, the namespaces opened on it and the calls that are on it.
+    """The transport to one node, the namespaces opened on it and its running calls.
 
     Thread-safe.
     """
@@ -155,18 +155,18 @@ class NodeConnection:
 
     @property
     def knows_members(self) -> bool:
-        """Return whether the node does what is asked of it about other members."""
+        """Return whether the node understands requests that involve other members."""
         return self.way.hello.protocol_version >= MEMBERS_VERSION
 
     def check_knows_members(self) -> None:
-        """Raise Exhausted for a node too old to do what is asked of it about other members."""
+        """Raise Exhausted for a node too old for requests that involve other members."""
         if not self.knows_members:
             error = Exhausted(
                 f"a member speaks protocol {self.way.hello.protocol_version}, in which nothing is "
                 "asked of others (a "
                 f"near node, ack=all); update it to {MEMBERS_VERSION} or later"
             )
-            error.answered = True  # what it is
+            error.answered = True  # the node did answer hello
             raise error
 
     def check_asks_others(self) -> None:
@@ -189,7 +189,7 @@ class NodeConnection:
     def enter(self) -> "ConnectionLease | None":
         """Begin a call, which ends with `ConnectionLease.leave`.
 
-        None: this connection takes no more.
+        Return None if this connection takes no more calls.
         """
         lease = ConnectionLease(self)
         with self._lock:
@@ -211,9 +211,9 @@ class NodeConnection:
         self.close_when_left()
 
     def close_when_left(self) -> bool:
-        """Close it if no call is on it; return whether it is closed.
+        """Close it if no call uses it; return whether it is closed.
 
-        Once more does no harm: an interrupt may have come in between.
+        May be called twice: an interrupt may have come in between.
         """
         if not self._closed and not self._leases.count:
             self.way.close()
@@ -224,14 +224,14 @@ class NodeConnection:
 class ConnectionLease:
     """Keep a connection open during a call.
 
-    If an interrupt skips `leave`, it ends when it is collected.
+    If an interrupt skips `leave`, the lease ends when it is collected.
     """
 
     __slots__ = ("__weakref__", "fresh", "link")
 
     def __init__(self, link: NodeConnection) -> None:
         self.link = link
-        self.fresh = False  # whether the link was made for it
+        self.fresh = False  # whether the connection was made for this lease
 
     def leave(self) -> None:
         """Return the lease."""
@@ -253,7 +253,7 @@ class NodeChannel:
     ) -> None:
         """Prepare calls to one node. `learn` receives the node's hello at each connect.
 
-        What `learn` raises ends the call.
+        An error of `learn` ends the call.
         """
         self.address = address
         self._learn = learn
@@ -262,11 +262,11 @@ class NodeChannel:
         self._breaker = CircuitBreaker(address, config.backoff_s_max, clock)
         self._negotiation = Negotiation(address, config)
         self._turn = threading.Lock()  # held while one thread connects
-        self._lock = threading.Lock()  # held for moments
+        self._lock = threading.Lock()  # held for microseconds
         self._link: NodeConnection | None = None
         self._closed = False
-        self._running: set[str] = set()  # what is done beside the calls
-        self._retired: list[NodeConnection] = []  # which may not be closed yet
+        self._running: set[str] = set()  # names of running background jobs
+        self._retired: list[NodeConnection] = []  # connections that still have calls
         self._pid = os.getpid()
         self.connect_count = 0
         self.failure_count = 0
@@ -283,7 +283,7 @@ class NodeChannel:
 
     @property
     def limits(self) -> pb.Limits | None:
-        """Return the node's limits; None while it is not connected to."""
+        """Return the node's limits; None while it is not connected."""
         link = self._link
         return link.limits if link else None
 
@@ -294,7 +294,7 @@ class NodeChannel:
 
     @property
     def is_older(self) -> bool:
-        """Return whether the node is connected to and too old to know of other members."""
+        """Return whether the node is connected and too old to know of other members."""
         link = self._link
         return link is not None and not link.knows_members
 
@@ -311,12 +311,12 @@ class NodeChannel:
         """Run `work` on the connection, with the namespace open there, under breaker and deadline.
 
         `work` is repeated once if a connection that had worked is dead, as after a restart of the
-        node, or if the node does not know the namespace any more. A connection that fails when it
-        is new is not tried again.
+        node, or if the node does not know the namespace any more. A new connection that fails is
+        not retried.
         """
         with tracing.span("kvstore.call", "client", address=self.address):
-            deadline.remaining()  # a caller who comes too late says nothing about the node
-            # First: in a child of a fork a lock may be taken by a thread that is not there
+            deadline.remaining()  # a caller that comes too late says nothing about the node
+            # First: in a child of a fork, a thread of the parent may hold the lock
             check_process(self._pid)
             if self._retired:
                 self._close_retired()
@@ -355,7 +355,7 @@ class NodeChannel:
         if isinstance(error, UnknownNamespace):
             lease.link.opened.clear()
             return True
-        if isinstance(error, Unauthenticated):  # the token may be another by now
+        if isinstance(error, Unauthenticated):  # the token's file may have changed meanwhile
             self._drop(lease.link)
             return not lease.fresh
         if isinstance(error, Unavailable) and not lease.fresh:
@@ -375,7 +375,7 @@ class NodeChannel:
                 self._beside("kvstore-lives", self._check_liveness)
         elif self._link is None and isinstance(
             error, REFUSED
-        ):  # at the door: each call would knock again
+        ):  # refused at the connection: without the breaker each call would connect again
             self._breaker.failure(error, cost_s)
         elif (
             error.answered
@@ -383,8 +383,9 @@ class NodeChannel:
             self._breaker.success()
 
     def _connected(self, deadline: Deadline) -> ConnectionLease:
-        """Return a lease on the connection, which may have been made just now."""
-        link = self._link  # read without the lock: one that is retired meanwhile lets nobody in
+        """Return a lease on the connection, which may be new."""
+        # read without the lock: a connection that was retired meanwhile refuses the call
+        link = self._link
         if link is not None and (lease := link.enter()):
             if self._clock() >= link.retry_at:
                 self._try_better(link)
@@ -446,7 +447,7 @@ class NodeChannel:
     def _take(self, old: NodeConnection | None, link: NodeConnection) -> bool:
         """Replace `old` by a new connection.
 
-        False, and the new one retires, if `old` is gone or all is closed.
+        Return False, and retire the new one, if `old` is gone or the channel is closed.
         """
         with self._lock:
             taken = self._link is old and not self._closed
@@ -473,18 +474,18 @@ class NodeChannel:
         """Close connections whose last call was interrupted, on behalf of the next caller."""
         for link in tuple(self._retired):
             if link.close_when_left():
-                with contextlib.suppress(ValueError):  # another was faster
+                with contextlib.suppress(ValueError):  # another thread was faster
                     self._retired.remove(link)
 
     # ---- a better wire -------------------------------------------------------------------
 
     def _try_better(self, link: NodeConnection) -> None:
-        """Try a better wire, in a thread of its own: no call waits for what may hang."""
+        """Try a better transport in a separate thread: no call waits for one that may hang."""
         link.retry_at = self._clock() + BETTER_RETRY_S
         self._beside("kvstore-better-wire", lambda: self._better(link))
 
     def _beside(self, name: str, work: Callable[[], None]) -> None:
-        """Do work in a thread of its own; of each name once at a time."""
+        """Run work in a separate thread, one at a time for each name."""
 
         def run() -> None:
             try:
@@ -498,7 +499,7 @@ class NodeChannel:
             self._running.add(name)
         try:
             start_thread(run, name)
-        except RuntimeError as error:  # no more threads can be had
+        except RuntimeError as error:  # no more threads can be started
             self._running.discard(name)
             log.warning("%s: no thread for %s: %s", self.address, name, error)
 
@@ -512,7 +513,7 @@ class NodeChannel:
             self._breaker.success()
         except KVStoreError as error:
             log.info("%s: it does not say that it lives: %s", self.address, error)
-            if not self._breaker.failing:  # calls in a hurry say nothing
+            if not self._breaker.failing:  # calls with short deadlines say nothing
                 self._breaker.failure(error, LIVES_S)
         finally:
             lease.leave()
@@ -526,14 +527,14 @@ class NodeChannel:
                 way.close()
         except (
             KVStoreError
-        ) as error:  # calls go on over the link that is there, and notice if that fails too
+        ) as error:  # calls continue on the existing connection, and notice if that fails too
             log.info("%s: no better wire: %s", self.address, error)
         finally:
             link.retry_at = self._clock() + BETTER_RETRY_S
 
     def close(self) -> None:
         """Close idle connections now, and those in use when their call ends."""
-        # In a child of a fork: a lock may be taken by a thread that is not there
+        # In a child of a fork, a thread of the parent may hold the lock
         if os.getpid() != self._pid:
             if self._link:
                 self._link.way.close()
@@ -549,6 +550,6 @@ class NodeChannel:
 def _hurried(deadline: Deadline) -> bool:
     """Return whether a call failed only because its deadline was very short.
 
-    The shared connection is not to blame then.
+    Then the shared connection is not to blame.
     """
     return deadline.seconds < EVIDENCE_S and deadline.passed

@@ -1,7 +1,7 @@
 """Pool connections that carry frames to one node, and exchange a request for its reply.
 
-The bulk and the shared-memory wire share this. They differ in how they connect and in where the
-page bytes are.
+Bulk TCP and shared memory share this. They differ in how they connect and in where the page bytes
+are.
 """
 
 import contextlib
@@ -35,19 +35,19 @@ Socket = TypeVar("Socket", bound=FrameSocket)
 Granted = TypeVar("Granted", bound="Lease[Any]")
 
 _NUMBERS = {field.name: field.number for field in pb.BulkRequest.DESCRIPTOR.fields}
-# A header over 64 KiB is one operation and nothing else (docs/FORMAT.md)
+# A header over 64 KiB may hold one operation and nothing else (docs/FORMAT.md)
 TRACED_NBYTES_MAX = 63 << 10
 
 
 class Refused(Exception):
-    """The node answered with an error; the stream is in step."""
+    """The node answered with an error; the stream is still in step."""
 
     def __init__(self, error: KVStoreError) -> None:
         self.error = error
 
 
 def check_process(pid: int) -> None:
-    """Raise InvalidRequest in another process than that one, which a fork made."""
+    """Raise InvalidRequest in a child of a fork of process `pid`."""
     if os.getpid() != pid:
         raise InvalidRequest(
             "this client was connected before a fork; make a client of its own in each process"
@@ -62,7 +62,7 @@ class ConnectionPool(Generic[Socket]):
     before a connection is closed, perhaps twice.
 
     An interrupt may come anywhere: a connection is always in at most one list, and one that is in
-    none is closed when it is collected.
+    no list is closed when it is collected.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ConnectionPool(Generic[Socket]):
         self._connect = connect
         self._count_max = count_max
         self._let_go = let_go
-        # Of leases; each has its connection in a list.
+        # Each lease has its connection in a list.
         self._leases: LeaseTable[list[Socket]] = LeaseTable(count_max, self._end_all)
         self._lock = threading.Lock()
         self._idle: list[Socket] = []
@@ -90,12 +90,12 @@ class ConnectionPool(Generic[Socket]):
     def connection(self, deadline: Deadline) -> "OneExchange[Socket]":
         """Lease a connection for one exchange, as a context.
 
-        One that fails is closed, and with it everything the node held for it.
+        A connection that fails is closed, which frees everything the node held for it.
         """
         return self._grant(OneExchange(self, deadline), deadline)
 
     def attempt(self, deadline: Deadline) -> "Attempt[Socket]":
-        """Lease a connection for one exchange that may be made again, as `Attempt` says."""
+        """Lease a connection for one exchange that may be repeated, as `Attempt` says."""
         return self._grant(Attempt(self, deadline), deadline)
 
     def _grant(self, lease: Granted, deadline: Deadline) -> Granted:
@@ -119,7 +119,7 @@ class ConnectionPool(Generic[Socket]):
         if not held:
             lease.fresh = True
             try:
-                # Descriptors come and go there
+                # In a helper thread: connecting opens and closes descriptors
                 held.append(run_in_helper_thread(partial(self._connect, deadline)))
             except Exception as error:
                 self.raise_named(error, deadline)
@@ -160,7 +160,7 @@ class ConnectionPool(Generic[Socket]):
     def separate(self, deadline: Deadline) -> Socket:
         """Open a connection beside those of the pool, which the caller closes.
 
-        Raise errors of ours.
+        Raises KVStoreErrors only.
         """
         self.check_process()
         try:
@@ -170,7 +170,7 @@ class ConnectionPool(Generic[Socket]):
             raise
 
     def raise_named(self, error: BaseException, deadline: Deadline) -> None:
-        """Raise a connection's failure as one of our errors; return if it is one already."""
+        """Raise a connection's failure as a KVStoreError; return if it is one already."""
         if isinstance(error, Refused):
             raise error.error from None
         if isinstance(error, TimeoutError):
@@ -216,15 +216,16 @@ class ConnectionPool(Generic[Socket]):
 class Lease(Generic[Socket]):
     """Lend one connection to one thread; `fresh`: made for it.
 
-    As a context around exchanges, translate their errors into ours. After an error the next bytes
-    of the stream are unknown, so the connection is not used again. A refusal leaves it in step.
+    As a context around exchanges, it translates their errors to KVStoreErrors. After an error the
+    next bytes of the stream are unknown, so the connection is not used again. A refusal leaves it
+    in step.
     """
 
     connection: Socket
 
     def __init__(self, pool: ConnectionPool[Socket], deadline: Deadline) -> None:
         self._pool = pool
-        self.held: list[Socket] = []  # its connection, until that is somebody else's
+        self.held: list[Socket] = []  # its connection, until another list takes it
         self.fresh = False
         self._deadline = deadline
         self.in_step = True
@@ -247,10 +248,7 @@ class Lease(Generic[Socket]):
         self._pool.raise_named(error, self._deadline)
 
     def end(self) -> None:
-        """Give the connection back.
-
-        Once more does no harm.
-        """
+        """Return the connection to the pool. May be called twice."""
         self._pool.take_back(self)
 
 
@@ -270,7 +268,7 @@ class OneExchange(Lease[Socket]):
 
 
 class Attempt(OneExchange[Socket]):
-    """Swallow the error of an idle connection that the node had closed before it heard a word.
+    """Ignore the error of an idle connection that the node had closed before the request arrived.
 
     So the caller tries another one:
 
@@ -298,7 +296,7 @@ class Attempt(OneExchange[Socket]):
 def greeting(connection: FrameSocket, where: str, limit: Deadline) -> Iterator[None]:
     """Close a new connection if its first exchange fails.
 
-    `limit` began before the connecting: both together have its time.
+    `limit` began before the connecting and covers both.
     """
     try:
         connection.arm(limit.remaining())
@@ -312,7 +310,7 @@ def greeting(connection: FrameSocket, where: str, limit: Deadline) -> Iterator[N
 
 
 def common_version(hello: pb.HelloReply) -> int:
-    """Return the version in which to speak with a node: the older of both."""
+    """Return the protocol version to use with a node: the older of both."""
     return min(hello.protocol_version or PROTOCOL_VERSION, PROTOCOL_VERSION)
 
 
@@ -329,14 +327,14 @@ def request_header(op: str, request: Any) -> bytes:
     trace = current()
     if trace is None or len(header) > TRACED_NBYTES_MAX:
         return header
-    # A message may come in parts
+    # Serialised messages may be concatenated
     return header + pb.BulkRequest(trace=trace.packed()).SerializeToString()
 
 
 def parse_reply(op: str, header: bytes) -> Any:
     """Return the reply to `op`.
 
-    Raises Refused for an error in its place, ProtocolError otherwise.
+    Raises Refused if the node sent an error, ProtocolError otherwise.
     """
     try:
         reply = pb.BulkReply.FromString(header)

@@ -3,9 +3,9 @@
     0        2      3      4              8                      16
     | 'K''V' | ver  | 0    | header u32le | payload u64le        | header ... | payload ... |
 
-The header is a BulkRequest or BulkReply; the payload is raw page bytes, received straight into
-the memory they are for. Lengths are checked against limits before they are believed. A peer that
-breaks the framing loses its connection: there is no way to find the next frame.
+The header is a BulkRequest or BulkReply; the payload is raw page bytes, received directly into
+their destination. Lengths are checked against limits first. A peer that breaks the framing loses
+its connection: the next frame can not be found.
 """
 
 import collections
@@ -28,8 +28,7 @@ from kvstore.errors import InvalidRequest, ProtocolError
 def runs(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
     """Cut concatenated views into chunks of GRPC_CHUNK_NBYTES for gRPC, across page borders.
 
-    Each chunk is a list of pieces; the last one may be shorter. A view is taken when those before
-    it are used up.
+    Each chunk is a list of segments; the last chunk may be shorter.
     """
     return grouped(views, itertools.repeat(GRPC_CHUNK_NBYTES))
 
@@ -37,8 +36,8 @@ def runs(views: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 def fill(pages: Iterable[Sequence[memoryview]], chunks: Iterator[memoryview]) -> list[bytes]:
     """Copy chunks through the views of each page, and return the leaves of each page.
 
-    Each chunk is hashed right behind its copy, while it is in the cache. Takes no chunk more than
-    it needs. Raises InvalidRequest if the chunks are too few, empty, or leave bytes over.
+    Each chunk is hashed right after its copy, while it is in the cache. Takes no chunk more than it
+    needs. Raises InvalidRequest if the chunks are too few, empty, or too long.
     """
     made = []
     rest = empty = memoryview(b"")
@@ -67,10 +66,10 @@ FIXED_NBYTES = _FIXED.size
 _MAGIC = b"KV"
 _VERSION_AT = len(_MAGIC)
 _TIMEVAL = struct.Struct("@ll")
-# Asked for where a frame begins, so that a small one takes a single system call. What it gets of
-# a large payload is copied once more, which costs less than the call.
+# Requested where a frame begins, so that a small frame takes a single system call. The part of a
+# large payload in it is copied once more, which costs less than the call.
 _AHEAD_NBYTES = 4096
-_VIEWS_MAX = 1024  # that a system call takes, IOV_MAX
+_VIEWS_MAX = 1024  # IOV_MAX of a system call
 
 
 def pack_fixed(header_nbytes: int, payload_nbytes: int, version: int = PROTOCOL_VERSION) -> bytes:
@@ -79,7 +78,7 @@ def pack_fixed(header_nbytes: int, payload_nbytes: int, version: int = PROTOCOL_
 
 
 def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int, int]:
-    """Unpack a frame's fixed part to (header_nbytes, payload_nbytes). Raises ProtocolError.
+    """Unpack a frame's fixed part to (header_nbytes, payload_nbytes).
 
     Raises ProtocolError for anything that is not a frame.
     """
@@ -107,14 +106,14 @@ def timeval(seconds: float) -> bytes:
 class FrameSocket:
     """A connected stream socket, TCP or Unix.
 
-    One thread at a time; a failure leaves it unusable: close it.
+    For one thread at a time; after a failure it must be closed.
 
-    `arm(seconds)` sets the time until which the following transfers must be done; they raise
-    TimeoutError after it, ConnectionError if the peer is gone and ProtocolError for bad framing.
-    The kernel's own send and receive timeouts do the waiting, so there is no poll before each call.
+    `arm(seconds)` sets the deadline of the following transfers; they raise TimeoutError after it,
+    ConnectionError if the peer is gone and ProtocolError for bad framing. The kernel's own send and
+    receive timeouts do the waiting, so there is no poll before each call.
     """
 
-    holds = False  # whether the node may hold slots for it, as over shared memory
+    holds = False  # whether the node may hold slots for this connection, as over shared memory
 
     def __init__(self, sock: socket.socket, version: int = PROTOCOL_VERSION) -> None:
         """Wrap a connected socket; `version` is the protocol's, until the peer's is known."""
@@ -127,11 +126,12 @@ class FrameSocket:
         self._timeout_s = 0.0
         self._deadline = 0.0
         self._ahead = memoryview(bytearray(_AHEAD_NBYTES))
-        self._early = self._ahead[:0]  # the part of it that was received and not handed out yet
-        self.heard = False  # whether anything came since somebody reset this
-        # the peer got the beginning of something only: what is sent next would be taken for its end
+        self._early = self._ahead[:0]  # bytes that were received ahead and not consumed yet
+        self.heard = False  # whether any byte arrived since this was last reset
+        # only the beginning of something was sent: the peer would take the next bytes for its end
         self.torn = False
-        self.holds = False  # whether the node may hold slots for it; on some wires it never does
+        # whether the node may hold slots for it; on some transports it never does
+        self.holds = False
         # Called with the length of a header before it is received; may raise to refuse it.
         self.admit: Callable[[int], None] = lambda header_nbytes: None
 
@@ -150,7 +150,7 @@ class FrameSocket:
     def _set_timeouts(self, seconds: float) -> None:
         """Set the socket's timeouts to somewhat less; early wake-ups check the deadline.
 
-        Calls with about the same time left therefore set them once.
+        So calls with about the same time left set them once.
         """
         self._timeout_s = seconds * 0.75
         packed = timeval(self._timeout_s)
@@ -202,10 +202,7 @@ class FrameSocket:
         return self._recv_header(header_nbytes_max)
 
     def _receive_ahead(self) -> bool:
-        """Wait until there are early bytes; return False if the socket's timeout passed first.
-
-        False if none came before the socket's timeout.
-        """
+        """Wait until there are early bytes; return False if the socket's timeout passed first."""
         if self._early.nbytes:
             return True
         try:
@@ -219,10 +216,7 @@ class FrameSocket:
         return True
 
     def _receive(self, view: memoryview, flags: int = 0) -> int:
-        """Receive a byte or more; 0 at the end. Raises BlockingIOError on timeout.
-
-        BlockingIOError: the socket's timeout passed.
-        """
+        """Receive a byte or more; 0 at the end. Raises BlockingIOError on timeout."""
         return self._sock.recv_into(view, view.nbytes, flags)
 
     def _recv_header(self, header_nbytes_max: int) -> tuple[bytes, int]:
@@ -262,7 +256,7 @@ class FrameSocket:
         """Send all views in few system calls; each costs a wait for the GIL among many threads.
 
         `next_s` returns the seconds for the next CHUNK_NBYTES, or the rest, and may raise. Without
-        it the armed deadline is for everything.
+        it the armed deadline covers everything.
         """
         left = collections.deque(views)
         try:
@@ -329,7 +323,7 @@ class FrameSocket:
     def quiet(self) -> bool:
         """Return whether the peer has sent nothing more and not hung up.
 
-        Each lease asks this: by `poll` it takes 3 µs, by an exception 15.
+        Each lease calls this: by `poll` it takes 3 µs, by an exception 15.
         """
         return not self._early.nbytes and not self._news.poll(0)
 

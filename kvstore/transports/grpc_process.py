@@ -1,11 +1,11 @@
 """Keep calls out of gRPC while this process forks, and check that it has what gRPC needs.
 
 gRPC prepares for a fork only if no thread is inside it. Otherwise it can not be used in the child,
-and a child has broken its parent's connections. So a fork waits for calls that are under way, and
-calls wait for the fork.
+and the child may break its parent's connections. So a fork waits for running calls, and calls wait
+for the fork.
 
 At its start gRPC takes descriptors and threads. If this process has none left, gRPC does not fail:
-it waits for twelve seconds, whatever the deadline, and ends the process.
+it waits for twelve seconds, whatever the deadline, and aborts the process.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import TypeVar
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.sync import NoThread, in_main_thread, run_in_helper_thread
 
-DESCRIPTORS = 16  # it aborted with up to 5
+DESCRIPTORS = 16  # gRPC aborted with up to 5
 THREADS = 8  # and with up to 4
 
 
@@ -61,7 +61,7 @@ def _check() -> None:
 
 Outcome = TypeVar("Outcome")
 
-# that a fork waits for calls: those of a node that hangs go on, and the child can not use gRPC
+# A fork waits this long for calls. Calls of a hanging node go on, and the child can not use gRPC
 FORK_S_MAX = 0.5
 LOOK_S = 0.0005
 
@@ -69,7 +69,7 @@ LOOK_S = 0.0005
 class _Gate:
     """Let calls into gRPC while this process does not fork.
 
-    Calls come in helper threads, which no handler interrupts.
+    Calls come from helper threads, which no signal handler interrupts.
 
     `unusable`: this is a child of a fork that began while a call was inside, so gRPC can not be
     used here.
@@ -78,7 +78,7 @@ class _Gate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
-        self.forking: list[None] = []  # one for each thread that forks
+        self.forking: list[None] = []  # one entry for each thread that forks
         self.unusable = False
 
     def run(self, work: Callable[[], Outcome]) -> Outcome:
@@ -118,9 +118,9 @@ class _Gate:
 
 
 gate = _Gate()
-# A signal handler may raise in what is written in Python, and what is left of that does not happen.
-# A gate that stays closed would hang every later call, so C closes and opens it. The `before` that
-# is registered last is called first.
+# A signal handler may raise in Python code and skip the rest of it. A gate that stays closed would
+# hang every later call, so C code closes and opens it. The `before` registered last is called
+# first.
 os.register_at_fork(before=gate.wait_for_calls, after_in_child=gate.after_in_child)
 os.register_at_fork(
     before=partial(gate.forking.append, None),

@@ -32,17 +32,18 @@ from kvstore.transports.tls import ClientTls
 
 Result = TypeVar("Result")
 
-FRAMES_MAX = 2  # that wait to be sent: while one is sent the next one is made
-# Refuse compressed answers by their head. Some grpcio that engines have unpack a message without a
-# limit and compare its size afterwards, so that a node could fill an engine's memory.
+FRAMES_MAX = 2  # frames waiting to be sent: while one is sent, the next one is made
+# Refuse compressed answers by their head. Some grpcio versions that engines have decompress a
+# message without a limit and compare its size afterwards, so that a node could fill an engine's
+# memory.
 IDENTITY_ONLY = 1
 
 
 class Outbox:
     """Carry frames from the thread that makes them to gRPC's, which sends them.
 
-    One thread puts, another iterates, any may `end` it. Only the thread that puts a frame reads
-    what it is made of, so a call that is over touches it no more, however it ended.
+    One thread puts, another iterates, any may `end` it. Only the thread that puts a frame reads its
+    pages, so a finished call never touches them again.
     """
 
     def __init__(self) -> None:
@@ -51,19 +52,16 @@ class Outbox:
         self._ended = False
 
     def put(self, frame: bytes) -> bool:
-        """Queue a frame when there is space; return False if the queue was ended.
-
-        False: nobody takes it, because it was ended.
-        """
+        """Queue a frame when there is space; return False if the queue was ended."""
         self._room.acquire()
         if self._ended:
-            self._room.release()  # the next one does not wait either
+            self._room.release()  # so that the next `put` does not wait either
             return False
         self._frames.put(frame)
         return True
 
     def end(self, *_: object) -> None:
-        """End the queue: no more frames come, or nobody sends them."""
+        """End the queue: no more frames are made, or none are sent."""
         self._ended = True
         self._room.release()
         self._frames.put(None)
@@ -101,9 +99,9 @@ _METHODS = {
 class GrpcWire:
     """Call a node over one channel, on which gRPC multiplexes the calls of many threads.
 
-    The channel has a condition that all its calls take, in any thread. A signal handler that raises
-    just then leaves it taken, and every later call and `close` would hang: so the main thread does
-    not enter gRPC, another does it.
+    All calls take a condition of the channel, in any thread. A signal handler that raises just then
+    would leave it locked, and every later call and `close` would hang. So the main thread does not
+    enter gRPC; a helper thread does.
     """
 
     name = "grpc"
@@ -113,14 +111,14 @@ class GrpcWire:
     ) -> None:
         """Prepare a channel to a node.
 
-        `target` is host:port, or what `grpc_target` makes of addresses; `authority` is the name
-        that the peer sees then. Without `tls` the channel is plain. Raises Unavailable for unusable
+        `target` is host:port, or addresses in the form of `grpc_target`; then `authority` is the
+        name that the peer sees. Without `tls` the channel is plain. Raises Unavailable for unusable
         TLS files.
         """
         self._pid = os.getpid()
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         if tls is not None and tls.renamed:
-            authority = tls.name  # gRPC compares that, too, with the certificate at each call
+            authority = tls.name  # gRPC compares this with the certificate, too, at each call
         options = [
             ("grpc.default_authority", authority or target),
             ("grpc.max_receive_message_length", MESSAGE_NBYTES_MAX),
@@ -132,7 +130,7 @@ class GrpcWire:
             ("grpc.enable_http_proxy", 0),
         ]
         pems = None if tls is None else tls.pems()
-        # Also of who is called by an address
+        # Also for calls by IP address
         named = () if tls is None else (("grpc.ssl_target_name_override", tls.name),)
 
         def channel() -> grpc.Channel:
@@ -197,7 +195,7 @@ class GrpcWire:
             with stream.whole(
                 self._put(iter(outbox), timeout=deadline.remaining(), metadata=told)
             ) as replies:
-                # Nothing waits for a stream that the node or the time ended
+                # Nothing shall wait for a stream that the node or the deadline ended
                 replies.add_done_callback(outbox.end)
                 outbox.put(pb.PutFrame(begin=request).SerializeToString())
                 verdicts = list(next(replies).begin.verdicts)
@@ -211,7 +209,7 @@ class GrpcWire:
                     )
                 outbox.end()
                 if chosen:
-                    next(replies)  # of the commit
+                    next(replies)  # the reply to the commit
                 for _ in replies:
                     pass  # an error would be raised here
             return verdicts
@@ -220,7 +218,7 @@ class GrpcWire:
         except StopIteration as error:
             raise ProtocolError("the node ended a put without an answer") from error
         finally:
-            outbox.end()  # gRPC's sending thread waits there; it must not stay
+            outbox.end()  # gRPC's sending thread waits there and must end
 
     def get(
         self,
@@ -286,7 +284,7 @@ class GrpcWire:
         return Followed(lambda: self._stub.Follow(request, timeout=seconds, metadata=told), end)
 
     def close(self) -> None:
-        """End the calls and close the channel; in a forked child, do nothing.
+        """End the calls and close the channel.
 
         In a child of a fork it does nothing: the channel is the parent's.
         """
@@ -295,7 +293,7 @@ class GrpcWire:
         close = partial(gate.run, self._channel.close)
         if in_main_thread():
             with contextlib.suppress(RuntimeError):
-                start_thread(close, "kvstore-close")  # nobody waits for it
+                start_thread(close, "kvstore-close")  # in a thread that is not waited for
         else:
             close()
 
@@ -303,7 +301,7 @@ class GrpcWire:
 class Followed:
     """A stream of views, to be iterated once.
 
-    It begins then; nobody is inside gRPC before.
+    It starts with the iteration; before that no thread is inside gRPC.
     """
 
     in_grpc = True
@@ -322,7 +320,7 @@ class Followed:
         except ValueError as error:
             raise _translated(error) from error
         except grpc.RpcError as error:
-            # Which is how it ends when all is well
+            # The deadline is the stream's normal end
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise _translated(error) from error
         finally:
@@ -353,7 +351,7 @@ def _send(pages: Iterable[Pieces], outbox: Outbox) -> None:
 class _Stream:
     """A call that moves pages.
 
-    Whatever ends it early, an interrupt of its caller too, ends it at the node.
+    Whatever ends it early, such as an interrupt, cancels it at the node.
     """
 
     def __init__(self) -> None:
@@ -390,13 +388,13 @@ def _in_grpc(work: Callable[[], Result], stop: Callable[[], object] | None = Non
 
 
 def _translated(error: grpc.RpcError | ValueError) -> Exception:
-    if isinstance(error, ValueError):  # how gRPC says that the channel is closed
+    if isinstance(error, ValueError):  # gRPC raises this for a closed channel
         return Unavailable(f"the connection was closed: {error}")
     return from_status(error.code().value[0], error.details() or error.code().name)
 
 
 def _page_bytes(frame: bytes) -> memoryview:
-    """Return the page bytes of a GetFrame; empty if it has none. Raises DecodeError.
+    """Return the page bytes of a GetFrame; empty if it has none.
 
     Raises DecodeError for what is no GetFrame.
     """

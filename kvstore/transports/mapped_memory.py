@@ -1,8 +1,8 @@
 """Map a node's arena into this process and lend its slots for reads and writes.
 
-The contexts of `kvstore.transports.shm` make and end slots. Views are released when the slot is not
-the client's any more, so that a use after that raises ValueError. What a caller made of a view and
-kept (a numpy array) is its own to drop before; one that still stands is InvalidRequest.
+The contexts of `kvstore.transports.shm` begin and end the use of slots. Views are released at the
+end, so that a later use raises ValueError. A caller must drop objects made from a view, such as
+numpy arrays, before; one that still exists raises InvalidRequest.
 """
 
 import ctypes
@@ -21,8 +21,7 @@ from kvstore.transports.connections import Lease, exchange, request_header
 from kvstore.transports.unix_sockets import DescriptorSocket
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; mmap does not name it
-# Entered into the page table by one call: about 75 us, for which a thread that maps or unmaps
-# memory may wait.
+# Mapped by one call: about 75 us, for which a thread that maps or unmaps memory may wait.
 _POPULATE_STEP_NBYTES = 1 << 20
 _DEPOPULATE_STEP_NBYTES = 64 << 20
 
@@ -32,16 +31,15 @@ class ArenaMap:
 
     Thread-safe.
 
-    There is no `close`: the map ends with its last view, so that no thread can touch memory that
-    was unmapped. Memory of a node that died stays valid, if dead, for a thread that still reads it.
+    There is no `close`: the map ends with its last view, so that no thread can touch unmapped
+    memory. Memory of a dead node stays readable for a thread that still uses it.
 
-    `memory`, at `address`, is all of it, for a GPU driver that must be told once which memory to
-    expect. Offsets and views come from the contexts of `kvstore.transports.shm`; other bytes belong
-    to other clients.
+    `memory`, at `address`, is all of it, for a GPU driver that must register it once. Offsets and
+    views come from the contexts of `kvstore.transports.shm`; other bytes belong to other clients.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Map the arena behind `fd`, which stays the caller's. Raises ProtocolError.
+        """Map the arena behind `fd`, which stays the caller's.
 
         Raises ProtocolError if it is not an arena of `nbytes` bytes.
         """
@@ -61,7 +59,7 @@ class ArenaMap:
             raise ProtocolError("the node passed an arena that could shrink under its readers")
         self.nbytes = nbytes
         self._map = mmap.mmap(fd, nbytes)
-        # A forked child may live on when this process is gone and its slots belong to others.
+        # A forked child may outlive this process, when its slots belong to other clients.
         self._map.madvise(mmap.MADV_DONTFORK)
         self.memory = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -83,10 +81,11 @@ class ArenaMap:
         ]
 
     def populate(self, stop: Event) -> None:
-        """Enter the arena into this process's page table, until done or stopped.
+        """Map the arena's pages into this process, until done or stopped.
 
-        Otherwise the first use of each 4 KiB pays for it, which makes the first pass over the arena
-        three times slower (measured). 75 ms per GiB, in small steps between which others may run.
+        Otherwise the first use of each 4 KiB page faults, which makes the first pass over the arena
+        three times slower (measured). 75 ms per GiB, in small steps between which other threads may
+        run.
         """
         for start in range(0, self.nbytes, _POPULATE_STEP_NBYTES):
             try:
@@ -97,17 +96,17 @@ class ArenaMap:
                     min(_POPULATE_STEP_NBYTES, self.nbytes - start),
                 )
             except OSError:
-                return  # an older kernel: each page enters when it is first used
+                return  # an older kernel: each page is mapped at its first use
             if stop.wait(0.0001):
                 return
 
     def depopulate(self) -> None:
         """Remove the arena from the page table again.
 
-        Bytes and views stay: who still uses one enters its page anew.
+        Bytes and views stay: the next use faults its page in again.
 
-        Python unmaps with the GIL, 60 ms and more for each GiB that is entered, in whichever thread
-        drops the last view; after this, next to nothing is left to do then.
+        Python unmaps with the GIL held, 60 ms and more per mapped GiB, in whichever thread drops
+        the last view; after this, next to nothing is left to do then.
         """
         for start in range(0, self.nbytes, _DEPOPULATE_STEP_NBYTES):
             advise(
@@ -118,15 +117,15 @@ class ArenaMap:
             )
 
 
-# A release is a few bytes, for which a socket has room at once, also that of a node that is
-# stopped. If it has none, this is after the deadline of a call that failed, so short.
+# A release is a few bytes, for which a socket has space at once, even if the node is stopped. If
+# not, the deadline of a call that failed has passed, so this is short.
 RELEASE_S = 0.1
 
 
 class _Slots:
-    """Hold slots for one thread.
+    """Slots for one thread.
 
-    `offsets`: where each slot is in `arena`.
+    `offsets`: of each slot in `arena`.
     """
 
     def __init__(
@@ -174,10 +173,10 @@ class _Slots:
 
 
 class ReservedSlots(_Slots):
-    """Hold slots to write in.
+    """Slots to write to.
 
-    `verdicts`: a PutVerdict per key. `pages`, `offsets`: of the keys with verdict WRITE, in order:
-    a writable view of `page_nbytes` bytes each, and where in `arena` it is.
+    `verdicts`: a PutStatus per key. `pages`, `offsets`: of the keys with status WRITE, in order: a
+    writable view of `page_nbytes` bytes each, and its offset in `arena`.
     """
 
     def __init__(
@@ -199,10 +198,10 @@ class ReservedSlots(_Slots):
         self._waiting = bool(offsets)
 
     def commit(self, leaves: Sequence[bytes]) -> None:
-        """Make the pages visible, whose bytes are in place.
+        """Make the pages visible, whose bytes are complete.
 
-        `leaves`: `kvstore.checksum.leaves` of each page. Nothing may write to them any more,
-        neither a thread nor a GPU.
+        `leaves`: `kvstore.checksum.leaves` of each page. Afterwards neither a thread nor a GPU may
+        write to them.
         """
         if not self._waiting:
             raise InvalidRequest(
@@ -216,7 +215,7 @@ class ReservedSlots(_Slots):
         self._waiting = False
 
     def end(self) -> None:
-        """Give the slots back if they were not committed."""
+        """Release the slots if they were not committed."""
         try:
             self._drop()
         finally:
@@ -226,10 +225,10 @@ class ReservedSlots(_Slots):
 
 
 class AcquiredSlots(_Slots):
-    """Hold slots to read.
+    """Slots to read from.
 
     `hits`: a bool per key. `pages`, `checksums`, `offsets`: of the hits, in order: a read-only view
-    each, the checksum that its bytes must have, and where in `arena` it is. Of a request with
+    each, the checksum that its bytes must have, and its offset in `arena`. For a request with
     ranges `pages` and `offsets` have each range of each hit.
     """
 
@@ -252,7 +251,7 @@ class AcquiredSlots(_Slots):
         super().__init__(lease, arena, offsets, sizes * count, writable=False)
 
     def end(self) -> None:
-        """Let the node evict the pages again."""
+        """Allow the node to evict the pages again."""
         try:
             self._drop()
         finally:
@@ -261,11 +260,11 @@ class AcquiredSlots(_Slots):
 
 
 def release(lease: Lease[DescriptorSocket]) -> None:
-    """Give a lease's slots back, even when the deadline passed or the exchange before failed.
+    """Release a lease's slots, even when the deadline passed or the exchange before failed.
 
-    Without it the node, which can not tell a client that is still writing from one that is not,
-    keeps the slots until the process ends. It is not sent behind half a frame: of a request that
-    did not arrive the node holds nothing.
+    Otherwise the node would keep the slots until the process ends, because it can not tell whether
+    a client still writes. It is not sent after half a frame: the node holds nothing for a request
+    that did not arrive.
     """
     if not give_back(lease.connection):
         lease.in_step = False
@@ -274,7 +273,7 @@ def release(lease: Lease[DescriptorSocket]) -> None:
 def give_back(connection: DescriptorSocket) -> bool:
     """Tell the node that this connection holds no slots.
 
-    False: it could not be told.
+    Return False if it could not be told.
     """
     if connection.torn:
         return False

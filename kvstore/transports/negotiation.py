@@ -1,9 +1,9 @@
 """Negotiate the transport to a node: say hello, then connect by the best one that works.
 
-host:port           gRPC: hello   --> shared memory, or else bulk TCP, or else gRPC itself
-    known before    frames: hello --> shared memory, or else bulk TCP;  gRPC: hello, if that fails
-bulk://host:port    frames: hello --> shared memory, or else bulk TCP
-unix:/path          frames: hello --> shared memory
+    host:port           gRPC: hello   --> shared memory, or else bulk TCP, or else gRPC itself
+    with a known port   frames: hello --> shared memory, or else bulk TCP;  if that fails, as above
+    bulk://host:port    frames: hello --> shared memory, or else bulk TCP
+    unix:/path          frames: hello --> shared memory
 
 gRPC is imported when the first address needs it: a process without such an address needs no gRPC.
 """
@@ -52,22 +52,22 @@ log = logging.getLogger(__name__)
 
 Tried = TypeVar("Tried", BulkWire, ShmWire)
 
-# Where the resolver's earlier answer is known, wait so long for a new one; then try the old one.
+# If an earlier answer of the resolver is known, wait this long for a new one; then use the old.
 FRESH_S = 0.1
-# The wires that are tried before gRPC, the best one first, and what a warning says without them.
+# The transports tried before gRPC, the best one first, and what a warning says without them.
 BETTER = (("shm", "no shared memory"), ("bulk", "using gRPC"))
 GRPC = "grpc"
 RANK = {ShmWire.name: 0, BulkWire.name: 1, GRPC: 2}
-# Of the time to connect, for frames at the known port: gRPC has the rest if no node answers there.
+# Share of the time to connect for frames at the known port; gRPC has the rest
 FRAMES_SHARE = 0.5
 
 
 class Addresses:
     """Resolve one host's name under a deadline. Thread-safe.
 
-    The system's resolver has no deadline and may take half a minute, so a thread asks it. Many
-    callers may wait for that thread. A hanging query costs its callers their deadline and the
-    process one thread. The name is resolved anew for each connection, so that it may move.
+    The system's resolver has no deadline and may take half a minute, so it runs in a thread, for
+    which many callers may wait. A hanging query costs its callers their deadline and the process
+    one thread. The name is resolved again for each connection, so that it may change.
     """
 
     def __init__(self, host: str) -> None:
@@ -108,7 +108,7 @@ class Addresses:
 
 
 def grpc_target(found: Sequence[str], port: int) -> str:
-    """Return resolved addresses as gRPC takes them, so that its own resolver has nothing to do.
+    """Return resolved addresses in gRPC's form, so that its own resolver is not needed.
 
     One list holds one family: IPv4 beside IPv6 is written as IPv6.
     """
@@ -128,7 +128,7 @@ class _Question:
         self.error: Exception | None = None
         try:
             start_thread(self._ask, f"kvstore-resolve-{host}")
-        except RuntimeError as error:  # no more threads can be had
+        except RuntimeError as error:  # no more threads can be started
             self.error = error
             self.answered.set()
 
@@ -152,11 +152,11 @@ def _is_numeric(host: str) -> bool:
 
 @dataclass
 class Negotiated:
-    """The outcome of a negotiation: an open wire to one run of a node, and its hello.
+    """Result of a negotiation: an open transport to one run of a node, and its hello.
 
-    `better`: a better wire should have worked and did not, so negotiating again may find it. `grpc`
-    opens another channel to the node; None: the address names no gRPC port. `tells_views`: the node
-    answers `follow` by frames, as far as known.
+    `better`: a better transport should have worked and did not, so negotiating again may find it.
+    `grpc` opens another channel to the node; None: the address names no gRPC port. `tells_views`:
+    the node answers `follow` by frames, as far as known.
     """
 
     wire: Wire
@@ -167,7 +167,7 @@ class Negotiated:
 
     @property
     def rank(self) -> int:
-        """Return the rank of the wire; 0 is the best."""
+        """Return the rank of the transport; 0 is the best."""
         return RANK[self.wire.name]
 
     def follow(self, number: int, seconds: float, deadline: Deadline) -> Views:
@@ -181,7 +181,7 @@ class Negotiated:
             except ProtocolError:
                 if self.grpc is None:
                     raise
-                self.tells_views = False  # an older node, which tells them over gRPC only
+                self.tells_views = False  # an older node, which sends them over gRPC only
         if self.grpc is None:
             raise ProtocolError("this node does not tell of views by frames; update it")
         channel = self.grpc(deadline)
@@ -193,7 +193,7 @@ class Negotiated:
 
 
 class First(NamedTuple):
-    """The wire on which the node answered hello first, and its answer."""
+    """The transport on which the node answered hello first, and its answer."""
 
     wire: Wire
     hello: pb.HelloReply
@@ -202,8 +202,8 @@ class First(NamedTuple):
 class Known(NamedTuple):
     """Where the node at a gRPC address serves frames, and how to recognize it there.
 
-    By its run (`instance_id`) or by its cluster and member name: another node may have taken over
-    its ports.
+    It is recognized by its run (`instance_id`) or by its cluster and member name: another node may
+    have taken over its ports.
     """
 
     bulk_port: int
@@ -211,7 +211,7 @@ class Known(NamedTuple):
     member: str = ""
 
     def is_said_by(self, hello: pb.HelloReply) -> bool:
-        """Return whether this hello comes from the node that was known."""
+        """Return whether this hello comes from the known node."""
         same_run = bool(self.instance_id) and hello.instance_id == self.instance_id
         return same_run or (
             bool(self.member) and member_name(hello.view.cluster, hello.member_id) == self.member
@@ -219,7 +219,7 @@ class Known(NamedTuple):
 
 
 def member_name(cluster: str, member: str) -> str:
-    """Return a name that is unique among the members of all clusters; empty: it is no member."""
+    """Return a name that is unique among the members of all clusters; empty for no member."""
     return f"{cluster}/{member}" if cluster and member else ""
 
 
@@ -230,9 +230,9 @@ def import_grpc_for(addresses: Iterable[str]) -> None:
 
 
 class Negotiation:
-    """Negotiates with one node.
+    """Negotiate with one node.
 
-    Thread-safe. Wires that it has opened belong to the caller.
+    Thread-safe. Opened transports belong to the caller.
     """
 
     def __init__(self, address: str, config: ClientConfig) -> None:
@@ -251,9 +251,9 @@ class Negotiation:
             self._known = Known(bulk_port, member=member)
 
     def open(self, deadline: Deadline) -> Negotiated:
-        """Open the best wire.
+        """Open the best transport.
 
-        Raise Unavailable, DeadlineExceeded, ProtocolError or the node's own error.
+        Raises Unavailable, DeadlineExceeded, ProtocolError or the node's own error.
         """
         limit = deadline.sooner(self._config.connect_timeout_s)
         if self._at.scheme == "unix":
@@ -280,7 +280,7 @@ class Negotiation:
     ) -> tuple[First | None, bool]:
         """Say hello by frames at the known port, so that clients survive an outage of gRPC.
 
-        Return the reply, or None, and whether nobody answered. Without a reply, ask over gRPC:
+        Return the reply, or None, and whether the connection failed. Without a reply, use gRPC:
         another node may have the port now.
         """
         try:
@@ -336,7 +336,7 @@ class Negotiation:
                     f"{self._address} did not answer within {limit.seconds:.3g} s"
                 ) from error
             except Unavailable as error:
-                if "SETTINGS frame" in str(error):  # whoever answers there speaks no HTTP/2
+                if "SETTINGS frame" in str(error):  # the peer speaks no HTTP/2
                     said = (
                         f"{self._address} answers, but not over gRPC; if this is the node's "
                         "bulk port"
@@ -377,7 +377,7 @@ class Negotiation:
     def _checked(self, wire: Wire, hello: pb.HelloReply) -> pb.HelloReply:
         """Return the hello.
 
-        Close the wire and raise ProtocolError if its limits are impossible.
+        Raises ProtocolError, and closes the transport, if its limits are impossible.
         """
         if not hello.limits.batch_keys_max:
             wire.close()
@@ -389,9 +389,9 @@ class Negotiation:
     def _best(
         self, first: First, found: tuple[str, ...], deadline: Deadline, silent: bool = False
     ) -> Negotiated:
-        """Connect by the best wire that works, or by the configured one, or raise Unavailable.
+        """Connect by the best transport that works, or by the configured one, or raise Unavailable.
 
-        `silent`: nobody answered at the port where the node served frames before.
+        `silent`: nothing answered at the port where the node served frames before.
         """
         hello = self._checked(first.wire, first.hello)
         try:
@@ -418,9 +418,9 @@ class Negotiation:
     def _better(
         self, first: First, found: tuple[str, ...], deadline: Deadline
     ) -> tuple[Wire, bool]:
-        """Return (the best wire that works, whether a better one should have worked and did not).
+        """Return (best working transport, whether a better one should have worked and did not).
 
-        Each try has half of the time that is left, so that one that hangs leaves time for the next.
+        Each try has half of the remaining time, so that one that hangs leaves time for the next.
         """
         wanted, hello = self._config.wire, first.hello
         connect: dict[str, Callable[[Deadline], Wire | None]] = {
@@ -450,7 +450,7 @@ class Negotiation:
     def _shm(self, hello: pb.HelloReply, deadline: Deadline) -> Wire | None:
         """Connect by shared memory.
 
-        None: it can not be expected to work, as with a node on another host.
+        Return None if it can not be expected to work, as with a node on another host.
         """
         if not hello.shm_socket:
             if self._config.wire == "shm":
@@ -467,16 +467,14 @@ class Negotiation:
         except (
             Unauthenticated,
             Forbidden,
-        ) as error:  # it asks for a token, also of who has a certificate
+        ) as error:  # the node requires a token, even with a certificate
             if self._config.wire == "shm":
                 raise Unavailable(
                     f"{self._address} serves no shared memory to this client: {error}"
                 ) from error
             log.info("%s: no shared memory: %s", self._address, error)
             return None
-        except (
-            ProtocolError
-        ) as error:  # whoever listens there: the node itself was asked and is all right
+        except ProtocolError as error:  # another process listens there: the node itself is healthy
             raise Unavailable(f"{hello.shm_socket}: {error}") from error
         except Unavailable:
             if wire.elsewhere and self._config.wire == "auto":
@@ -497,7 +495,7 @@ class Negotiation:
 def _hello(control: Wire, limit: Deadline) -> pb.HelloReply:
     """Say hello; again without a version to an older node that refuses ours.
 
-    Raise ProtocolError if it is too old.
+    Raises ProtocolError if it is too old.
     """
     try:
         return cast(

@@ -1,7 +1,7 @@
 """Move one batch over several connections, because one connection uses only one core.
 
-On 16 cores a connection moves 3.5 GB/s and eight 14 to 19. On two cores the node has the other one:
-nothing is gained.
+On 16 cores a connection moves 3.5 GB/s and eight 14 to 19. On two cores nothing is gained: the node
+has the other one.
 """
 
 import collections
@@ -16,10 +16,11 @@ from kvstore.threads import ThreadPool, begin, end, wait_for
 
 T = TypeVar("T")
 
-STREAM_NBYTES_MIN = 16 << 20  # of page bytes: less is over before another thread has begun
+STREAM_NBYTES_MIN = 16 << 20  # page bytes for each: less is moved before another thread has started
 STREAMS_MAX = 4
-THREADS_MAX = 8  # of one wire: beside them its callers work for themselves
-CORES_EACH = 3  # of this machine's: one here, one at the node if it is the same, one for the engine
+THREADS_MAX = 8  # threads of one transport, beside its callers' own
+# cores of this machine per stream: one here, one for a local node, one for the engine
+CORES_EACH = 3
 
 
 def stream_count(pages: int, page_nbytes: int) -> int:
@@ -42,9 +43,9 @@ class ThreadLease:
 
 
 class ParallelTransfer:
-    """Own the threads of a transport or a client, made when they are needed.
+    """Threads of a transport or a client, started when needed.
 
-    A call waits for none: behind other calls it would miss its deadline.
+    A call never waits for a thread: behind other calls it would miss its deadline.
     """
 
     def __init__(self, threads_max: int = THREADS_MAX, name: str = "kvstore-streams") -> None:
@@ -52,7 +53,7 @@ class ParallelTransfer:
         self._name = name
         self._lock = threading.Lock()
         self._threads: ThreadPool | None = None
-        self._leases: LeaseTable[None] = LeaseTable(threads_max)  # of what is done or about to be
+        self._leases: LeaseTable[None] = LeaseTable(threads_max)  # running or starting jobs
         self._pid = os.getpid()
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | KVStoreError]:
@@ -73,7 +74,7 @@ class ParallelTransfer:
             while left:
                 try:
                     number = left.popleft()
-                except IndexError:  # another took the last one
+                except IndexError:  # another thread took the last call
                     return
                 try:
                     made[number] = calls[number]()
@@ -89,14 +90,14 @@ class ParallelTransfer:
                     break
             take()
             wait_for(others)
-        except Exception:  # of a call that broke: the others end
+        except Exception:  # this call broke: the others end
             end(others)
             raise
         except BaseException:
             try:
                 left.clear()
                 end(others)
-            except BaseException:  # another one, perhaps before the first line of `end`
+            except BaseException:  # a second interrupt, perhaps before the first line of `end`
                 left.clear()
                 end(others)
                 raise
@@ -112,8 +113,8 @@ class ParallelTransfer:
     def _begin(self, done: "Future[None]", work: Callable[[], None]) -> bool:
         """Return whether a thread does the work.
 
-        False: there is none; or the transport is closed, or its threads are the parent's, as the
-        call is going to say.
+        False: no thread is free, the transport is closed, or this is a child of a fork; in the last
+        two cases the call itself raises.
         """
         if os.getpid() != self._pid:
             return False
@@ -123,7 +124,7 @@ class ParallelTransfer:
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPool(self._threads_max, self._name)
-        own = [lease]  # the lease ends with the work, or with what an interrupt leaves of it
+        own = [lease]  # the lease ends with the work, or when an interrupt drops it
         del lease
 
         def ended(_: object) -> None:

@@ -2,10 +2,10 @@
 
 The pages lie in the node's own memory, which is mapped here.
 
-    put   {put} -> verdicts, offsets; write in place; {commit} -> reply
+    put   {put} -> statuses, offsets; write in place; {commit} -> reply
     get   {get} -> hits, checksums, offsets; read in place; {release}, not answered
 
-What the node reserved or held stays as it is for as long as this process lives or until it is
+Slots that the node reserved or holds stay valid while this process lives, or until they are
 released: no time limit, and no eviction under a reader (docs/decisions/0009).
 """
 
@@ -43,10 +43,10 @@ from kvstore.transports.unix_sockets import DescriptorSocket, connected
 from kvstore.transports.view_stream import FrameViews
 
 log = logging.getLogger(__name__)
-# Copied, then hashed while a core's own cache still has them: 1 MiB and its copy are as much as
-# that holds.
+# Copied, then hashed while a core's own cache still has them: 1 MiB and its copy fill that cache.
 STEP_NBYTES = 512 << 10
-# Copied and hashed a second; slower than this a thread waits for the GIL, which both give up.
+# Bytes copied and hashed in a second; below this a thread is waiting for the GIL, which both
+# release.
 CROWDED_BELOW = 400e6
 
 T = TypeVar("T")
@@ -54,14 +54,14 @@ Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 
 
 def socket_here(node_path: str, config: ClientConfig) -> str:
-    """Return the path here of the socket that is at `node_path` where the node is."""
+    """Return the local path of the socket that is at `node_path` on the node."""
     return (
         os.path.join(config.shm_dir, os.path.basename(node_path)) if config.shm_dir else node_path
     )
 
 
 class ShmWire:
-    """Hold connections to one run of one node, and the map of its arena.
+    """Connections to one run of one node, and the map of its arena.
 
     `elsewhere`: the node's socket was not found here, as is normal with a node on another host.
     """
@@ -82,7 +82,7 @@ class ShmWire:
         with `is_here` it is the path here. `instance_id` names the node's run; empty accepts the
         first that answers.
         """
-        self.hello = pb.HelloReply()  # to the first connection
+        self.hello = pb.HelloReply()  # the reply to the first connection
         self._version = version
         self._config = config
         self._path = node_path if is_here else socket_here(node_path, config)
@@ -96,7 +96,7 @@ class ShmWire:
 
     @property
     def arena(self) -> ArenaMap:
-        """Return the mapped arena; there is one after the first connection."""
+        """Return the mapped arena; it exists after the first connection."""
         assert self._arena is not None, "there is none before the first connection"
         return self._arena
 
@@ -110,7 +110,7 @@ class ShmWire:
         except FileNotFoundError as error:
             self.elsewhere = True
             raise Unavailable(f"the node's socket {self._path} does not exist here") from error
-        except OSError as error:  # such as a folder that may not be entered
+        except OSError as error:  # such as a folder without permission
             raise Unavailable(
                 f"the node's socket {self._path} can not be reached: {error}"
             ) from error
@@ -143,7 +143,7 @@ class ShmWire:
     def reserving(
         self, request: pb.PutRequest, deadline: Deadline, until: Deadline | None = None
     ) -> contextlib.AbstractContextManager[ReservedSlots]:
-        """Reserve slots to write in; leaving the context without a commit gives them back.
+        """Reserve slots to write to; leaving the context without a commit releases them.
 
         `until`: the deadline of the commit, if it is another one.
         """
@@ -183,15 +183,15 @@ class ShmWire:
                 try:
                     yield slots
                 except BaseException:
-                    # A view in use: what ended the context says more
+                    # A view in use: the error that ended the context says more
                     with contextlib.suppress(InvalidRequest):
                         slots.end()
                     raise
                 slots.end()
                 connection.holds = False
             except BaseException:
-                # The answer may be on its way, or an interrupt came before the node was told; twice
-                # does no harm.
+                # The answer may be under way, or an interrupt came before the node was told;
+                # releasing twice does no harm.
                 release(lease)
                 raise
         finally:
@@ -231,7 +231,7 @@ class ShmWire:
     ) -> tuple[list[bool], list[int]]:
         """Copy pages out of the mapped slots and verify the copies; see `Wire.get`."""
         nbytes = (segments_nbytes(buffers[0]) if buffers else 0) + (seals.nbytes if seals else 0)
-        count = max(1, len(request.ranges))  # of the parts of each hit
+        count = max(1, len(request.ranges))  # parts of each hit
         with self.acquiring(request, nbytes, deadline) as acquired:
             hits = acquired.hits
             found = [i for i, hit in enumerate(hits) if hit]
@@ -257,10 +257,10 @@ class ShmWire:
     def _each(
         self, work: Callable[[int], T], count: int, nbytes: int, deadline: Deadline
     ) -> list[T]:
-        """Return what `work` makes of each of `count` pages, of each of which it moves `nbytes`.
+        """Return `work` of each of `count` pages; each page moves `nbytes`.
 
-        Several threads do it where there are cores for them. None touches a page any more when this
-        ends.
+        Several threads do it where there are cores for them. None touches a page after this
+        returns.
         """
 
         def of_part(part: slice) -> list[T]:
@@ -289,7 +289,7 @@ class ShmWire:
         connection = DescriptorSocket(self._connected(limit), self._version)
         with greeting(connection, self._path, limit):
             uid = connection.peer.uid
-            # Who could put a socket where the node's should be would be handed our pages.
+            # Another user who could put a socket in the node's place would receive our pages.
             if uid not in (os.geteuid(), 0) and not self._config.shm_dir:
                 raise Unavailable(
                     f"{self._path} is served by uid {uid}; set shm_dir if that is as it should be"
@@ -348,9 +348,9 @@ class ShmWire:
 
 
 def _beside(name: str, work: Callable[[], None]) -> None:
-    """Do work in a thread of its own.
+    """Run work in a separate thread.
 
-    Where none can be had the arena's page tables stay as they are, which is only slower.
+    If none can be started, the arena stays unmapped in the page table, which is only slower.
     """
     try:
         start_thread(work, name)
@@ -374,9 +374,8 @@ def _own_pidfd() -> Iterator[int]:
 class _Pace:
     """Choose the steps in which pages are copied and hashed.
 
-    After each step the GIL is asked for twice, which takes a few us, and beside a thread that
-    computes 5 ms each time: there it is one step for all that is left. One for the process, as the
-    GIL is.
+    After each step the GIL is taken twice, which costs a few us, or 5 ms each time beside a thread
+    that computes: then one step covers the rest. One object for the process, as there is one GIL.
     """
 
     def __init__(self) -> None:
@@ -394,7 +393,7 @@ _pace = _Pace()
 
 
 def _write_page(slot: memoryview, page: Pieces) -> bytes:
-    """Copy the pieces of a page and hash the caller's bytes.
+    """Copy the segments of a page and hash the caller's bytes.
 
     Return their leaves.
     """

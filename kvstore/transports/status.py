@@ -1,6 +1,6 @@
 """Convert errors to and from numeric gRPC codes, which all transports carry.
 
-Frames need no gRPC for them.
+Frames need no gRPC package for them.
 """
 
 import enum
@@ -20,7 +20,7 @@ from kvstore.errors import (
 
 
 class Code(enum.IntEnum):
-    """Those of gRPC's status codes that a node answers with, by gRPC's names and numbers."""
+    """The gRPC status codes that a node answers with, by gRPC's names and numbers."""
 
     CANCELLED = 1
     INVALID_ARGUMENT = 3
@@ -35,7 +35,7 @@ class Code(enum.IntEnum):
     UNAUTHENTICATED = 16
 
 
-# The one table. ConfigError is not in it: it ends a start and never travels.
+# The only table. ConfigError is not in it: it ends a start and is never sent.
 _CODES: dict[type[KVStoreError], Code] = {
     InvalidRequest: Code.INVALID_ARGUMENT,
     UnknownNamespace: Code.NOT_FOUND,

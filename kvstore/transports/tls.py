@@ -1,18 +1,17 @@
 """Send frames over TLS 1.3, configure the client's side, and explain failures in plain words.
 
-    tls_ca, tls_cert, tls_key --> files --checked for each connection--> bulk: a context; gRPC: the
-    bytes tls_name, or else the host --> the name that the node's certificate must have
+    tls_ca, tls_cert, tls_key --> files, checked for each connection --> a context; gRPC: the bytes
+    tls_name, or else the host --> the name that the node's certificate must have
 
 Frames and page bytes are encrypted in memory beside the socket:
 
-    send      page bytes --encrypt--> records --> socket      128 KiB at a time, 8 records a system
-                                                              call
+    send      page bytes --encrypt--> records --> socket     128 KiB, 8 records, per system call
     receive   socket --> records --decrypt--> the memory they are for
 
-Python's own TLS socket knows neither the kernel's timeouts nor MSG_WAITALL, takes two system calls
-for each record of 16 KiB, and reads what is still encrypted as if it were not once another thread
-has shut it down. Here the socket stays the plain one that it was, with its deadlines: a thread that
-shuts it down or asks whether it is quiet need not know of TLS.
+Python's own TLS socket ignores the kernel's timeouts and MSG_WAITALL, takes two system calls for
+each record of 16 KiB, and returns encrypted bytes as plain ones once another thread has shut it
+down. Here the socket stays a plain socket with its deadlines: a thread that shuts it down or checks
+it for input need not know of TLS.
 """
 
 import contextlib
@@ -27,28 +26,28 @@ from kvstore.config import PROTOCOL_VERSION, ClientConfig
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.transports.frames import FrameSocket
 
-# Encrypted and sent, or received, at a time. Each connection that has moved pages keeps three times
-# as much memory.
+# Bytes encrypted and sent, or received, at a time. Each connection that has moved pages keeps three
+# times as much memory.
 STEP_NBYTES = 128 << 10
-# The largest record of TLS: until pages come, no more is received at a time
+# The largest TLS record: until pages come, no more is received at a time
 RECORD_NBYTES = 17 << 10
-# What a node without a place says in place of its part of a handshake, which would cost what the
-# limit saves: a record (alert, TLS 1.2 as in all records, 2 bytes) with a fatal `internal_error`,
-# which RFC 8446 has for a lack of memory.
+# A node at its connection limit sends this instead of a handshake, which would cost what the limit
+# saves: a record (alert, TLS 1.2 as in all records, 2 bytes) with a fatal `internal_error`, which
+# RFC 8446 defines for a lack of memory.
 NO_PLACE = bytes((21, 3, 3, 0, 2, 2, 80))
-_NO_PLACE_REASON = "ALERT_INTERNAL_ERROR"  # as OpenSSL calls it
+_NO_PLACE_REASON = "ALERT_INTERNAL_ERROR"  # OpenSSL's name for it
 
 
 def means_no_place(error: ssl.SSLError) -> bool:
-    """Return whether a TLS error only says that the write buffer is full."""
+    """Return whether a TLS error is the alert of a node at its connection limit."""
     return _NO_PLACE_REASON in (error.reason or "")
 
 
 class TlsFrameSocket(FrameSocket):
     """Send and receive frames as a plain socket does, once `handshake` is over.
 
-    Raises ssl.SSLError, an OSError, for what is no TLS, for a certificate that is not trusted, and
-    for bytes that were changed on the way.
+    Raises ssl.SSLError, an OSError, for bytes that are no TLS, for a certificate that is not
+    trusted, and for bytes that were changed on the way.
     """
 
     def __init__(
@@ -125,9 +124,9 @@ class TlsFrameSocket(FrameSocket):
             try:
                 return self._tls.read(view.nbytes, view)  # type: ignore[return-value]
             except ssl.SSLWantReadError:
-                if fetched:  # half a record: its end has no more time than was armed
+                if fetched:  # half a record: the rest must arrive within the armed time
                     self._check_deadline("receive")
-                self._flush()  # an answer of TLS's own, such as a new key's
+                self._flush()  # a reply of TLS itself, such as a key update
                 fetched = self._fetch(view.nbytes)
             except ssl.SSLZeroReturnError:
                 return 0
@@ -163,9 +162,10 @@ class TlsFrameSocket(FrameSocket):
         return super().quiet and not self._tls.pending() and not self._encrypted.pending
 
 
-PROBE_S = 0.5  # to find out why a node could not be reached over gRPC, which says little
+# seconds to find out why a node could not be reached over gRPC, whose errors say little
+PROBE_S = 0.5
 
-# Of OpenSSL's reasons, and what they mean to who runs a client.
+# OpenSSL's reasons, and their meaning for an operator of a client
 _MEANINGS = {
     "CERTIFICATE_HAS_EXPIRED": "the node's certificate has expired; renew it, or set this host's "
     "clock",
@@ -222,7 +222,7 @@ class ClientTls:
         """
         pems, made = self.pems(), self._made
         if made is None or made[0] is not pems:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # which verifies certificate and name
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # it verifies certificate and name
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             try:
                 made = self._made = pems, pems.into(context)
@@ -275,7 +275,7 @@ def explain_unreachable(
 ) -> str:
     """Return how TLS explains that a node's gRPC port is unreachable; empty if it does not.
 
-    It tries one handshake with each address, for so many seconds in all.
+    It tries one handshake with each address, within so many seconds in all.
     """
     for address in found:
         with (
@@ -293,7 +293,8 @@ def fetch_certificate(sock: socket.socket) -> bytes:
     Raises OSError if the server does not use TLS.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is said to it
+    # nothing secret is sent to it
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with context.wrap_socket(sock) as wrapped:
         return ssl.DER_cert_to_PEM_cert(wrapped.getpeercert(binary_form=True) or b"").encode()
 
@@ -308,16 +309,13 @@ def _explain_plain(sock: socket.socket) -> str:
 
 
 def explain_handshake(sock: socket.socket, tls: ClientTls) -> str:
-    """Return what prevents a TLS handshake with the node; empty if nothing does. Closes the socket.
-
-    It takes the socket.
-    """
+    """Return what prevents a TLS handshake; empty if nothing does. Closes the socket."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     try:
         with tls.pems().into(context).wrap_socket(sock, server_hostname=tls.name) as wrapped:
-            # Of TLS 1.3 a server says only then what it thinks of our certificate; gRPC's says it
-            # by hanging up.
+            # In TLS 1.3 a server rejects our certificate only after the handshake; gRPC's server
+            # does so by hanging up.
             return "" if wrapped.recv(1) else tls.explain_hangup
     except TimeoutError:
         return ""

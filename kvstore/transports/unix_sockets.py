@@ -46,9 +46,9 @@ def check_path(path: str, setting: str) -> None:
 def connected(path: str, seconds: float) -> socket.socket:
     """Connect to a Unix socket. Raises TimeoutError if the listener does not accept in time.
 
-    The kernel waits, as a blocking socket is told: with Python's own timeout a connection is
-    refused at once while the listener's backlog is full, which many clients that come together do
-    to a healthy node.
+    The kernel waits, because the socket is blocking. With Python's own timeout a connection is
+    refused at once while the listener's backlog is full, as when many clients connect to a healthy
+    node.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -66,7 +66,7 @@ def connected(path: str, seconds: float) -> socket.socket:
 class DescriptorSocket(FrameSocket):
     """A connected Unix stream socket.
 
-    A frame may bring one descriptor along, on its first byte.
+    A frame may carry one descriptor, on its first byte.
     """
 
     def __init__(self, sock: socket.socket, version: int = PROTOCOL_VERSION) -> None:
@@ -90,7 +90,7 @@ class DescriptorSocket(FrameSocket):
     def recv_frame_with(self, header_nbytes_max: int) -> tuple[bytes, int, int | None]:
         """Return (header, payload_nbytes, fd); the caller closes a descriptor that came.
 
-        No other method lets one in: `recv_frame` has no space for any, and the kernel closes those.
+        No other method accepts one: `recv_frame` has no space for any, and the kernel closes those.
         """
         assert not self._early.nbytes, "a descriptor comes with the first byte of a frame"
         while True:

@@ -10,15 +10,15 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.connections import exchange
 from kvstore.transports.frames import FrameSocket
 
-ANSWER_S = 5.0  # that a node has for an answer, beside what it is asked to wait
-EARLY_S = 1.0  # before that time it says of no view that there is none
+ANSWER_S = 5.0  # seconds for an answer, beside the wait that was requested
+EARLY_S = 1.0  # an empty answer earlier than this before the end is an error
 
 
 class Views(Protocol):
-    """What a member tells from now on.
+    """Views of a member from now on.
 
-    Iterating raises KVStoreError when it can not go on. `in_grpc`: whoever iterates is inside gRPC,
-    and a fork has to wait until he is not.
+    Iterating raises KVStoreError when it can not continue. `in_grpc`: the iterating thread is
+    inside gRPC, and a fork must wait until it is not.
     """
 
     in_grpc: bool
@@ -30,10 +30,9 @@ class Views(Protocol):
 
 
 class FrameViews:
-    """To be iterated once; ends after `seconds`, or when somebody cancels it.
+    """A stream of views, to be iterated once; ends after `seconds`, or when it is cancelled.
 
-    A fork does it no harm: a child has a copy of the socket, which nobody there uses, and not the
-    thread.
+    A fork does it no harm: the child has an unused copy of the socket, and not the thread.
     """
 
     in_grpc = False
@@ -46,7 +45,7 @@ class FrameViews:
         deadline: Deadline,
         raise_named: Callable[[BaseException, Deadline], None],
     ) -> None:
-        """Take the connection over and ask once without waiting.
+        """Take the connection over and make a first call without waiting.
 
         A node that does not know the request answers with ProtocolError here. `number` is that of
         the known view, `raise_named` as in `ConnectionPool`.
@@ -63,15 +62,15 @@ class FrameViews:
             view = self._first
             while True:
                 if _is_one(view):
-                    # What this member has told, though it is older than what others did: it is not
-                    # to be told again.
+                    # The number that this member has sent, even if others have newer views, so that
+                    # it is not sent again.
                     self._number = view.number
                     yield view
                 left_s = self._end - time.monotonic()
                 if left_s <= 0 or self._cancelled:
                     return
                 view = self._ask(left_s, Deadline(left_s + ANSWER_S))
-                # And so it would go on all the time
+                # Otherwise this would loop without a pause
                 if not _is_one(view) and self._end - time.monotonic() > EARLY_S:
                     raise ProtocolError("a node that was to wait for a view did not wait")
         finally:
@@ -79,7 +78,7 @@ class FrameViews:
             self._connection.close()
 
     def _ask(self, wait_s: float, deadline: Deadline) -> pb.View:
-        """Ask for the next view and return it; an empty view means none came in that time."""
+        """Request the next view and return it; an empty view means none came in that time."""
         request = pb.FollowRequest(number=self._number, wait_ms=round(1000 * wait_s))
         try:
             self._connection.arm(deadline.remaining())
@@ -92,7 +91,7 @@ class FrameViews:
         return view
 
     def cancel(self) -> None:
-        """End the stream here and at the node, from any thread.
+        """Cancel the stream here and at the node, from any thread.
 
         The socket is shut down, because forked children may hold it open.
         """

@@ -1,6 +1,6 @@
 """Define what the client needs of a transport.
 
-`shm.py`, `bulk.py` and `grpc_wire.py` are the three ways.
+`shm.py`, `bulk.py` and `grpc_wire.py` implement it.
 """
 
 from collections.abc import Sequence
@@ -13,23 +13,20 @@ from kvstore.pb import kvstore_pb2 as pb
 
 
 class Wire(Protocol):
-    """Thread-safe.
+    """A transport; thread-safe.
 
     Methods raise the errors of `kvstore.errors` and nothing else.
 
-    `seeds[i]` seeds the checksum of key i. The pieces of a page are flat byte views, all together
-    of the right size. `seals`: of a keyed namespace, those that follow the pages' bytes: made where
-    a page is sent, checked where it has arrived. Nobody touches a page's memory any more when a
-    method has ended, also by an error.
+    `seeds[i]` seeds the checksum of key i. The segments of a page are flat byte views, together of
+    the right size. `seals`: for a keyed namespace, the HMACs that follow the pages' bytes: made
+    where a page is sent, verified where it has arrived. No thread touches a page's memory after a
+    method has returned or raised.
     """
 
     name: str
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
-        """Send one request and return its reply. `op` is the field's name in BulkRequest.
-
-        `op` is the field's name in BulkRequest.
-        """
+        """Send one request and return its reply. `op` is the field's name in BulkRequest."""
 
     def put(
         self,
@@ -50,7 +47,7 @@ class Wire(Protocol):
     ) -> tuple[list[bool], list[int]]:
         """Read pages; return a hit per key and the positions whose bytes failed their checksum.
 
-        A hit is intact and, in a keyed namespace, has its HMAC. Pages without are in
+        A hit is intact and, in a keyed namespace, has its HMAC. Pages without one are in
         `seals.forged`.
         """
 

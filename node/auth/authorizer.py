@@ -101,10 +101,7 @@ class Authorizer:
         ]
 
     def authenticate(self, op: str, peer: str, find: Callable[[], Principal]) -> Principal:
-        """Return the principal of a new connection and record refusals. Raises Unauthenticated.
-
-        Raises Unauthenticated.
-        """
+        """Return the principal of a new connection and record refusals. Raises Unauthenticated."""
         try:
             return find()
         except Unauthenticated as error:

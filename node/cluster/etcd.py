@@ -88,7 +88,7 @@ class EtcdCredentials:
     password: str = field(default="", repr=False)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Read the files and return gRPC credentials. Raises ConfigError for unusable files.
+        """Read the files and return gRPC credentials.
 
         Raises ConfigError for those that can not be read, or do not belong together.
         """
@@ -160,7 +160,7 @@ class Etcd:
         return (_entry(found[0]) if found else Entry(b"", 0, 0)), reply.header.revision
 
     def watch(self, prefix: str, revision: int) -> Iterator[list[Change]]:
-        """Yield changes from `revision` on. Raises Unavailable if it must be read anew.
+        """Yield changes from `revision` on.
 
         Raises Unavailable if it can not go on: read again then.
         """
@@ -193,7 +193,7 @@ class Etcd:
     # ---- leases --------------------------------------------------------------------------
 
     def grant(self, ttl_s: int) -> tuple[int, int]:
-        """Return a new lease and its seconds. Raises Unavailable if it has ended.
+        """Return a new lease and its seconds.
 
         Raises Unavailable for one that has ended already.
         """

@@ -114,10 +114,7 @@ class Identity:
         return known
 
     def save(self, applied: int, to_erase: Sequence[bytes] = ()) -> None:
-        """Save the identity, and note that this node is present now. Raises OSError.
-
-        Raises OSError.
-        """
+        """Save the identity, and note that this node is present now. Raises OSError."""
         self.applied, self.to_erase = applied, list(to_erase)
         if self._path is None:
             return
@@ -172,10 +169,7 @@ def advertised(told: str, host: str, port: int, towards: Sequence[str], scheme: 
 
 
 def with_port(told: str, port: int, scheme: str = "") -> str:
-    """Add this node's port and scheme to an address without a port. Raises ConfigError.
-
-    Raises ConfigError.
-    """
+    """Add this node's port and scheme to an address without a port. Raises ConfigError."""
     if told.startswith(BULK_SCHEME):
         split_address(told)
         return told
@@ -362,7 +356,7 @@ class Membership:
             self._listeners.remove(listener)
 
     def announce(self, state: State) -> None:
-        """Announce this member's state. Raises InvalidRequest for a fixed list of members.
+        """Announce this member's state.
 
         Raises InvalidRequest where its members are a fixed list.
         """
@@ -381,10 +375,7 @@ class Membership:
             self.announce(State.SERVING)
 
     def add_view(self, hello: pb.HelloReply) -> None:
-        """Add the view to a hello. Raises Unavailable while there is none yet.
-
-        Raises Unavailable while there is none yet.
-        """
+        """Add the view to a hello. Raises Unavailable while there is none yet."""
         if self.joining:
             raise Unavailable(
                 "this node is joining its cluster; ask another member, or again in a moment"

@@ -374,7 +374,7 @@ class Registry:
     # ---- steps ---------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Read or write the cluster's settings. Raises ConfigError on conflict.
+        """Read or write the cluster's settings.
 
         Raises ConfigError if this node has others.
         """
@@ -524,10 +524,7 @@ def open_registry(
 
 
 def endpoints_and_name(text: str) -> tuple[list[str], str]:
-    """Parse etcd://HOST:PORT,.../NAME. Raises ConfigError.
-
-    Raises ConfigError.
-    """
+    """Parse etcd://HOST:PORT,.../NAME. Raises ConfigError."""
     if "://" in text.removeprefix(ETCD_SCHEME):  # etcd's own tools take http://HOST:PORT
         bare = re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://", "", text.removeprefix(ETCD_SCHEME))
         raise ConfigError(f"cluster={text!r} has a URL in it: write {ETCD_SCHEME}{bare}")

@@ -122,7 +122,7 @@ class RegistryState:
                 self.entries[key] = entry
 
     def settings(self) -> Settings | None:
-        """Return the cluster's settings; None if nobody has written them. Raises ConfigError.
+        """Return the cluster's settings; None if nobody has written them.
 
         Raises ConfigError for what is not ours.
         """
@@ -222,10 +222,7 @@ def parse_member(name: str, value: bytes) -> Registered:
 
 @functools.lru_cache(2 * MEMBERS_MAX)
 def parse_removed(value: bytes) -> tuple[bytes, bytes]:
-    """Parse a removal to its name and its erasure's, empty without one. Raises ConfigError.
-
-    Raises ConfigError.
-    """
+    """Parse a removal to its name and its erasure's, empty without one. Raises ConfigError."""
     try:
         fields = _fields(value)
         return bytes.fromhex(str(fields["removal"])), bytes.fromhex(str(fields.get("erasure", "")))

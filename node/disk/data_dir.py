@@ -172,7 +172,7 @@ def warn_if_open(path: Path) -> None:
 
 
 def take_lock(path: Path, wait_s: float) -> int:
-    """Take the lock and return its descriptor. Raises BlockingIOError if it stays taken.
+    """Take the lock and return its descriptor.
 
     Raises BlockingIOError if another has it for longer.
     """
@@ -200,7 +200,7 @@ def release_lock(lock: int) -> None:
 
 
 def allow_open_files(extent_count: int) -> None:
-    """Raise the limit on open files: each extent is one. Raises ConfigError if that fails.
+    """Raise the limit on open files: each extent is one.
 
     Raises ConfigError if this process may not have so many.
     """

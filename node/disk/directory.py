@@ -30,10 +30,7 @@ class RowStore(Protocol):
         """Yield page rows from a key on. Raises Exhausted if the disk hangs."""
 
     def page(self, key: bytes) -> PageRow | None:
-        """Return the row of a page; None if there is none. Raises Exhausted if the disk hangs.
-
-        Raises Exhausted if the disk hangs.
-        """
+        """Return the row of a page; None if there is none. Raises Exhausted if the disk hangs."""
 
     def purge(self, needles: Sequence[bytes]) -> int:
         """Rewrite the rows without deleted data; return how many files still contain a needle."""

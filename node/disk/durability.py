@@ -81,10 +81,7 @@ class Durability:
             raise Exhausted(f"not verified, a page can not be read: {error}") from error
 
     def settle(self) -> None:
-        """Return when all removals are durable. Raises Exhausted.
-
-        Raises Exhausted.
-        """
+        """Return when all removals are durable. Raises Exhausted."""
         if self._disk is not None:
             self._barrier(self.begin_wait())
 

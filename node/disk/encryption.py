@@ -117,7 +117,7 @@ class Vault(Protocol):
         """Return the value of a namespace's row."""
 
     def unwrap(self, row_key: bytes, value: bytes) -> tuple[bytes, bytes]:
-        """Return (page key, description) of a row. Raises InvalidRequest if it is not valid.
+        """Return (page key, description) of a row.
 
         Raises InvalidRequest for what it did not wrap.
         """
@@ -219,10 +219,7 @@ def disk_location(offset: int, key: bytes, checksum: bytes) -> DiskLocation:
 
 
 def open_vault(key_file: str, key_command: str) -> Vault:
-    """Return the vault of a key file or command; a plain one without. Raises ConfigError.
-
-    Raises ConfigError.
-    """
+    """Return the vault of a key file or command; a plain one without. Raises ConfigError."""
     if key_file:
         file = f"encrypt_key_file={key_file}"
         return EncryptedVault(_parsed(read_guarded(file, _OTHERS, SECRET_NBYTES_MAX), file))

@@ -268,10 +268,7 @@ class ExtentFiles:
             raise
 
     def trial(self) -> None:
-        """Write, sync and read 4 KiB beside the extents. Raises OSError if that fails.
-
-        Raises OSError if that fails.
-        """
+        """Write, sync and read 4 KiB beside the extents. Raises OSError if that fails."""
         path = self._directory / "trial"
         fd = self._layer.open(path, os.O_RDWR | os.O_CREAT | self._direct)
         try:

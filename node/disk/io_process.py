@@ -144,10 +144,7 @@ class IoProcess:
             self._process.wait(KILL_S)
 
     def close(self) -> None:
-        """Let the process close the rows and end. Raises OSError if it could not, or hangs.
-
-        Raises OSError if it could not, or hangs.
-        """
+        """Let the process close the rows and end. Raises OSError if it could not, or hangs."""
         end = time.monotonic() + END_S
         try:
             if not self.trouble():

@@ -154,7 +154,7 @@ class Channel:
         self._sock.sendall(_HEAD.pack(len(body), number, kind) + body)
 
     def recv(self, timeout_s: float | None = None) -> tuple[int, int, bytes]:
-        """Return (number, kind or outcome, body). Raises EOFError, TimeoutError or Broken.
+        """Return (number, kind or outcome, body).
 
         Raises EOFError if the other side is gone, TimeoutError, Broken.
         """
@@ -170,10 +170,7 @@ class Channel:
         return number, kind, body
 
     def wait(self) -> None:
-        """Wait until something arrives. Raises EOFError at the end of the connection.
-
-        Raises EOFError if nothing ever will.
-        """
+        """Wait until something arrives. Raises EOFError at the end of the connection."""
         self._set_timeout(None)
         self._fill(1)
 

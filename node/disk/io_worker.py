@@ -52,10 +52,7 @@ class IoWorker:
         }
 
     def serve(self, channel: Channel) -> None:
-        """Serve requests until CLOSE is done. Raises EOFError if the node has gone.
-
-        Raises EOFError if the node is gone.
-        """
+        """Serve requests until CLOSE is done. Raises EOFError if the node has gone."""
         kind = 0
         while kind != Kind.CLOSE:
             number, kind, body = channel.recv()

@@ -130,10 +130,7 @@ class ConnectionServer(abc.ABC):
         self._begin(connection)
 
     def _begin(self, connection: Connection) -> None:
-        """Start a connection's thread. Raises Exhausted.
-
-        Raises Exhausted.
-        """
+        """Start a connection's thread. Raises Exhausted."""
         with self._changed:
             # One leaves as fast as one comes, or their threads would add up.
             self._changed.wait_for(
@@ -155,10 +152,7 @@ class ConnectionServer(abc.ABC):
             ) from error
 
     def change_share(self, connection: Connection) -> None:
-        """Count an authenticated connection to another share. Raises Exhausted.
-
-        Raises Exhausted.
-        """
+        """Count an authenticated connection to another share. Raises Exhausted."""
         if connection.place is not None:
             connection.place.change(connection.peer)
 

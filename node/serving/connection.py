@@ -154,10 +154,7 @@ class Door(Protocol):
         """
 
     def change_share(self, connection: "Connection") -> None:
-        """Count an authenticated connection to another share. Raises Exhausted.
-
-        Raises Exhausted.
-        """
+        """Count an authenticated connection to another share. Raises Exhausted."""
 
 
 class Connection(abc.ABC):

@@ -86,10 +86,7 @@ class Erasure:
         return reply
 
     def catch_up(self, digests: list[bytes]) -> None:
-        """Erase namespaces that were erased elsewhere and are removed here. Raises KVStoreError.
-
-        Raises KVStoreError.
-        """
+        """Erase namespaces that were erased elsewhere and are removed here. Raises KVStoreError."""
         self._replicator.drop_gone()
         self._erase(digests, pb.ForgetReply(namespaces=len(digests)), math.inf, lambda: False)
 

@@ -313,7 +313,7 @@ class ConnectionSlot:
         return self._places.set_busy(self)
 
     def change(self, peer: str) -> None:
-        """Count the connection to another peer. Raises Exhausted at its limit.
+        """Count the connection to another peer.
 
         Raises Exhausted, and stays where it is, if that has its share of busy ones.
         """
@@ -348,10 +348,7 @@ class ConnectionLimiter:
         return self._count
 
     def enter(self, peer: str, leave: Callable[[], None]) -> ConnectionSlot:
-        """Return a busy slot. Raises Exhausted if no idle connection can be closed for it.
-
-        Raises Exhausted if it is full of busy ones.
-        """
+        """Return a busy slot. Raises Exhausted if no idle connection can be closed for it."""
         with self._lock:
             goes = None
             most = self._quoted.of(peer, self.cap)
@@ -506,7 +503,7 @@ class Requests:
         return taken
 
     def parsed(self, op: str, data: bytes | memoryview, peer: str) -> Any:
-        """Parse a request, a large one in its peer's turn. Raises InvalidRequest or DecodeError.
+        """Parse a request, a large one in its peer's turn.
 
         Raises InvalidRequest, or what protobuf raises if it is no such message.
         """
@@ -528,10 +525,7 @@ class Requests:
 
 
 def inside(header: bytes) -> tuple[str, memoryview]:
-    """Return (op, request bytes) of a BulkRequest with only one field. Raises InvalidRequest.
-
-    Raises InvalidRequest.
-    """
+    """Return (op, request bytes) of a BulkRequest with only one field. Raises InvalidRequest."""
     number, request = field_of(memoryview(header))
     if number not in _OPS:
         raise InvalidRequest("a large request is one operation and nothing else")

@@ -80,7 +80,7 @@ class Recorder:
                 recording.pages += len(prefix_hashes) + USE_PAGES
 
     def record(self, request: pb.RecordRequest, caller: object) -> pb.RecordReply:
-        """Begin a recording, or return what was recorded since. Raises Exhausted if another runs.
+        """Begin a recording, or return what was recorded since.
 
         Raises Exhausted while somebody records.
         """

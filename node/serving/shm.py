@@ -56,7 +56,7 @@ def default_path(port: int) -> str:
 
 
 def listen_on(path: str, backlog: int) -> socket.socket:
-    """Listen on a socket that only its owner and root can connect to. Raises OSError.
+    """Listen on a socket that only its owner and root can connect to.
 
     Raises OSError, also if a process listens there already.
     """

@@ -58,10 +58,7 @@ class Rates:
             }
 
     def take(self, tenant: str, keys: int = 0) -> None:
-        """Take a request with so many keys from the tenant's rates. Raises Exhausted.
-
-        Raises Exhausted.
-        """
+        """Take a request with so many keys from the tenant's rates. Raises Exhausted."""
         quota = self._quotas.of(tenant)
         if not (quota.requests_per_s or quota.nbytes_per_s):
             return
@@ -149,10 +146,7 @@ class Tenants:
     # ---- rates ---------------------------------------------------------------------------
 
     def begin(self, principal: Principal, request: Any) -> None:
-        """Begin a principal's request. Raises Exhausted.
-
-        Raises Exhausted.
-        """
+        """Begin a principal's request. Raises Exhausted."""
         if principal.tenant != ALL:
             self.rates.take(principal.tenant, len(getattr(request, "prefix_hashes", ())))
 

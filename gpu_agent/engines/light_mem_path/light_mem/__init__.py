@@ -1,7 +1,7 @@
 """Provide the module that LightLLM's disk cache imports (docs/engines/lightllm.md).
 
-Nothing installs it: this folder's parent goes on PYTHONPATH of LightLLM's server, and only there.
-There it comes before an installed LightMem, which has the same name.
+Nothing installs it: this folder's parent goes on PYTHONPATH of LightLLM's server only. There it
+precedes an installed LightMem, which has the same name.
 """
 
 from gpu_agent.engines.lightllm import PyLocalCacheService, PyState
