@@ -1,7 +1,7 @@
 """Log one line when the store stops serving this engine, and one when it serves again.
 
-    served   --no answer-->           away      "the store failed, the engine recomputes until it ..."
-    any      --unknown credential-->  refused   "the store refuses this engine, which recomputes ..."
+    served   --no answer-->           away      "the store failed, the engine recomputes ..."
+    any      --unknown credential-->  refused   "the store refuses this engine, ..."
     any      --a served request-->    served    "the store answers again", or "... serves this ..."
 
 Only a served request ends `away` and `refused`. Between two refusals the client's circuit breaker

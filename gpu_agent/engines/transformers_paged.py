@@ -1,6 +1,6 @@
 """Load and save the paged cache of Hugging Face transformers (continuous batching, 5.19 or newer).
 
-    adapter.load(tokens)     before manager.add_request(tokens), whose prefix sharing finds the blocks
+    adapter.load(tokens)     before manager.add_request(tokens), which then finds the blocks
     adapter.save(tokens)     after the request, or while others run
 
 A block of the paged cache is a page of the same layout that `transformers.py` stores, so both share

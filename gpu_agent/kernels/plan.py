@@ -1,7 +1,7 @@
 """Describe a pool and its page layout to the kernels, as two tables of integers.
 
-    plane table   one row per plane slice: addresses and strides of the engine's tensor, the width of
-                  a word, the shape of a unit as rows of contiguous bytes
+    plane table   one row per plane slice: addresses and strides of the engine's tensor, the width
+                  of a word, the shape of a unit as rows of contiguous bytes
     tile table    the flat page cut into pieces that one warp moves, none across two slices
 
     flat page     | slice 0 ................. | slice 1 ..... | slice 2 ................ |

@@ -2,10 +2,10 @@
 
 The engine's process sends orders and lookups, and reads the answers:
 
-    in     orders (keys, block numbers, an event of the engine's stream), lookups, engine's tensors
+    in     orders (keys, block numbers, an event of the engine's stream), lookups, tensors
     out    pages in the node, blocks in the engine's memory, and a frame for each result
 
-    the engine's process                             the worker process, `python -m gpu_agent.worker`
+    the engine's process                             the worker: `python -m gpu_agent.worker`
     process_backend.py  agents of a rank             agent_worker.py   the same agents
     lookup_client.py    lookups of a scheduler       lookup_worker.py  threads that call the store
     worker_process.py   start, supervision, restart  __main__.py       its task, and its end
