@@ -35,7 +35,7 @@ def missing(package: str) -> str:
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """Environment: KVSTORE_NODE_PORT, KVSTORE_NODE_RAM_BYTES, ...
+    """Configuration of a node. Environment: KVSTORE_NODE_PORT, KVSTORE_NODE_RAM_BYTES, ...
 
     Sizes take 512MiB, 4GiB, ...
     """
@@ -351,7 +351,7 @@ class NodeConfig:
                 f"extent_nbytes={self.extent_nbytes} must be a multiple of {SLOT_ALIGN_NBYTES} "
                 f"and at most ram_nbytes={self.ram_nbytes}"
             )
-        # RAM is used in whole extents; what is left over would only look like capacity.
+        # RAM is used in whole extents; a remainder would only look like capacity.
         object.__setattr__(
             self, "ram_nbytes", self.ram_nbytes // self.extent_nbytes * self.extent_nbytes
         )
@@ -371,7 +371,8 @@ class NodeConfig:
                 f"ram_nbytes={self.ram_nbytes}: queued pages are held in RAM"
             )
         # A request of batch_keys_max keys must fit one message: 64 bytes and 2 of framing per key,
-        # and 1 KiB for the rest. A reply of PageStat needs 160 a key, so List caps its own limit.
+        # and 1 KiB for the rest. A reply with PageStat needs 160 bytes a key, so List has its own
+        # limit.
         if self.batch_keys_max * (PREFIX_HASH_NBYTES_MAX + 2) + 1024 > MESSAGE_NBYTES_MAX:
             raise ConfigError(
                 f"batch_keys_max={self.batch_keys_max} keys do not fit one message of "
@@ -386,7 +387,7 @@ class NodeConfig:
 
     @property
     def insecurity(self) -> str:
-        """Return what strangers may do on this node's network; empty if nothing."""
+        """Return what unauthenticated clients may do on this node's network; empty if nothing."""
         open_to = " and ".join(host for host in self._interfaces if not is_loopback(host))
         if not open_to:
             return ""
@@ -423,7 +424,7 @@ class NodeConfig:
 
     @property
     def members_ca(self) -> str:
-        """Return the authority that members' certificates are verified with."""
+        """Return the authority that verifies members' certificates."""
         return self.tls_ca or self.tls_client_ca
 
     def _check_disk(self) -> None:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# SIGHUP comes from a terminal that closes, and must not cost pages that are in RAM only.
+# SIGHUP comes from a closing terminal, and must not cost pages that are in RAM only.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# Import names of the packages that the extra `node` installs, and that this process imports.
+# Packages of the extra `node` that this process imports.
 EXTRA = ("cryptography", "prometheus_client", "rocksdict")
-UMASK = 0o077  # the files name tenants and prompt hashes: only the node's user may read them
-# How long one thread may keep the others from running Python (default 5 ms): the disk writer
-# prepares its batches in Python, and a get must not wait for that, nor for another tenant's flood
-# (docs/decisions/0007, 0029).
+UMASK = 0o077  # file names contain tenants and prompt hashes: only the node's user may read them
+# How long one thread may keep the GIL (default 5 ms). The disk writer prepares its batches in
+# Python, and a get must not wait for that, nor for another tenant's flood (docs/decisions/0007,
+# 0029).
 SWITCH_INTERVAL_S = 0.0001
 
 EXAMPLES = """examples:
@@ -42,7 +42,7 @@ Settings for experts, which are not listed here: docs/operations.md, "Expert set
 exit status: 0 stopped by SIGTERM, SIGINT or SIGHUP, 2 a setting or an installed package is unusable
 """
 
-# The groups of `--help` and their settings, in order. `setting(expert=True)` leaves one out.
+# The groups of `--help` and their settings, in order. `setting(expert=True)` hides one.
 GROUPS = {
     "network": (
         "host",
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(title)
         for name in names:
             _add(group, fields.pop(name))
-    for field in fields.values():  # those for experts
+    for field in fields.values():  # expert settings
         _add(parser, field)
     return parser
 
@@ -131,7 +131,7 @@ def _add(group: "argparse._ActionsContainer", field: "dataclasses.Field[Any]") -
 
 
 def _said(name: str, value: Any) -> str:
-    """Return a value with its unit, as a command line takes it."""
+    """Format a value with its unit, as a command line takes it."""
     if isinstance(value, str):
         return value or "empty"
     if "nbytes" in name:
@@ -147,7 +147,7 @@ def _size(nbytes: int) -> str:
 
 
 def _end_if_asked() -> None:
-    """End a long start within a moment of a signal."""
+    """End a long start soon after a signal."""
     if asked := signal.sigpending() & set(STOP_SIGNALS):
         log.info("%s: the node ends during its start", _signal_names(asked))
         raise SystemExit(0)
@@ -191,7 +191,7 @@ def _await_stop(signals: set[signal.Signals]) -> None:
 def _node_class() -> "type[Node]":
     """Import the node.
 
-    Raise ConfigError if packages of the extra `node` are not installed.
+    Raises ConfigError if packages of the extra `node` are not installed.
     """
     try:
         from node.server import Node
@@ -211,9 +211,8 @@ def _reachable(host: str) -> str:
 
 def main() -> None:
     """Run a node until SIGTERM, SIGINT or SIGHUP; a second SIGTERM or SIGINT ends it at once."""
-    # Blocked before any thread starts and waited for, instead of handled: a thread that is just
-    # being started can take a signal, and a handler then waits for a main thread that nothing
-    # wakes.
+    # Blocked before any thread starts and waited for, instead of handled: a starting thread can
+    # take a signal, and its handler then waits for a main thread that nothing wakes.
     signals = _block_stop_signals()
     os.umask(UMASK)
     arguments = vars(_parser().parse_args())
@@ -239,7 +238,7 @@ def main() -> None:
     node.stop()
     otel.flush()
     logging.shutdown()
-    # A thread of a pool may still hang in a read of the disk, and Python would wait for it
+    # A pool thread may still hang in a disk read, and Python would wait for it
     os._exit(0)
 
 

@@ -1,6 +1,6 @@
 """Set up a node's process: its log, and rare full garbage collections.
 
-Log lines are text, or an object of JSON each; both say which request they are about.
+Log lines are text, or a JSON object each; both contain the request id.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from kvstore.tracing import current
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
-PAUSE_SHARE = 1e-3  # of the time, at most, goes to full collections, unless they were rarer than
+PAUSE_SHARE = 1e-3  # most of the time that goes to full collections, unless they were rarer than
 INTERVAL_S_MAX = 120.0
 INTERVAL_S_MIN = 60.0
 _NEVER = 1 << 30  # collections of the middle generation between two full ones
@@ -31,7 +31,7 @@ def formatter(form: str) -> logging.Formatter:
 
 
 class TextLines(logging.Formatter):
-    """Lines of text, with the request behind the message and before a traceback."""
+    """Format log records as text, with the request id behind the message and before a traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """Append the request id to the line."""
@@ -67,11 +67,11 @@ class JsonLines(logging.Formatter):
 class SeldomCollections:
     """Make Python's full garbage collections rare in this process, until `stop`.
 
-    A full collection looks at every page there is, with the GIL: 100 ms for 262,144 pages, and
-    Python runs one whenever a quarter of them is new. Pages are in no cycles and are freed without
-    it; what is left for it is little (a closed connection and its socket, an exception and its
-    frame) and can wait. Where calls fail as fast as they can it adds up, so it does not wait for
-    long. Young objects are collected as ever.
+    A full collection visits every page, with the GIL: 100 ms for 262,144 pages, and Python runs one
+    whenever a quarter of them is new. Pages are in no cycles and are freed without it; only little
+    is left for it (a closed connection and its socket, an exception and its frame), which can wait.
+    Where calls fail as fast as they can it adds up, so it does not wait for long. Young objects are
+    collected as usual.
     """
 
     def __init__(self, interval_s_min: float = INTERVAL_S_MIN) -> None:
@@ -91,7 +91,7 @@ class SeldomCollections:
             pause_s = time.monotonic() - start
             interval_s = min(INTERVAL_S_MAX, max(self._interval_s_min, pause_s / PAUSE_SHARE))
             if self._trim is not None:
-                # What was freed goes back to the system; others run meanwhile
+                # Returns freed memory to the system; other threads run meanwhile
                 self._trim(ctypes.c_size_t(0))
 
     def stop(self) -> None:

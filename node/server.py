@@ -51,11 +51,11 @@ log = logging.getLogger(__name__)
 # Bulk, gRPC, and shared memory, which has a socket and a pidfd, with as many again of gRPC before
 # they are too many.
 DESCRIPTORS_OF_SESSION = 5
-CHECKED_MAX = 100_000  # pages of a tier, at a stop: each costs some 5 µs and 100 bytes
+CHECKED_MAX = 100_000  # pages of a tier checked at a stop: each costs some 5 µs and 100 bytes
 
 
 class Node:
-    """Connect the parts of a node.
+    """A node, made of its parts.
 
         sockets -> shm_server | bulk_server | gateways -> service -> session -> RAM tier -> slots
                                                              |                                |
@@ -154,7 +154,7 @@ class Node:
         return Console(self.service, self.peers, history, self._described), [history.poll]
 
     def _open_registry(self) -> Registry | None:
-        """Return the registry; None for a node that is alone or in a fixed list."""
+        """Return the registry; None for a single node or one in a fixed list."""
         erasure, settle = self.service.erasure, self.service.durability.settle
         registry = open_registry(
             self.config, self.membership, self._forget_namespace, settle, erasure.catch_up
@@ -168,7 +168,8 @@ class Node:
 
     def _forget_namespace(self, digest: bytes) -> None:
         with contextlib.suppress(UnknownNamespace):
-            remove_namespace(self.tier, digest, zero=True)  # perhaps of a tenant that is erased
+            # it may belong to a tenant that is erased
+            remove_namespace(self.tier, digest, zero=True)
 
     def _listen(self, config: NodeConfig) -> None:
         try:
@@ -320,10 +321,11 @@ class Node:
     def _join(self, registry: Registry) -> None:
         """Register this node and tell the others.
 
-        It has joined when it has what it owns (`node.cluster.rebalance`).
+        It has joined when it has the pages that it owns (`node.cluster.rebalance`).
         """
         config = self.config
-        apart = config.grpc_host not in ("", config.host)  # its gRPC is none, or for administrators
+        # without gRPC, or with gRPC for administrators only
+        apart = config.grpc_host not in ("", config.host)
         at = (
             (self.bulk.port, registry.addresses, BULK_SCHEME)
             if apart
@@ -349,7 +351,8 @@ class Node:
         self.bulk.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
         self.grpc.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
         self.peers.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
-        if self.registry is not None:  # after what was handed to others: they take it from members
+        # after the replication of its pages: members accept them from members only
+        if self.registry is not None:
             self.registry.close()
         self.metrics.stop()
         if self.console is not None:

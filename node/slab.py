@@ -1,17 +1,14 @@
-"""Allocate slots of several sizes in a region.
-
-Pure: offsets only, no bytes, no clock.
+"""Allocate slots of several sizes in a region: offsets only, no bytes, no clock.
 
     region  | extent 0                        | extent 1                        | extent 2
     blocks  | A A A A A A A . | B   | C C . . | D                               | (free)
 
-A region is cut into extents of one size, that of the largest page. An extent is halved, and halved
-again, down to 1/64 of it: these are blocks. A block that holds slots serves one slot size; an empty
-one joins its other half and serves any, so capacity follows when the mix of page sizes changes.
-(Slabs that never give memory back calcify: the size that came first keeps it.) How large the blocks
-of a slot size are follows from that size alone: the smallest that leaves at most 1/16 of itself
-unused, and has `slots_min` slots if an extent has. So a page keeps about 16 slots of its size from
-others, and never a whole extent of small ones.
+A region is cut into extents of one size, that of the largest page. An extent is halved repeatedly,
+down to 1/64 of it: these are blocks. A block with slots serves one slot size; an empty one joins
+its buddy and can serve any, so capacity follows when the mix of page sizes changes. (Slabs that
+never free memory calcify: the first size keeps it.) The block size of a slot size follows from that
+size alone: the smallest that leaves at most 1/16 of itself unused, and has `slots_min` slots if an
+extent has. So a page keeps about 16 slots of its size from others, and never a whole extent.
 """
 
 from __future__ import annotations
@@ -28,9 +25,9 @@ from typing import Any
 from kvstore.layout import SLOT_ALIGN_NBYTES
 
 NO_SLOTS = array("I")  # the free slots of a full block: one array for them all
-HALVINGS_MAX = 6  # 64 blocks in an extent: a block of 4 KiB slots costs its owner of memory little
+HALVINGS_MAX = 6  # 64 blocks in an extent: a block of 4 KiB slots costs little memory
 UNUSED_SHARE = 16  # a block may leave 1/16 of itself unused at its end
-LOOKED_AT = 8  # blocks, in search of an emptier one
+LOOKED_AT = 8  # blocks checked to find an emptier one
 NO_OWNERS: Callable[[int], MutableSequence[Any]] = partial(mul, [None])  # of so many slots
 
 
@@ -55,7 +52,7 @@ class SizeClass:
         self.block_count = 0
         self.used_count = 0
         # New slots come from the oldest of them, so that the others may run empty. (A plain dict
-        # would search for its first entry, once others before it are gone.)
+        # would search for its first entry once earlier ones are deleted.)
         self.partial: OrderedDict[int, Block] = OrderedDict()
 
     @property
@@ -66,11 +63,11 @@ class SizeClass:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block in use.
+    """A block in use.
 
-    `owners[i]` is what lives in slot i, falsy if it is free. `start` counts the smallest blocks,
-    from the start of the region. `used_sum` is the sum of its owners' last uses, kept by the tier
-    in the tier's unit of time. A `closed` one gives no slots.
+    `owners[i]` owns slot i; falsy if it is free. `start` counts the smallest blocks, from the start
+    of the region. `used_sum` is the sum of its owners' last uses, kept by the tier in its unit of
+    time. A `closed` one allocates no slots.
     """
 
     start: int
@@ -88,14 +85,14 @@ class Block:
 
 
 class SlotAllocator:
-    """Not thread-safe; the tier's lock guards it.
+    """The allocator. Not thread-safe; the tier's lock guards it.
 
-    No call takes longer the more slots, blocks or sizes there are, but `claimed` and `check`; those
-    with an area look at its 64 blocks.
+    Except `claimed` and `check`, no call takes longer the more slots, blocks or sizes there are;
+    those with an area visit its 64 blocks.
 
-    `owners(n)` makes the vacant owners of n slots: a list of None for objects, an array of zeros
-    for record numbers, where 8 bytes a slot would be too many. `slots_min`: a block is some 300
-    bytes of objects.
+    `owners(n)` makes the empty owners of n slots: a list of None for objects, an array of zeros for
+    record numbers, where 8 bytes a slot would be too many. `slots_min`: a block is some 300 bytes
+    of objects.
     """
 
     def __init__(
@@ -121,7 +118,7 @@ class SlotAllocator:
         self.unit_nbytes = extent_nbytes >> self.level_max
         # By unit, each of them
         self._blocks: list[Block | None] = [None] * (region_nbytes // self.unit_nbytes)
-        # Starts
+        # Starts of free blocks, by level
         self._free: list[OrderedDict[int, None]] = [
             OrderedDict() for _ in range(self.level_max + 1)
         ]
@@ -134,7 +131,7 @@ class SlotAllocator:
     # ---- slots ---------------------------------------------------------------------------
 
     def allocate(self, slot_nbytes: int, owner: Any) -> int | None:
-        """Offset of a free slot, or None if there is none."""
+        """Return the offset of a free slot, or None if there is none."""
         offsets = self._allocate_some(slot_nbytes, (owner,))
         return offsets[0] if offsets else None
 
@@ -147,7 +144,7 @@ class SlotAllocator:
                 if not more:
                     break
                 offsets += more
-        except BaseException:  # a caller who is never told of them can not give them back
+        except BaseException:  # a caller that gets no result can not free them
             for offset in offsets:
                 self.free(offset)
             raise
@@ -185,10 +182,7 @@ class SlotAllocator:
         return kind.slot_count - kind.used_count + blocks * kind.per_block
 
     def free(self, offset: int) -> Block:
-        """Free a slot and return its block; an empty block serves any size again.
-
-        The block it was in.
-        """
+        """Free a slot and return its block; an empty block can serve any size again."""
         block = self.block_of(offset)
         kind = block.kind
         slot = (offset - block.offset) // kind.slot_nbytes
@@ -207,10 +201,7 @@ class SlotAllocator:
         return block
 
     def hand_over(self, offset: int, owner: Any) -> Block:
-        """Give a used slot to another owner and return its block.
-
-        The block it is in.
-        """
+        """Give a used slot to another owner and return its block."""
         block = self.block_of(offset)
         slot = (offset - block.offset) // block.kind.slot_nbytes
         assert block.owners[slot], f"slot at {offset} is free"
@@ -242,7 +233,7 @@ class SlotAllocator:
         return kind
 
     def _open(self, slot_nbytes: int, kind: SizeClass | None) -> Block | None:
-        """Open the smallest free block that is large enough, cut down to what is needed."""
+        """Open the smallest free block that is large enough, cut down to the needed size."""
         kind = kind or (self._kind(slot_nbytes) if any(self._free) else None)
         if kind is None:
             return None
@@ -282,7 +273,7 @@ class SlotAllocator:
             level += 1
         self._free[level][start] = None
 
-    # ---- areas: the place of a block, whatever is in it now ------------------------------
+    # ---- areas: the range of a block, whatever it holds now ------------------------------------
 
     def area(self, offset: int, level: int) -> range:
         """Return the units of the block of this level at an offset, or of the larger used one."""
@@ -331,10 +322,10 @@ class SlotAllocator:
         ).offset
 
     def close(self, area: range) -> bool:
-        """Stop giving out slots in an area until `reopen`; return False if that is impossible.
+        """Stop allocating slots in an area until `reopen`; return False if that is impossible.
 
-        It is if part of it is closed already, if it is no area any more, or if it is unused,
-        because it may then belong to a larger free block.
+        It is impossible if part of it is closed already, if it is no area any more, or if it is
+        unused, because it may then belong to a larger free block.
         """
         is_area = self.area(area.start * self.unit_nbytes, len(area).bit_length() - 1) == area
         if not is_area or not self._closed.isdisjoint(area) or not self.blocks_in(area):
@@ -349,7 +340,7 @@ class SlotAllocator:
         return True
 
     def reopen(self, area: range) -> None:
-        """Give out slots in an area again."""
+        """Allocate slots in an area again."""
         self._closed.difference_update(area)
         for block in self.blocks_in(area):
             block.closed = False
@@ -405,7 +396,7 @@ class SlotAllocator:
             kind.used_count += block.used_count
             self.used_nbytes += block.used_count * kind.slot_nbytes
 
-    # ---- tell ----------------------------------------------------------------------------
+    # ---- status --------------------------------------------------------------------------------
 
     @property
     def extent_count(self) -> int:

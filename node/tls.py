@@ -1,11 +1,9 @@
 """Serve a node's certificate on all ports; reload it within a second of a change.
 
-    tls_cert, tls_key, tls_client_ca --each second--> gRPC | bulk | metrics: new handshakes
-                                                            --> status, a metric, warnings: until
-                                                            when
+    tls_cert, tls_key, tls_client_ca --each second--> new handshakes of gRPC, bulk and metrics
+                                                      status, a metric and warnings: their expiry
 
-Connections that are there stay as they are. What can not come into force does not: what was before
-does.
+Open connections stay as they are. Invalid files are not used: the previous ones stay in force.
 """
 
 import contextlib
@@ -33,7 +31,7 @@ SETTINGS = ("tls_client_ca", "tls_cert", "tls_key")
 
 @dataclass(frozen=True)
 class Shown:
-    """Describe a verified client certificate: its common name and its alternative names.
+    """A verified client certificate: its common name and its alternative names.
 
     Alternative names are DNS names, addresses, URIs and mail addresses.
     """
@@ -48,7 +46,7 @@ class Shown:
 
 
 class _InForce(NamedTuple):
-    """Hold the certificates in force, and when they expire in Unix time.
+    """The certificates in force, and when they expire in Unix time.
 
     `ends` is the certificate's expiry, `roots_end` that of the first authority, 0 for the host's.
     """
@@ -60,7 +58,7 @@ class _InForce(NamedTuple):
 
 
 class Certificates:
-    """Thread-safe.
+    """A node's certificates. Thread-safe.
 
     The constructor raises ConfigError for files that can not be used.
     """
@@ -85,7 +83,7 @@ class Certificates:
         return self._in_force.context
 
     def poll(self) -> None:
-        """Take valid new files into force."""
+        """Put valid new files into force."""
         pems = self._files.poll()
         if pems is not self.pems:
             self._in_force = self._made(pems)
@@ -111,9 +109,8 @@ class Certificates:
     def _made(self, pems: Pems) -> _InForce:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.num_tickets = (
-            0  # nobody resumes; a client asks an idle connection whether it is quiet
-        )
+        # sessions are not resumed; and a ticket would be data on a connection that must be quiet
+        context.num_tickets = 0
         if pems.roots:
             context.verify_mode = ssl.CERT_REQUIRED
         has_files = pems.roots and self._config.tls_client_ca != SYSTEM
@@ -130,7 +127,7 @@ class Certificates:
 def certificates_of(config: NodeConfig) -> Certificates | None:
     """Return the node's certificates; None without TLS.
 
-    Raises ConfigError for settings that do not go together, or files that can not be used.
+    Raises ConfigError for settings that do not fit together, or unusable files.
     """
     if bool(config.tls_cert) != bool(config.tls_key):
         raise ConfigError("tls_cert and tls_key are given together")
@@ -151,10 +148,7 @@ def certificates_of(config: NodeConfig) -> Certificates | None:
 
 
 def describe_certificate(certificate: Mapping[str, Any]) -> Shown | None:
-    """Return the names of a client's certificate; None if it showed none.
-
-    None: the client showed none.
-    """
+    """Return the names of a client's certificate; None if it showed none."""
     if not certificate:
         return None
     subject = (pair for part in certificate.get("subject", ()) for pair in part)

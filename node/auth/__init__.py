@@ -1,5 +1,5 @@
 """Authenticate and authorize: identities from a file, one rule per request, one authorizer.
 
-In: a token or the name of a certificate, the request's name and the namespace that it is about.
-Out: nothing, or an error. What was refused and what an administrator did is written down (`audit`).
+Input are a token or the names of a certificate, the request's name and its namespace; output is
+nothing or an error. Refusals and acts of administrators are logged (`audit`).
 """

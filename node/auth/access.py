@@ -1,8 +1,7 @@
 """Find the identity of a caller.
 
-The identities in force are read again when their file changes.
-
-`Caller` is who makes a request; `FileReloader` polls files that may change while the node runs.
+The identities file is reloaded when it changes. `Caller` is the sender of a request; `FileReloader`
+polls files that may change while the node runs.
 """
 
 import logging
@@ -21,11 +20,12 @@ from node.auth.quotas import tenant_of
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 1.0  # between two looks at the files
+EVERY_S = 1.0  # between two polls of the files
 
 FILE_NBYTES_MAX = 16 << 20
 
-EVERYBODY = Principal("everybody", ALL, Role.ADMIN)  # at a node that asks nobody who he is
+# principal of everybody at a node without authentication
+EVERYBODY = Principal("everybody", ALL, Role.ADMIN)
 ITSELF = Principal("the node itself", ALL, Role.ADMIN)
 
 
@@ -38,12 +38,12 @@ def refuse_anonymous() -> Principal:
 
 @dataclass(frozen=True)
 class Caller:
-    """Of a request.
+    """The caller of a request.
 
-    `peer` is whose share it counts to; `gone` says that nobody waits for the answer any more.
-    `may_wait`: for other nodes, without keeping others from their answers. `who` raises
-    Unauthenticated, also when what it was known by is not valid any more. `at`: the address, where
-    `peer` is a tenant. `wire`: on which he asks.
+    `peer`: key that limits count it by. `gone`: whether it has left and needs no answer.
+    `may_wait`: whether it may wait for other nodes without delaying other requests. `who` raises
+    Unauthenticated, also if its credential is no longer valid. `at`: its address, where `peer` is a
+    tenant. `wire`: the transport of the request.
     """
 
     peer: str
@@ -58,7 +58,7 @@ THE_NODE = Caller("the node itself", who=lambda: ITSELF)
 
 
 class FileReloader:
-    """A thread that calls each of `looks` once a second; one that breaks harms no other."""
+    """A thread that calls each of `looks` once a second; a failing one does not stop the others."""
 
     def __init__(self, looks: Sequence[Callable[[], None]]) -> None:
         self._looks = looks
@@ -85,9 +85,9 @@ class FileReloader:
 
 
 class Access:
-    """Thread-safe: what is in force is replaced as a whole.
+    """The identities in force. Thread-safe: they are replaced as a whole.
 
-    Without a file the node is `open`: everybody may do everything.
+    Without a file the node is `open`: there is no authentication.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Access:
         """Read the identities file, or allow everybody without one.
 
         `arena_for` lists the tenants that may map this node's memory. Raises ConfigError for a file
-        that is unreadable, or that others may write.
+        that is unreadable, or that other users may write.
         """
         self._file = f"identities={path}"
         self.open = not path
@@ -107,8 +107,8 @@ class Access:
         self._check_quota = check_quota
         self._identities = Identities()
         self._signature: tuple[int, ...] = ()
-        self._seen: tuple[int, ...] = ()  # of the last look that found a change
-        self._failed: str = ""  # said already
+        self._seen: tuple[int, ...] = ()  # of the last poll that found a change
+        self._failed: str = ""  # the last logged error
         self.on_change: Callable[[Identities], None] = lambda identities: None
         if path:
             self._signature = self._looked()
@@ -119,7 +119,7 @@ class Access:
         """Return the identities in force."""
         return self._identities
 
-    # ---- who it is -----------------------------------------------------------------------
+    # ---- authentication ------------------------------------------------------------------------
 
     def of_token(self, token: str) -> Principal:
         """Return the principal of a token. Raises Unauthenticated."""
@@ -155,10 +155,7 @@ class Access:
         )
 
     def why_no_arena(self, principal: Principal) -> str:
-        """Return why a principal may not map the arena, in which it could access all pages.
-
-        An empty text allows it.
-        """
+        """Return why a principal may not map the arena with all tenants' pages; empty: it may."""
         if self.open or (principal.of_all and principal.role >= Role.WRITE):
             return ""
         if principal.tenant not in self._arena_for:
@@ -178,17 +175,17 @@ class Access:
         return Credential(self, token, names)
 
     def share(self, principal: Principal) -> str:
-        """Return the share that a principal counts to; empty for its address's.
+        """Return the tenant that a principal's usage counts to; empty: its address counts instead.
 
         There is one if the node has several tenants, or the tenant has a quota.
         """
         return principal.share if self._has_own_share(principal.tenant) else ""
 
     def owner_of(self, tenant: str, peer: str) -> str:
-        """Return whose share of the namespace limit a namespace counts to.
+        """Return the owner whose share of the namespace limit a namespace counts to.
 
-        It is the share of the namespace's tenant, also if a node or a tenant that reads it opened
-        it. Where tenants have no shares, it is that of `peer`, which opened it.
+        It is the namespace's tenant, also if a node or a reading tenant opened it. If tenants have
+        no shares, it is `peer`, which opened it.
         """
         if tenant_of(peer) or self.open or not self._has_own_share(tenant):
             return peer
@@ -203,7 +200,7 @@ class Access:
         """Reload the identities file if it has changed.
 
         A file that cannot be used changes nothing and is logged once. A file that ends within a
-        line may be half written: it is used if it is still the same at the next poll.
+        line may be half written: it is used if it is unchanged at the next poll.
         """
         if self.open:
             return
@@ -238,7 +235,7 @@ class Access:
 
 
 class Credential:
-    """Says who a connection is, for as long as that holds.
+    """The principal of a connection, as long as its credential is valid.
 
     Used by one thread.
     """

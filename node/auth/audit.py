@@ -1,12 +1,12 @@
-"""Log what was refused and what an administrator did.
+"""Log refusals, and acts of administrators.
 
 Each is a line of JSON, in a file of its own or in the node's log:
 
-    {"time": "2026-11-23T04:00:00Z", "what": "refused", "op": "remove", "who": "ci", "peer":
-    "10.0.0.7", "why": "..."}
+    {"time": "2026-11-23T04:00:00Z", "what": "refused", "op": "remove", "who": "ci",
+     "peer": "10.0.0.7", "why": "..."}
 
-So many lines a second; those beyond are counted, and the next line says how many are missing
-(`omitted`). Nothing of a request is in it but the first 8 digits of its namespace.
+The lines per second are limited; further ones are counted, and the next line reports the number
+(`omitted`). Of a request, a line has only the first 8 digits of its namespace.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ WHY_LENGTH_MAX = 300
 
 
 class _Lines:
-    """Of one kind.
+    """Lines of one kind.
 
-    `omitted`: since the last that was written.
+    `omitted`: since the last line that was written.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -45,21 +45,21 @@ class _Lines:
 
 
 class Audit:
-    """Thread-safe.
+    """The audit log. Thread-safe.
 
-    Refusals and acts have their lines each: a stranger's knocking hides no act.
+    Refusals and acts have separate limits: a flood of refusals hides no act.
     """
 
     def __init__(self, path: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        """Open the audit log; it may be rotated. Raises ConfigError if it cannot be written.
+        """Open the audit log. Raises ConfigError if it cannot be written.
 
-        It may be moved away: a new one is begun.
+        It may be rotated: after the file was moved away, a new one is begun.
         """
         self._lock = threading.Lock()
         self._clock = clock
         self._lines = {what: _Lines(clock()) for what in ("refused", "act")}
         self._log = logging.getLogger(NAME)
-        self.refused_count = 0  # since the start, whether there was a line or not
+        self.refused_count = 0  # since the start, logged or not
         self._handler: logging.Handler | None = None
         if path:
             try:
@@ -127,13 +127,13 @@ class _File(logging.handlers.WatchedFileHandler):
         return open(self.baseFilename, self.mode, encoding=self.encoding, opener=_at_once)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written is tried once more
+        with contextlib.suppress(OSError):  # a failed write is tried once more
             super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
-        except OSError:  # a file that was moved away can not be begun anew
+        except OSError:  # a moved file can not be begun again
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
@@ -145,6 +145,6 @@ class _File(logging.handlers.WatchedFileHandler):
 def _at_once(path: str, flags: int) -> int:
     """Open for appending without waiting for the reader of a pipe.
 
-    A new file is for its owner only.
+    A new file is readable by its owner only.
     """
     return os.open(path, flags | os.O_NONBLOCK, 0o600)

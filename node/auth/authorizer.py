@@ -1,10 +1,10 @@
-"""Authorize every request, on every wire, before anything is done.
+"""Authorize every request, on every transport, before anything is done.
 
-(who, what)               --> the role that its rule asks for
-(who, namespace digest)   --> the namespace, if it is his: those of others are not there for him
+    (principal, request)            --> the role that its rule requires
+    (principal, namespace digest)   --> the namespace; another tenant's looks missing
 
 `RULES` names a request by its field in BulkRequest; `follow`, `reflection` and `metrics` have none.
-`commit` and `release` belong to a put or get that was let in.
+`commit` and `release` belong to a put or get that was admitted.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,8 +23,8 @@ TENANT_NBYTES_MAX = 63  # an error repeats at most this much of a tenant name th
 class Rule(NamedTuple):
     """The role that a request needs.
 
-    `of_node`: it concerns the whole node, so only an identity of all tenants may make it. `is_act`:
-    of administration, which is written down.
+    `of_node`: it concerns the whole node, so only an identity of all tenants may send it. `is_act`:
+    an act of administration, which is logged.
     """
 
     role: Role
@@ -39,12 +39,12 @@ RULES = {
     "hello": _READ,
     "follow": _READ,
     "open_namespace": _READ,  # a reader may come before the first writer
-    "list_namespaces": _READ,  # each is told of its own
+    "list_namespaces": _READ,  # the reply has the caller's namespaces only
     "node_status": _READ,
     "metrics": _READ,
     "lookup": _READ,
     "get": _READ,
-    "verify": _READ,  # what a reader found damaged goes
+    "verify": _READ,  # pages that a reader found corrupt are dropped
     "list": _READ,
     "stat": _READ,
     "put": _WRITE,
@@ -59,26 +59,26 @@ RULES = {
     "recover": _OF_NODE,
     "drain": _OF_NODE,
     "sweep": _OF_NODE,
-    "record": _OF_NODE,  # of everybody's requests, though it does not say whose nor what they are
+    "record": _OF_NODE,  # the recording covers all tenants, though without names or content
     "forget": _OF_NODE,  # it rewrites the rows of all tenants
     "reflection": Rule(Role.ADMIN),
 }
 
-# What a node does in the name of others.
+# For requests that a node makes on behalf of others.
 FORWARD = Rule(Role.NODE, of_node=True)
 
-# Requests about a namespace that those may make with whom its owner shares it.
+# Requests that are allowed in a shared namespace of another tenant.
 SHARED = ("lookup", "get", "list", "stat", "verify")
 
 
 class _NotVisible(Exception):
-    """Signal a namespace of somebody else: the caller gets a miss, the audit log the attempt."""
+    """A namespace of another tenant: the caller gets a miss, the audit log the attempt."""
 
 
 class Authorizer:
-    """Thread-safe.
+    """Decide about requests. Thread-safe.
 
-    `find` gives the description of a namespace by its digest, or raises UnknownNamespace.
+    `find` returns the description of a namespace by its digest, or raises UnknownNamespace.
     """
 
     def __init__(self, access: Access, audit: Audit, find: Callable[[bytes], Namespace]) -> None:
@@ -116,7 +116,7 @@ class Authorizer:
     def admit(self, op: str, request: Any, caller: Caller) -> Principal:
         """Return the principal that may send this request.
 
-        Raises Unauthenticated, Forbidden, or UnknownNamespace for a namespace of somebody else.
+        Raises Unauthenticated, Forbidden, or UnknownNamespace for a namespace of another tenant.
         """
         name, rule, at = "", RULES[op], caller.at or caller.peer
         try:

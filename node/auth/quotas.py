@@ -2,7 +2,7 @@
 
     ram=4GiB disk=40GiB pins=1000 held=1GiB connections=64 requests=1000/s bytes=1GiB/s
 
-What is absent, or 0, has no limit. `ram` and `disk` are promises, too: docs/decisions/0029.
+A missing field, or 0, means no limit. `ram` and `disk` are also guaranteed: docs/decisions/0029.
 """
 
 import threading
@@ -19,10 +19,10 @@ PEER_PREFIX = "tenant "
 
 @dataclass(frozen=True)
 class Quota:
-    """Of one tenant at one node; 0: no limit.
+    """Quota of one tenant at one node; 0: no limit.
 
     `pins` counts pages in RAM, and as many on disk; `held_nbytes` are held in shared memory;
-    `connections` are those of each wire, over gRPC the calls at a time.
+    `connections` are those of each transport, over gRPC concurrent calls.
     """
 
     ram_nbytes: int = 0
@@ -96,7 +96,7 @@ def tenant_of(peer: str) -> str:
 
 
 class Quotas:
-    """Of all tenants.
+    """Quotas of all tenants.
 
     Thread-safe; replaced as a whole, while the node serves.
     """
@@ -109,7 +109,7 @@ class Quotas:
     def set(self, quotas: Mapping[str, Quota]) -> None:
         """Replace all quotas and notify the listeners.
 
-        Returns when all who keep accounts have heard of it.
+        Returns after all listeners have returned.
         """
         with self._lock:
             self._by_tenant = dict(quotas)
@@ -139,11 +139,9 @@ class Quotas:
 
 
 class Bucket:
-    """A token bucket: so much at once, and so much a second after that.
+    """A token bucket.
 
-    Not thread-safe.
-
-    `left` may be taken into debt, which is made up for first.
+    Not thread-safe. `left` may become negative, and is refilled to 0 first.
     """
 
     __slots__ = ("at_s", "left")

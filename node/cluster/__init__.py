@@ -1,5 +1,4 @@
 """Work with the other nodes of a cluster.
 
-in: what the node was started with, and what etcd tells; out: the view that clients and listeners
-are told.
+Input are the node's settings and the content of etcd; output is the view for clients and listeners.
 """

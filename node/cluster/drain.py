@@ -1,7 +1,7 @@
-"""Drain a member: it owns nothing new, still answers, and hands its pages to their owners.
+"""Drain a member: it receives no new pages, still serves, and hands its pages to their owners.
 
-The others fetch them (`rebalance.py`), because each of them knows best what it has room for. Here
-is looked what became of it: a page is handed when one of its owners has it.
+The other members fetch them (`rebalance.py`), because each of them knows its own free space. This
+module follows the progress: a page is handed over when one of its owners has it.
 """
 
 import logging
@@ -24,26 +24,26 @@ from node.memory.tier import RamTier
 
 log = logging.getLogger(__name__)
 
-PAGES = 4096  # looked at together
+PAGES = 4096  # pages checked together
 CALL_S = 10.0
 
 
 @dataclass(frozen=True)
 class DrainTimeouts:
-    """How often a drain looks, and when it gives up.
+    """How often a drain checks its progress, and when it gives up.
 
     In seconds.
     """
 
     pass_pause_s: float = 1.0
-    patience_s: float = 30.0  # nobody takes more: what is left then stays behind
+    patience_s: float = 30.0  # without progress; the remaining pages then stay here
 
 
 TIMEOUTS = DrainTimeouts()
 
 
 class Progress(NamedTuple):
-    """Pages; `over`: all is handed, or nobody took any more for a while."""
+    """Progress in pages; `over`: all are handed over, or there was no progress for a while."""
 
     over: bool = False
     left: int = 0
@@ -51,7 +51,7 @@ class Progress(NamedTuple):
 
 
 class Drain:
-    """Thread-safe."""
+    """The drain of this member. Thread-safe."""
 
     def __init__(
         self,
@@ -66,15 +66,15 @@ class Drain:
         self._tier = tier
         self._inventory = Inventory(tier)
         self._lock = threading.Lock()
-        self._over = threading.Event()  # of the thread that there is now
+        self._over = threading.Event()  # of the current thread
         self._thread: threading.Thread | None = None
         self._progress = Progress()
 
     def begin(self) -> Progress:
         """Begin to drain, or report the progress.
 
-        The finished state is reported once; the next call looks again. Raises what
-        `Membership.announce` raises.
+        The finished state is reported once; the next call checks again. Raises the errors of
+        `Membership.announce`.
         """
         with self._lock:
             if self._thread is None:
@@ -107,13 +107,14 @@ class Drain:
             view = self._membership.view
             own = view.by_id.get(self._membership.member) if view else None
             if view is None or own is None or own.state is not State.DRAINING:
-                # not everybody knows yet, or etcd has lost this member and has it back in a moment
+                # not all members know yet, or etcd lost this member and will register it again in a
+                # moment
                 continue
             try:
                 left, handed = self._count_pages(view, over)
-            except UnknownNamespace:  # it was removed just now
+            except UnknownNamespace:  # it was removed meanwhile
                 continue
-            except Exception:  # the edge of the thread: who drains would wait for ever
+            except Exception:  # end of the thread: without this, callers would wait for ever
                 log.exception("what became of the pages is not known; it is looked at again")
                 continue
             if over.is_set():
@@ -126,7 +127,7 @@ class Drain:
                 log.info("drained: %d pages are with their owners, %d are not", handed, left)
                 return
 
-    # ---- what became of the pages --------------------------------------------------------
+    # ---- progress ------------------------------------------------------------------------------
 
     def _count_pages(self, view: View, over: threading.Event) -> tuple[int, int]:
         """Count the pages that no owner has, and those that one has.

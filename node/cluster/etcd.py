@@ -1,6 +1,6 @@
 """Use etcd as a registry needs it: reads, compare-and-swap, watches, leases, TLS, a password.
 
-Etcd --- one connection at a time, to the first endpoint that answers; the next one when it fails
+One connection at a time, to the first endpoint that answers; the next one when it fails.
 """
 
 import re
@@ -20,22 +20,22 @@ from node.pb.etcd_pb2_grpc import AuthStub, KVStub, LeaseStub, WatchStub
 Result = TypeVar("Result")
 
 CLOSED = "the connection to etcd is closed"
-TRY_S = 2.0  # that one endpoint gets for one answer
-KEYS_MAX = 4096  # in one answer
+TRY_S = 2.0  # of one endpoint for one answer
+KEYS_MAX = 4096  # of one answer
 ANSWER_NBYTES_MAX = 64 << 20
-# An answer with another code is a refusal, which asking elsewhere does not change.
+# Codes after which another endpoint is tried. Any other code is a refusal by the cluster.
 ELSEWHERE = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED,  # by who left this connection, or closed
+    grpc.StatusCode.CANCELLED,  # by `_leave` or `close`
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.UNAUTHENTICATED,  # a token that has expired: another connection gets another
+    grpc.StatusCode.UNAUTHENTICATED,  # an expired token: another connection gets a new one
     grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.NOT_FOUND,  # a lease that has ended just now
+    grpc.StatusCode.NOT_FOUND,  # a lease that has just ended
     grpc.StatusCode.OUT_OF_RANGE,  # a revision that was compacted between two answers
 }
-# What gRPC says when a connection can not be made with TLS, and what that is.
+# gRPC's messages for failed TLS connections, and their meaning.
 MEANINGS = {
     "CERTIFICATE_VERIFY_FAILED": "etcd's certificate is not valid: it has expired, names another "
     "host, or is not from "
@@ -52,7 +52,7 @@ MEANINGS = {
 
 
 class Entry(NamedTuple):
-    """`revision`: of etcd, in which it was written."""
+    """A key's value. `revision`: etcd's, in which it was written."""
 
     value: bytes
     revision: int
@@ -60,14 +60,14 @@ class Entry(NamedTuple):
 
 
 class KeysAtRevision(NamedTuple):
-    """All keys that were asked for, as they were at one revision."""
+    """All requested keys, as they were at one revision."""
 
     revision: int
     entries: dict[str, Entry]
 
 
 class Change(NamedTuple):
-    """`entry` None: the key has gone, in this revision."""
+    """A change of a key. `entry` None: the key was deleted in this revision."""
 
     key: str
     entry: Entry | None
@@ -76,9 +76,9 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class EtcdCredentials:
-    """`ca`, `cert`, `key`: paths of PEM files, `ca` empty: no TLS.
+    """`ca`, `cert`, `key`: paths of PEM files; without `ca` there is no TLS.
 
-    `user` empty: etcd asks for none.
+    Without `user`, etcd needs no login.
     """
 
     ca: str = ""
@@ -102,7 +102,8 @@ class EtcdCredentials:
             )
             checked = ssl.create_default_context(cafile=self.ca)
             if self.cert:
-                checked.load_cert_chain(self.cert, self.key, password="")  # nobody is asked for one
+                # an empty password, so that OpenSSL does not prompt for one
+                checked.load_cert_chain(self.cert, self.key, password="")
         except OSError as error:
             files = ", ".join(path for path in (self.ca, self.cert, self.key) if path)
             raise ConfigError(
@@ -112,19 +113,19 @@ class EtcdCredentials:
 
 
 class Etcd:
-    """Thread-safe.
+    """A client of etcd. Thread-safe.
 
-    Raises Unavailable when no endpoint answers, InvalidRequest for what etcd refuses.
+    Raises Unavailable when no endpoint answers, InvalidRequest for a refusal by etcd.
     """
 
     def __init__(self, endpoints: Sequence[str], access: EtcdCredentials) -> None:
         self.endpoints = list(endpoints)
-        # Before each try; may raise to end what is asked
+        # Called before each try; may raise to end the call
         self.pulse: Callable[[], None] = lambda: None
         self._access = access
-        access.credentials()  # raises
-        self._turn = threading.Lock()  # of who connects
-        self._lock = threading.Lock()  # held for moments
+        access.credentials()  # raises for unusable files
+        self._turn = threading.Lock()  # held while connecting
+        self._lock = threading.Lock()  # held for microseconds
         self._connection: _Connection | None = None
         self._next = 0
         self._closed = False
@@ -168,7 +169,7 @@ class Etcd:
             key=prefix.encode(), range_end=_behind(prefix), start_revision=revision
         )
         connection = self._connected()
-        # Else one that is cut off from the others is silent
+        # Otherwise an endpoint that is cut off from the others is silent
         metadata = (
             *connection.metadata,
             ("hasleader", "true"),
@@ -221,7 +222,7 @@ class Etcd:
         return reply is not None and reply.TTL > 0
 
     def revoke(self, lease: int) -> None:
-        """End a lease, which removes what was written with it."""
+        """End a lease, which removes the keys that were written with it."""
         self._ask(lambda connection: connection.lease.LeaseRevoke, pb.LeaseRevokeRequest(ID=lease))
 
     # ---- connections ---------------------------------------------------------------------
@@ -291,10 +292,7 @@ class Etcd:
             return not self._closed
 
     def _leave(self, connection: "_Connection") -> None:
-        """Close a connection and its watches; the next one goes to another endpoint.
-
-        What is watched over this one ends, too.
-        """
+        """Close a connection and its watches; the next one goes to another endpoint."""
         with self._lock:
             if self._connection is connection:
                 self._connection = None
@@ -306,12 +304,13 @@ class _Connection:
     def __init__(self, endpoint: str, credentials: grpc.ChannelCredentials | None) -> None:
         options = [
             ("grpc.max_receive_message_length", ANSWER_NBYTES_MAX),
-            # None: an answer is as large as it looks
+            # No limit on the size of an answer
             (
                 "grpc.compression_enabled_algorithms_bitset",
                 1,
             ),
-            ("grpc.use_local_subchannel_pool", 1),  # starts without the pause of the one before
+            # starts without the reconnect pause of the previous channel
+            ("grpc.use_local_subchannel_pool", 1),
             ("grpc.enable_http_proxy", 0),
         ]
         self.endpoint = endpoint

@@ -1,4 +1,4 @@
-"""Know the cluster of a node, its members, and what clients are told about them."""
+"""Know the cluster of a node, its members, and the view that clients receive."""
 
 import contextlib
 import ipaddress
@@ -33,26 +33,27 @@ from kvstore.transports.grpc_wire import GrpcWire
 from kvstore.transports.negotiation import Addresses, grpc_target
 from kvstore.transports.tls import PROBE_S, client_tls, explain_unreachable
 
-# Who a node is in its cluster, from one life to the next: `member.json` in its data directory.
+# A node's identity in its cluster, kept over restarts: `member.json` in its data directory.
 #
-# The token tells a restart of this directory's node from another node that was given the same id.
+# The token tells a restart of this directory's node from another node with the same id.
 
 FILE_NAME = "member.json"
 TOKEN_NBYTES = 8
 _DIGEST = re.compile(f"[0-9a-f]{{{2 * NAMESPACE_DIGEST_NBYTES}}}")
-# How long etcd keeps that a namespace was removed. Who was away for longer may have pages that
-# nobody must see again.
+# How long etcd keeps the removal of a namespace. A member that was away for longer may have pages
+# that must never be served again.
 REMOVALS_KEPT_S = 30 * 24 * 3600
-AHEAD_S_MAX = 3600.0  # tolerated: a file server, whose clock may be ahead, dates the file
+# tolerated: the file's date comes from a file server, whose clock may be ahead
+AHEAD_S_MAX = 3600.0
 NUMBER_MAX = 1 << 63  # a view's number is etcd's revision plus a base, each below half of this
 
 
 class Identity:
-    """Keep a node's identity in its data directory.
+    """A node's identity in its data directory.
 
     `applied` is the newest view number whose removals were carried out here; `to_erase` lists
     removed namespaces whose rows and keys are still to be erased. Without a data directory the node
-    is another one after each start. Raises ConfigError.
+    has a new identity after each start. Raises ConfigError.
     """
 
     def __init__(self, data_dir: str, cluster: str, member: str) -> None:
@@ -94,8 +95,8 @@ class Identity:
                 f"{cluster}; give another "
                 f"data_dir, or remove {self._path} if its pages are to move"
             )
-        # A copy from a backup has a new modification time. The time in the file is the older one,
-        # then.
+        # A copy from a backup has a new modification time; the time in the file is then the older
+        # one.
         age_s = time.time() - min(written_s, known.get("saved_s", written_s))
         if age_s > REMOVALS_KEPT_S:
             raise ConfigError(
@@ -145,8 +146,8 @@ def _are_digests(known: dict[str, Any]) -> bool:
     )
 
 
-# The address under which the others reach this node: told or guessed, and tried before anybody
-# hears of it.
+# The address under which the others reach this node: configured or guessed, and tried before it is
+# published.
 
 WILDCARDS = ("", "0.0.0.0", "::")
 TRY_S = 2.0
@@ -157,9 +158,9 @@ PAUSE_S = 0.2
 def advertised(told: str, host: str, port: int, towards: Sequence[str], scheme: str = "") -> str:
     """Return the address that a node advertises.
 
-    It is `told`, with this node's port added if it has none; else the address on which the node
-    listens; else the one from which this host reaches one of `towards`. `scheme` is that of `port`,
-    empty for gRPC.
+    It is `told`, with this node's port if it has none; else the address on which the node listens;
+    else the one from which this host reaches one of `towards`. `scheme` is that of `port`, empty
+    for gRPC.
     """
     if told:
         return with_port(told, port, scheme)
@@ -175,7 +176,7 @@ def with_port(told: str, port: int, scheme: str = "") -> str:
         return told
     check_no_url("advertise", told)
     named = told.rpartition(":")[2].isdigit() and (told.count(":") == 1 or "]:" in told)
-    # An IPv6 address, as a pod is told its own
+    # A bare IPv6 address, as Kubernetes passes it to a pod
     bare = told.count(":") > 1 and not told.startswith("[")
     address = told if named else scheme + (f"[{told}]:{port}" if bare else f"{told}:{port}")
     try:
@@ -203,7 +204,7 @@ def _own_address(towards: Sequence[str]) -> str:
 def check_listens(host: str, address: str) -> None:
     """Raise ConfigError for a member that listens on loopback but advertises another address."""
     named = split_address(address)[0]
-    with contextlib.suppress(ValueError):  # what a name means is for a resolver
+    with contextlib.suppress(ValueError):  # a name is left to the resolver
         if is_loopback(host) and not ipaddress.ip_address(named).is_loopback:
             raise ConfigError(
                 f"others reach this member at {address}, and with host={host} it listens for its "
@@ -287,27 +288,28 @@ Listener = Callable[[View], None]
 
 
 class Membership:
-    """Thread-safe.
+    """Membership of this node in a cluster. Thread-safe.
 
-    `view` None: the node is alone, or `joining`. Raises ConfigError for what can not be.
+    `view` None: the node has no cluster, or is `joining`. Raises ConfigError for impossible
+    settings.
     """
 
     def __init__(self, cluster: str, member: str, replicas: int = 0) -> None:
         """Prepare the membership. `replicas` is that of a fixed list; 0 means 1."""
         self.member = member
-        # No view yet, and nobody may think that there is no cluster
+        # There is no view yet, but the node must not look like one without a cluster
         self.joining = cluster.startswith(ETCD_SCHEME)
         self.view: View | None = None
         if cluster and not self.joining:
             self.view = _listed(cluster, replicas)
-        # How it is, and who is apart
+        # State of the registry, and members outside the view
         self.registry: Callable[[], tuple[str, list[str]]] = lambda: (
             "static",
             [],
         )
         self.announcer: Callable[[State], None] | None = None  # None: a fixed list
         self._announced: State | None = None
-        # Held while listeners are told, so that none hears of an older view last
+        # Held while listeners are called, so that the last view that a listener gets is the newest
         self._lock = threading.Lock()
         self._listeners: list[Listener] = []
         if not cluster and (member or replicas):
@@ -358,7 +360,7 @@ class Membership:
     def announce(self, state: State) -> None:
         """Announce this member's state.
 
-        Raises InvalidRequest where its members are a fixed list.
+        Raises InvalidRequest for a fixed list of members.
         """
         if self.announcer is None:
             raise InvalidRequest(

@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class Peers:
-    """Costs a node that is alone nothing.
+    """The parts of a node that work with other members; they cost a single node nothing.
 
-    `view(offset, nbytes)` is the arena's memory, `room_below(namespace)` whether the tier below
+    `view(offset, nbytes)` is the arena's memory, `room_below(namespace)` whether the lower tier
     takes a page without losing another.
     """
 
@@ -57,7 +57,7 @@ class Peers:
         )
         self.draining = Drain(membership, links, tier)
         self._sessions_max = config.sessions_max
-        self._are_many = False  # members, for so many connections
+        self._are_many = False  # whether the members need so many connections that a warning is due
         membership.on_view(self._check_sessions)
 
     def _check_sessions(self, view: View) -> None:

@@ -1,10 +1,9 @@
 """Fetch the pages that this member owns and others have, the newest first.
 
-    others --list: which of mine?--> what is not here, newest first --get--> slots of the RAM tier
-    --> visible
+    others --list of my pages--> those missing here, newest first --get--> RAM slots --> visible
 
-It goes to the tier as any other page does, so that a disk below takes it too. What is here already
-is passed over: a sweep that was broken off goes on where it was.
+They are stored like any other page, so that a lower disk tier takes them too. Pages that are here
+are skipped: an interrupted rebalance continues where it was.
 """
 
 import contextlib
@@ -34,14 +33,14 @@ from node.memory.tier import RamTier
 
 log = logging.getLogger(__name__)
 
-CALL_S = 10.0  # of another member, for a list
-TOGETHER_MAX = 16  # members that are asked at the same time which namespaces they have
+CALL_S = 10.0  # for a list of another member
+TOGETHER_MAX = 16  # members that are asked for their namespaces in parallel
 FETCH_S = 5.0  # for a batch of pages
 BATCH_NBYTES = 64 << 20  # of one namespace, from one member
 BATCH_KEYS = 256
 LIST_LIMIT = 8192  # pages of one reply
 MISSING_MAX = 1 << 20  # pages in one sweep: 200 bytes each
-ROUND_PAGES = 4096  # of all members: within so many the order is by member, not by age
+ROUND_PAGES = 4096  # of all members: within such a round the order is by member, not by age
 
 
 Listed = pb.ListNamespacesReply
@@ -60,10 +59,10 @@ class Missing(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Pages.
+    """Counts of pages.
 
-    `full`: for which there was no room; `failed`: which could not be had; `away`: members who could
-    not be asked for all they have.
+    `full`: no space for them; `failed`: could not be fetched; `away`: members that could not be
+    asked for all of their pages.
     """
 
     missing: int
@@ -78,9 +77,9 @@ class Report(NamedTuple):
 class Rebalance:
     """Fetch pages that this member owns but lacks.
 
-    `view(offset, nbytes)` returns arena memory. `room_below(namespace)` returns whether the lower
-    tier takes a page without losing another. `pause(nbytes)` waits according to the rate limit and
-    returns False to end. `together` makes calls in parallel and returns what each returned or
+    `view(offset, nbytes)` returns arena memory. `room_below(namespace)`: whether the lower tier
+    takes a page without losing another. `pause(nbytes)` waits according to the rate limit and
+    returns False to end. `together` runs calls in parallel and returns what each returned or
     raised.
     """
 
@@ -110,7 +109,7 @@ class Rebalance:
     ) -> Report:
         """Ask all other members of the view for the pages that `member`, this one, owns.
 
-        With `dry`, only report what is missing. `told` receives the progress.
+        With `dry`, only report missing pages. `told` receives the progress.
         """
         missing, away = self._missing_pages(view, member)
         nbytes = sum(self._tier.namespace(page.digest).page_nbytes for page in missing)
@@ -122,7 +121,7 @@ class Rebalance:
     def _missing_pages(self, view: View, own: str) -> tuple[list[Missing], tuple[str, ...]]:
         """Return each missing page once, the newest first, from the first member that has it.
 
-        All members are asked at the same time, so that absent ones cost one time-out together.
+        All members are asked in parallel, so that unreachable ones cost one timeout together.
         """
         found: dict[tuple[bytes, bytes], Missing] = {}
         away: list[str] = []
@@ -193,7 +192,7 @@ class Rebalance:
                 )
                 told(report)
                 if not self._pause(count * nbytes):
-                    return report  # the rest is missing still
+                    return report  # the rest is still missing
         return report
 
     def _batches(self, pages: list[Missing]) -> Iterator[list[Missing]]:
@@ -218,10 +217,7 @@ class Rebalance:
         ]
 
     def _fetch(self, pages: list[Missing]) -> int:
-        """Fetch pages and return how many are here now; a second try omits what the member lost.
-
-        What another one has not any more is tried no second time.
-        """
+        """Fetch pages, return how many are here now; a second try omits pages lost meanwhile."""
         for _ in range(2):
             try:
                 hits = self._fetch_all([page.prefix_hash for page in pages], pages[0])
@@ -239,7 +235,7 @@ class Rebalance:
     def _fetch_all(self, prefix_hashes: list[bytes], like: Missing) -> list[bool]:
         """Fetch pages and return which hit; they are committed only if all hit.
 
-        They are, if all can: a reservation is committed whole or not at all.
+        A reservation is committed completely or not at all.
         """
         index = self._tier.namespace(like.digest)
         began_s = self._tier.clock_s()
@@ -294,19 +290,19 @@ class Rebalance:
         return self._links.link(member).run(call, namespace, Deadline(FETCH_S))
 
 
-# When a member sweeps: after each change of the view, now and then, and when it is asked to.
+# When a member rebalances: after each change of the view, periodically, and on request.
 #
-# A member that joins serves when its first sweep is over. Those beside a member that is drained
-# sweep, because they own now what it had. One that comes back without its pages, or that was away
-# when pages were put, sweeps when it starts.
+# A joining member serves after its first rebalance. Members beside a drained one rebalance, because
+# they now own its pages. A member that restarted without its pages, or was away during puts,
+# rebalances when it starts.
 
 
-SETTLE_S = 1.0  # after a change of the view: several members often come or go together
-AGAIN_S = 10.0  # after a sweep that did not get all
+SETTLE_S = 1.0  # after a change of the view: several members often join or leave together
+AGAIN_S = 10.0  # after a rebalance that did not get all pages
 
 
 class Rebalancer:
-    """`make(pause)` gives the sweep."""
+    """Runs rebalances on a thread. `make(pause)` returns a `Rebalance`."""
 
     def __init__(
         self,
@@ -320,14 +316,14 @@ class Rebalancer:
         self._nbytes_per_s = nbytes_per_s
         self._period_s = period_s
         self._turn = threading.Condition()
-        self._due_s = float("inf")  # when to sweep, in the clock's time
+        self._due_s = float("inf")  # when the next run is due, by the clock
         self._stopped = False
         self._began_s = self._moved_nbytes = 0.0
         self.settle_s = SETTLE_S
         self.running = False
-        self.report: Report | None = None  # of the last one
-        self.ended_s = 0.0  # when that was over, in the clock's time
-        self._so_far: Report | None = None  # of the one that runs, when it knows what is missing
+        self.report: Report | None = None  # of the last run
+        self.ended_s = 0.0  # end of the last run, by the clock
+        self._so_far: Report | None = None  # of the current run, once it knows what is missing
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
 
     def start(self) -> None:
@@ -359,17 +355,14 @@ class Rebalancer:
             self._so_far, self.running = None, True
             try:
                 self._once(view)
-            except Exception:  # of a sweep; the next one may do better
+            except Exception:  # a failed run; the next one may succeed
                 log.exception("a sweep failed")
                 self.schedule_in(AGAIN_S)
             finally:
                 self.running = False
 
     def _wait(self) -> bool:
-        """Wait until a run is due; return False when the node stops.
-
-        False: the node stops.
-        """
+        """Wait until a run is due; return False when the node stops."""
         with self._turn:
             while not self._stopped and (left_s := self._due_s - time.monotonic()) > 0:
                 self._turn.wait(min(left_s, threading.TIMEOUT_MAX))
@@ -393,10 +386,7 @@ class Rebalancer:
         self._so_far = report
 
     def _pause(self, nbytes: int) -> bool:
-        """Wait as the rate limit requires for so many bytes; return False to end the run.
-
-        False ends the sweep.
-        """
+        """Wait as the rate limit requires for so many bytes; return False to end the run."""
         self._moved_nbytes += nbytes
         with self._turn:
             if self._nbytes_per_s and nbytes:

@@ -1,10 +1,10 @@
 """Register the node in etcd under a lease, and watch the other members and removals.
 
-    registry thread   lease kept alive, own key written; again from the start when etcd lost it
-    watch thread      keys --roster--> view --> membership
+    registry thread   keeps the lease alive and the own key written; starts over if etcd lost it
+    watch thread      keys --RegistryState--> view --> membership
     removals thread   others' removals --> this node's tiers; this node's --> etcd
 
-While etcd can not be asked the last view holds, and everything goes on with it.
+While etcd does not answer, the last view stays in force.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
 PAUSE_S = 0.5  # about so long between two tries while etcd does not answer
-SAY_S = 5.0  # between two lines of a start that waits
-KEEPS = 3  # times that a lease is kept alive while it would last
-END_S = 2.0  # that a stop gives each thread; they are daemons
+SAY_S = 5.0  # between two log lines of a start that waits
+KEEPS = 3  # keep-alives per lifetime of a lease
+END_S = 2.0  # for each thread at a stop; they are daemons
 
 
 class IdInUse(Exception):
@@ -51,9 +51,9 @@ class IdInUse(Exception):
 
 @dataclass(frozen=True)
 class RegistrationSettings:
-    """`replicas` 0: as the cluster has it, 1 in a new one.
+    """`replicas` 0: the cluster's setting, 1 in a new cluster.
 
-    `lease_s`: after so long without a word it is no member.
+    `lease_s`: after so long without a keep-alive it is no member.
     """
 
     replicas: int
@@ -63,9 +63,9 @@ class RegistrationSettings:
 
 @dataclass(frozen=True)
 class Registering:
-    """What a node tells of itself.
+    """What a node registers about itself.
 
-    `instance_id`: new at each start. `bulk_port`: of its frames, where `address` is.
+    `instance_id`: new at each start. `bulk_port`: of its frames, at the host of `address`.
     """
 
     address: str
@@ -77,9 +77,9 @@ class Registering:
 
 
 class Registry:
-    """`connect`, then `join`, then `close`.
+    """Registration of this node: call `connect`, then `join`, then `close`.
 
-    The first two raise ConfigError, and whatever `pulse` raises meanwhile.
+    The first two raise ConfigError, and any error that `pulse` raises meanwhile.
     """
 
     def __init__(
@@ -99,20 +99,19 @@ class Registry:
         self._terms = terms
         self._removals = removals
         self._registry_state = RegistryState(identity.cluster)
-        self._lock = threading.Lock()  # of roster and what is told
+        self._lock = threading.Lock()  # guards the state and the published view
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._self: Registered | None = None
         self._lease, self._lease_s = 0, float(terms.lease_s)
-        # Revision and value of our key; 0: it is not there
+        # Revision and value of our key; 0: it does not exist
         self._written: tuple[int, bytes] = (
             0,
             b"",
         )
         self._troubles: dict[str, tuple[float, str]] = {}  # by thread: since when, what
-        self._settle_at = (
-            0.0  # until then the last view holds: members register again that an etcd has lost
-        )
+        # until then the last view holds: members register again after etcd lost its data
+        self._settle_at = 0.0
         self._threads = [
             threading.Thread(target=self._run, args=(step,), name=name, daemon=True)
             for name, step in (
@@ -122,7 +121,7 @@ class Registry:
             )
         ]
 
-    # ---- what others see -----------------------------------------------------------------
+    # ---- for others ----------------------------------------------------------------------------
 
     @property
     def status(self) -> str:
@@ -169,7 +168,7 @@ class Registry:
             self._sleep(PAUSE_S, pulse)
         try:
             self._removals.catch_up(self._registry_state.removals(), self._number(), anew)
-        except (KVStoreError, OSError) as error:  # of the disk, which is stopped then
+        except (KVStoreError, OSError) as error:  # an error of the disk, which is stopped then
             log.error("what was removed meanwhile may come back at the next start: %s", error)
 
     def _read_all(self) -> bool:
@@ -213,7 +212,7 @@ class Registry:
                 break
             except InvalidRequest as error:
                 raise ConfigError(str(error)) from error
-            except IdInUse as error:  # by one that has died, perhaps
+            except IdInUse as error:  # by a node that has died, perhaps
                 if time.monotonic() >= patience:
                     raise ConfigError(
                         f"{error}; name this one otherwise (--member), or stop that one"
@@ -265,10 +264,7 @@ class Registry:
         self._removals.begin_erasure(erasure)
 
     def close(self) -> None:
-        """Leave the cluster if etcd answers at once. It may be called at any point of a start.
-
-        May be called however far a start came.
-        """
+        """Leave the cluster if etcd answers at once. It may be called at any point of a start."""
         self._stop.set()
         self._wake.set()
         limit = Deadline(END_S)
@@ -323,8 +319,7 @@ class Registry:
             self._settle()
             self._register()
         if known := self._membership.view:
-            # The view may be of an etcd that began anew already; what is known of removals is from
-            # before.
+            # The view may be of an etcd that was reset already; the known removals are older.
             self._raise_number(max(known.number, self._removals.seen, self._identity.applied))
         self._clear_trouble()
         self._tell()
@@ -353,7 +348,7 @@ class Registry:
             self._removals.receive(
                 self._registry_state.removals(self._removals.seen), self._number()
             )
-        # Somebody removed or took it, or the lease ended
+        # The entry was removed or replaced, or the lease ended
         if self._written[0] and not self._is_own(mine):
             self._written = (0, b"")
             self._wake.set()
@@ -365,7 +360,7 @@ class Registry:
             return False
         with contextlib.suppress(ConfigError):
             return parse_member(self._identity.member, mine.value).instance == self._self.instance
-        return True  # unreadable: nobody uses it, and the next registration replaces it
+        return True  # unreadable: no node uses it, and the next registration replaces it
 
     def _remove(self) -> None:
         self._removals.work(self._etcd, self._registry_state)
@@ -424,8 +419,8 @@ class Registry:
                 return
             if there.revision:
                 other = parse_member(self._identity.member, there.value)
-                # A restart takes the entry over, a registered node does not. Nobody takes it from a
-                # live node.
+                # A restart takes the entry over, a registered node does not. A live node keeps its
+                # entry.
                 again = self._membership.joining and not self._is_alive(other)
                 if other.token != own.token or (other.instance != own.instance and not again):
                     what = (
@@ -484,10 +479,10 @@ def _wants(limit: Deadline) -> None:
     limit.remaining()
 
 
-# What `--cluster` says: nothing, a fixed list of members, or where the cluster is registered.
+# Parse the setting `--cluster`: nothing, a fixed list of members, or the address of a registry.
 
 PORT = 2379
-# Of a node that registers itself: (setting, what it is if nobody set it).
+# Settings of a registered node, with their defaults.
 NAMES = ("advertise", "zone", "etcd_ca", "etcd_cert", "etcd_key", "etcd_user")
 OF_ETCD = (("weight", 1.0), *((name, "") for name in NAMES))
 

@@ -1,10 +1,8 @@
-"""Interpret a cluster's keys in etcd, and derive the view from them.
-
-Pure: fed with what was read and what changed.
+"""Interpret a cluster's keys in etcd, and derive the view from them, without any I/O.
 
 /kvstore/NAME/config            {"replicas": 2, "base": 0}
-/kvstore/NAME/members/ID        {"address": "10.0.0.1:7440", "bulk_port": 7441, "state": "SERVING",
-                                "protocol": 4, ...}
+/kvstore/NAME/members/ID        {"address": "10.0.0.1:7440", "bulk_port": 7441,
+                                 "state": "SERVING", "protocol": 4, ...}
 /kvstore/NAME/removed/DIGEST    {"removal": "9f..", "by": "n1", "erasure": "03.."}
 """
 
@@ -32,9 +30,9 @@ BASE_MAX = 1 << 62  # a view's number has 64 bits, and etcd's revision 63
 
 @dataclass(frozen=True)
 class Registered:
-    """A member as it is written.
+    """A member's entry.
 
-    `instance`: which start of the node; `token`: which data directory.
+    `instance`: the run of the node; `token`: its data directory.
     """
 
     member: Member
@@ -60,10 +58,10 @@ class Registered:
 
 
 class Settings(NamedTuple):
-    """What holds for all of a cluster.
+    """Settings of a whole cluster.
 
-    `base`: what is added to etcd's revision for a view's number, which is to rise although an etcd
-    that lost all begins anew.
+    `base`: added to etcd's revision for a view's number, which must rise even after etcd lost all
+    data and counts from the beginning.
     """
 
     replicas: int
@@ -75,9 +73,9 @@ class Settings(NamedTuple):
 
 
 class Removal(NamedTuple):
-    """`number`: of the view when it was recorded.
+    """Removal of a namespace. `number`: of the view when it was recorded.
 
-    `erasure`: the name of that of the tenant, if it is part of one.
+    `erasure`: id of the tenant's erasure, if it is part of one.
     """
 
     digest: bytes
@@ -87,9 +85,9 @@ class Removal(NamedTuple):
 
 
 class RegistryState:
-    """Not thread-safe.
+    """The cluster's keys as they were last read. Not thread-safe.
 
-    `apart`: members that are not of the view, and why.
+    `apart`: members outside the view, and why.
     """
 
     def __init__(self, cluster: str) -> None:
@@ -109,7 +107,7 @@ class RegistryState:
         return f"{self.prefix}removed/{digest.hex()}"
 
     def reset(self, reading: KeysAtRevision) -> None:
-        """Replace everything that is known."""
+        """Replace all keys."""
         self.revision, self.entries = reading.revision, dict(reading.entries)
 
     def apply(self, changes: Iterable[Change]) -> None:
@@ -122,9 +120,9 @@ class RegistryState:
                 self.entries[key] = entry
 
     def settings(self) -> Settings | None:
-        """Return the cluster's settings; None if nobody has written them.
+        """Return the cluster's settings; None if they were never written.
 
-        Raises ConfigError for what is not ours.
+        Raises ConfigError for an invalid value.
         """
         entry = self.entries.get(self.config_key)
         return parse_settings(entry.value) if entry else None
@@ -171,7 +169,7 @@ class RegistryState:
         found = []
         for key, entry in self.entries.items():
             if base + entry.revision > after and key.startswith(prefix):
-                with contextlib.suppress(ConfigError, ValueError):  # what no node has written
+                with contextlib.suppress(ConfigError, ValueError):  # an entry that no node wrote
                     digest = bytes.fromhex(key.removeprefix(prefix))
                     removal, erasure = parse_removed(entry.value)
                     found.append(Removal(digest, removal, base + entry.revision, erasure))
@@ -207,7 +205,7 @@ def parse_member(name: str, value: bytes) -> Registered:
             str(fields["zone"]),
             State[fields["state"]],
         )
-        bulk_port = int(fields.get("bulk_port", 0))  # an older node does not write it
+        bulk_port = int(fields.get("bulk_port", 0))  # older nodes do not write it
         protocol, token, instance = (
             int(fields["protocol"]),
             str(fields["token"]),
@@ -240,16 +238,16 @@ def _fields(value: bytes) -> dict[str, Any]:
     return fields
 
 
-# Namespaces that are removed from a whole cluster: each member does it once, also one that was
+# Carry out removals of namespaces in a whole cluster: once at each member, also at one that was
 # away.
 #
-# a client's call --> here, and --> etcd --> the others, who were called, too, or were away
+#     a client's call --> this node, and --> etcd --> members that were called, too, or were away
 
 log = logging.getLogger(__name__)
 
 DONE_MAX = 1 << 12  # removals that are known to be done here
-WAITING_MAX = 1 << 10  # that etcd is to be told of
-RECORD_S = 1.0  # that a call waits for etcd; what is not recorded by then is when etcd answers
+WAITING_MAX = 1 << 10  # removals that are still to be written to etcd
+RECORD_S = 1.0  # time that a call waits for etcd; the rest is written when etcd answers
 TOUCH_S = 3600.0
 
 
@@ -279,14 +277,14 @@ class NamespaceTombstones:
         self._remove = remove
         self._settle = settle
         self._erase = erase
-        # Namespaces that are removed here already, in an earlier life perhaps
+        # Namespaces that are removed here already, perhaps by an earlier run
         self._to_erase = list(identity.to_erase)
         self._wake = threading.Condition()
-        self._done: OrderedDict[bytes, None] = OrderedDict()  # names of removals
+        self._done: OrderedDict[bytes, None] = OrderedDict()  # ids of removals
         self._records: list[_Record] = []
         self._heard: list[Removal] = []
         self._number = identity.applied
-        self._seen = identity.applied  # number of the newest that was heard of
+        self._seen = identity.applied  # number of the newest removal that was received
         self._saved_at = 0.0
         self._closed = False
 
@@ -358,10 +356,7 @@ class NamespaceTombstones:
             self._wake.notify_all()
 
     def work(self, etcd: Etcd, registry_state: RegistryState) -> None:
-        """Wait for work and do one round. What it raises leaves the work to be repeated.
-
-        Raises what kept it from being done; it is done again then.
-        """
+        """Wait for work and do one round. Any error leaves the work to be repeated."""
         with self._wake:
             self._wake.wait_for(
                 lambda: self._closed or self._records or self._heard or self._to_erase, TOUCH_S
@@ -373,7 +368,7 @@ class NamespaceTombstones:
         with contextlib.ExitStack() as both:
             both.callback(self._record_all, records, etcd, registry_state)
             self._apply(heard, number)
-        if to_erase:  # what is heard meanwhile waits
+        if to_erase:  # removals that arrive meanwhile wait
             self._erase(to_erase)
             with self._wake:
                 del self._to_erase[: len(to_erase)]
@@ -403,7 +398,7 @@ class NamespaceTombstones:
             record.written.set()
 
     def _write(self, record: _Record, etcd: Etcd, registry_state: RegistryState) -> None:
-        """Write a removal to etcd once, though several members may have been asked for it."""
+        """Write a removal to etcd once, although several members may have received the call."""
         key, revision = registry_state.removed_key(record.digest), 0
         removal = record.removal.hex()
         fields = {"removal": removal, "by": self._identity.member}

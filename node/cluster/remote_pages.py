@@ -3,8 +3,8 @@
     find    keys  --> members that may have them, asked in parallel --> sources by key
     read    slots --> members send many pages at a time --> verified, reported on arrival
 
-A member is asked without `near`, so that it asks nobody else. No lock of the RAM tier is taken
-here. Each member has one connection pool to each other member (`PeerLinks`), over the bulk wire.
+Members are asked without `near`, so that they do not ask others. No lock of the RAM tier is held
+here. Each member has one connection pool to each other member (`PeerLinks`), over bulk TCP.
 """
 
 import contextlib
@@ -38,13 +38,13 @@ from node.memory.page import Page
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
-THREADS_MAX = 32  # beside those that ask
-# Of one member at a time: what has come by then is there, whatever becomes of the rest
+THREADS_MAX = 32  # beside the callers' own
+# Of one member at a time: pages that arrived by then are kept if the rest fails
 FETCHED_NBYTES = 64 << 20
-CONNECTIONS_MAX = 4  # of each link
+CONNECTIONS_MAX = 4  # of each channel
 TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 2.0
-BACKOFF_S_MAX = 2.0  # who is back is served soon
+BACKOFF_S_MAX = 2.0  # short, so that a member that is back is used soon
 
 
 def known_by(config: NodeConfig) -> dict[str, Any]:
@@ -69,9 +69,9 @@ def known_by(config: NodeConfig) -> dict[str, Any]:
 
 
 class PeerLinks:
-    """Thread-safe.
+    """Channels to the other members. Thread-safe.
 
-    Links to who is no member any more, or has another address now, are closed.
+    Channels to former members, or to former addresses, are closed.
     """
 
     def __init__(self, membership: Membership, config: NodeConfig | None = None) -> None:
@@ -81,9 +81,9 @@ class PeerLinks:
         """
         self._membership = membership
         self._known_by = known_by(config) if config is not None else {}
-        self._lock = threading.Lock()  # held for moments
+        self._lock = threading.Lock()  # held for microseconds
         self._addresses: dict[str, str] = {}  # of the others, by id
-        self._ports: dict[str, int] = {}  # where they serve frames, as far as the view says it
+        self._ports: dict[str, int] = {}  # ports of their frames, as far as the view has them
         self._links: dict[str, NodeChannel] = {}
         self._closed = False
         self._cluster = ""
@@ -138,7 +138,7 @@ class PeerLinks:
             link.close()
 
     def close(self) -> None:
-        """Take no more calls; those that run may end."""
+        """Take no more calls; running ones may end."""
         with self._lock:
             self._closed = True
             links = list(self._links.values())
@@ -148,11 +148,10 @@ class PeerLinks:
 
 
 class RemotePages(LowerTier):
-    """Thread-safe.
+    """Lower tier with the pages of other members. Thread-safe.
 
-    `view(offset, nbytes)` is the arena's memory, `clock_s` gives whole seconds since the epoch.
-
-    The `place` of a source: the members to ask for the page, one after the other.
+    `view(offset, nbytes)` is the arena's memory, `clock_s` gives whole seconds since the epoch. The
+    `place` of a source: the members to ask for the page, one after the other.
     """
 
     name = "peer"
@@ -169,7 +168,7 @@ class RemotePages(LowerTier):
         self._view = view
         self._clock_s = clock_s
         self._abreast = ParallelTransfer(THREADS_MAX, "kvstore-peers")
-        self._lock = threading.Lock()  # of the counters
+        self._lock = threading.Lock()  # guards the counters
         self.pages_fetched = 0
         self.nbytes_fetched = 0
         self.pages_fetch_failed = 0
@@ -232,7 +231,7 @@ class RemotePages(LowerTier):
 
         def ask(member: str, places: list[int], limit: Deadline) -> list[bool]:
             def call(link: NodeConnection, limit: Deadline) -> None:
-                # The link may have been made anew
+                # The channel may be a new one
                 left = [place for place in places if place not in done]
                 some = min(step, batch_pages_max(namespace.stored_nbytes, link.limits))
                 for start in range(0, len(left), some):
@@ -263,9 +262,9 @@ class RemotePages(LowerTier):
     def _receive(
         self, link: NodeConnection, namespace: Namespace, pages: Mapping[int, Page], limit: Deadline
     ) -> list[tuple[int, Page]]:
-        """Return those of the pages that came.
+        """Return those of the pages that arrived.
 
-        The member is told of what does not match its checksum.
+        Corrupt ones are reported to the member.
         """
         hashes = [page.prefix_hash for page in pages.values()]
         slots = [(self._view(page.offset, namespace.stored_nbytes),) for page in pages.values()]
@@ -284,7 +283,7 @@ class RemotePages(LowerTier):
     def _take(self, page: Page, arrived: Arrived) -> bool:
         """Return whether the page may be used.
 
-        Its time to live is over here before it is at its owner.
+        Its time to live may be over here before it is at its owner.
         """
         ttl_s = arrived.ttl_ms // 1000 - 1
         if not arrived.leaves or (arrived.ttl_ms and ttl_s <= 0):
@@ -295,5 +294,5 @@ class RemotePages(LowerTier):
         return True
 
     def close(self) -> None:
-        """End with what runs by its deadline."""
+        """Stop; running calls end by their deadline."""
         self._abreast.close()

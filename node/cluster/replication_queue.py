@@ -1,15 +1,11 @@
-"""Queue pages for other members, and track each page at each target.
+"""Queue pages for other members, and track each page at each target, without any I/O.
 
-Pure: no threads, no sockets, and the clock is an argument.
-
-    offer(page, targets) --> waiting, oldest first, for each target --next--> a batch under way, one
-    for each target
+    offer(page, targets) --> waiting, per target, oldest first --next--> one batch per target
                                ^                                              |
-                               +--- the target is away, full or busy: later --+--> done, given up,
-                               or gone meanwhile
+                               +-- the target is unreachable, full or busy ---+--> done, or given up
 
-A page is held as long as it is in here, so the bound of the queue is a bound on RAM: when it is
-full, the oldest page is dropped and counted. A page that was removed is not sent.
+The clock is an argument. A queued page is held, so the bound of the queue is a bound on RAM: when
+it is full, the oldest page is dropped and counted. A removed page is not sent.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -23,19 +19,19 @@ P = TypeVar("P")
 BATCH_PAGES_MAX = 64
 BATCH_NBYTES_MAX = 16 << 20
 PAGES_MAX = 1 << 16  # in the queue
-PATIENCE_S = 60.0  # for a target that is away, full or refuses
-# Between two tries of a target that failed, twice as long each time
+PATIENCE_S = 60.0  # for a target that is unreachable, full or refuses
+# Pause between two tries of a failed target, doubled each time
 PAUSE_S_MIN, PAUSE_S_MAX = (
     0.1,
     2.0,
 )
-# targets that failed, served at a time: they may hang, and others are not to wait behind them
+# failed targets served at a time: they may hang, and others must not wait behind them
 FAILING_MAX = 2
-REFUSALS_MAX = 4  # of a page by its targets: who just joined is unknown to some for a moment
+REFUSALS_MAX = 4  # refusals of a page by its targets: a new member is unknown to some for a moment
 
 
 class Group(NamedTuple):
-    """What the pages of one batch have in common."""
+    """Common properties of the pages of one batch."""
 
     digest: bytes  # of their namespace
     expiry_s: int  # since the epoch; 0: no time to live
@@ -43,9 +39,9 @@ class Group(NamedTuple):
 
 
 class AckWaiter:
-    """How many ways of pages to targets are open, and how many came to nothing.
+    """How many copies are still to be sent for a put, and how many were lost.
 
-    `failed`: whether a target was away or refused, which is tried again.
+    `failed`: whether a target was unreachable or refused, which is retried.
     """
 
     def __init__(self) -> None:
@@ -61,9 +57,9 @@ class AckWaiter:
 
 @dataclass(eq=False)
 class QueuedPage(Generic[P]):
-    """A page and the targets that it has not reached yet.
+    """A page and the targets that do not have it yet.
 
-    `busy`: those to which it is under way.
+    `busy`: targets to which it is being sent.
     """
 
     page: P
@@ -79,7 +75,7 @@ class QueuedPage(Generic[P]):
 
 @dataclass(frozen=True, eq=False)
 class Batch(Generic[P]):
-    """Under way to one target: pages of one group."""
+    """A batch that is being sent to one target: pages of one group."""
 
     target: str
     queued_pages: list[QueuedPage[P]]
@@ -92,7 +88,7 @@ class Batch(Generic[P]):
 
 @dataclass
 class Counts:
-    """Ways of a page to a target."""
+    """Counters of copies sent to targets."""
 
     pages_handed: int = 0
     nbytes_handed: int = 0
@@ -111,16 +107,16 @@ class _Target(Generic[P]):
 
 
 class ReplicationQueue(Generic[P]):
-    """Not thread-safe.
+    """Queue of pages. Not thread-safe.
 
-    Times are seconds of any clock that never goes back. Pages that are done with are in `freed`,
-    for the caller to release.
+    Times are seconds of any monotonic clock. Finished pages are in `freed`, for the caller to
+    release.
     """
 
     def __init__(self, nbytes_max: int, gone: Callable[[P], bool], nbytes_per_s: int = 0) -> None:
-        """Create an empty queue. `gone` tells whether a page was removed; rate 0 means no limit.
+        """Create an empty queue. `gone` tells whether a page was removed.
 
-        `nbytes_per_s`: how much is sent, 0: no limit.
+        `nbytes_per_s`: rate limit; 0 means none.
         """
         self.nbytes_max = nbytes_max
         self.nbytes = 0
@@ -128,9 +124,9 @@ class ReplicationQueue(Generic[P]):
         self.freed: list[P] = []
         self._gone = gone
         self._nbytes_per_s = nbytes_per_s
-        self._next_at = 0.0  # when the rate allows another batch
+        self._next_at = 0.0  # when the rate limit allows another batch
         self._queued_pages: dict[QueuedPage[P], None] = {}  # oldest first
-        self._targets: dict[str, _Target[P]] = {}  # who was served longest ago first
+        self._targets: dict[str, _Target[P]] = {}  # the target that was served longest ago first
 
     @property
     def page_count(self) -> int:
@@ -164,10 +160,7 @@ class ReplicationQueue(Generic[P]):
         now: float,
         waiter: AckWaiter | None = None,
     ) -> None:
-        """Queue a page that the caller holds; `nbytes` is the RAM that it keeps.
-
-        It must be held by the caller.
-        """
+        """Queue a page that the caller holds; `nbytes` is the RAM that it keeps."""
         queued = QueuedPage(
             page, prefix_hash, nbytes, group, set(targets), waiter, now + PATIENCE_S
         )
@@ -182,7 +175,7 @@ class ReplicationQueue(Generic[P]):
             self._drop(next(some for some in self._queued_pages if not some.busy))
 
     def follow(self, members: Collection[str]) -> None:
-        """Follow a new view's members, without this one; members that left get nothing any more."""
+        """Take the members of a new view, without this one; former members get nothing any more."""
         for name in [name for name in self._targets if name not in members]:
             target = self._targets[name]
             under_way = target.under_way.queued_pages if target.under_way else []
@@ -220,10 +213,7 @@ class ReplicationQueue(Generic[P]):
         return max(min(idle), self._next_at) if idle else None
 
     def done(self, batch: Batch[P], taken: Collection[bytes], now: float) -> None:
-        """Report an answered batch. The keys in `taken` are there; the others are sent later.
-
-        `taken`: keys that it has now; the others later.
-        """
+        """Report an answered batch. The target has the keys in `taken`; others are sent later."""
         target = self._ended(batch)
         for queued in batch.queued_pages:
             queued.busy.discard(batch.target)

@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
 COURIERS = 4  # targets that are served at a time
-HAND_S = 5.0  # for a batch, of 64 pages and 16 MiB at most or of one page
-LOOK_S = 0.2  # between two looks whether a caller who waits is still there
+HAND_S = 5.0  # for a batch: at most 64 pages and 16 MiB, or one page
+LOOK_S = 0.2  # between two checks whether a waiting caller is still connected
 REFUSED = (InvalidRequest, LayoutMismatch)  # by the target, or here before anything was committed
 
 
 class Replicator:
-    """Thread-safe.
+    """Send queued pages on threads. Thread-safe.
 
-    Its lock is never taken under the RAM tier's, nor the other way round. No thread is there before
-    something is offered.
+    Its lock is never taken under the RAM tier's, nor the other way round. No thread runs before a
+    page is offered.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Replicator:
         self._view = view
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
-        self._work = threading.Condition(lock)  # for couriers: of those that wait one is woken
+        self._work = threading.Condition(lock)  # a page wakes one of the waiting threads
         self._queue: ReplicationQueue[Page] = ReplicationQueue(
             queue_nbytes_max, _gone, nbytes_per_s
         )
@@ -71,8 +71,8 @@ class Replicator:
         """Queue pages, a chain's head first, for the members named for each.
 
         They stay held until they are sent or dropped. Invisible pages are not sent; with `whole`
-        they count as lost. The end of a chain goes first, so that its head is the newest there,
-        too.
+        they count as lost. The end of a chain is sent first, so that its head is the newest at the
+        target, too.
         """
         waiter = AckWaiter()
         wanted = {page: some for page, some in zip(pages, targets, strict=True) if some}
@@ -105,7 +105,7 @@ class Replicator:
     def wait(
         self, waiter: AckWaiter, end: float, gone: Callable[[], bool], patient: bool = True
     ) -> bool:
-        """Wait for an AckWaiter; return False if pages were lost, late or the caller has gone.
+        """Wait for an AckWaiter; return False if pages were lost, late or the caller has left.
 
         `end` is in monotonic seconds. Without `patient`, a failed target ends the wait, too.
         """
@@ -120,7 +120,7 @@ class Replicator:
             return not (waiter.open_count or waiter.lost_count)
 
     def drop_gone(self) -> None:
-        """Release removed pages; those under way are released within HAND_S."""
+        """Release removed pages; those being sent are released within HAND_S."""
         with self._changed:
             self._queue.drop_gone()
             self._changed.notify_all()
@@ -177,9 +177,9 @@ class Replicator:
     # ---- threads ---------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Start threads, with the lock held; fewer will do if no more can be had.
+        """Start threads, with the lock held.
 
-        Where no more threads can be had, those that there are do it.
+        If no more can be started, the existing ones do all the work.
         """
         try:
             while len(self._threads) < COURIERS:
@@ -202,7 +202,7 @@ class Replicator:
                 log.warning(
                     "%s did not get %d pages: %s", batch.target, len(batch.queued_pages), error
                 )
-            except Exception:  # the edge of the thread: it must go on, or holds never end
+            except Exception:  # the thread must go on, or holds would never end
                 log.exception("handing pages to %s failed", batch.target)
             with self._changed:
                 now = time.monotonic()
@@ -224,7 +224,8 @@ class Replicator:
                     return None
                 batch, due = self._queue.next(now), self._queue.due(now)
                 if batch is not None:
-                    if due is not None:  # another sees to the rest, now or when its time comes
+                    # another thread serves the rest, now or when its time comes
+                    if due is not None:
                         self._work.notify()
                     return batch
                 freed = bool(self._queue.freed)
@@ -239,7 +240,7 @@ class Replicator:
                 self._release_freed()
 
     def _release_freed(self) -> None:
-        if not self._queue.freed:  # so who offers does not wait for a courier that was just woken
+        if not self._queue.freed:  # so that `offer` does not wait for a thread that was just woken
             return
         with self._changed:
             freed, self._queue.freed = self._queue.freed, []
@@ -263,10 +264,10 @@ class Replicator:
     def _put(
         self, batch: Batch[Page], damaged: list[Page], link: NodeConnection, deadline: Deadline
     ) -> list[bytes]:
-        """Put pages at the target as they were when they came.
+        """Put pages at the target with their original checksums.
 
         A page that was corrupted in this RAM since is not sent. A page that was removed meanwhile
-        is not committed: the target is asked to remove it, too.
+        is not committed: the target must remove it, too.
         """
         assert isinstance(link.wire, BulkWire)
         pages = {queued.prefix_hash: queued.page for queued in reversed(batch.queued_pages)}

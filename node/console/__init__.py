@@ -1,7 +1,6 @@
 """Show in a browser what this node and its cluster are doing.
 
-In: connections that the metrics' port hands over because they ask for `/console/`. Out: the page's
-files, a stream of what is happening, pages looked up. Everything is asked of the service as any
-client asks it, by who is at the browser. It costs nothing while nobody looks, but for a sample of
-counters each ten seconds.
+Input are connections that the metrics port passes on because they request `/console/`. Output are
+the page's files, a stream of events, and pages that were looked up. All data comes from the service
+by the user's own credential. Without users it costs a sample of counters every ten seconds.
 """

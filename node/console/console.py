@@ -1,14 +1,14 @@
-"""Answer each path of the console, to those who may see it.
+"""Answer each path of the console, for authorized users.
 
-    /console/             the page, its style, its scripts: to everybody
-    /console/events       what is happening, for as long as somebody listens
-    /console/look-up      pages under a key
+    /console/             the page, its style, its scripts: public
+    /console/events       a stream of events, while the user watches
+    /console/look-up      pages with a key
     /console/bytes        bytes of one of them
-    /console/act          the few things that an administrator may do, each a request of the schema
+    /console/act          the few acts for administrators, each a request of the schema
 
-All but the files need a bearer token or a certificate, as the metrics do. Each request has a thread
-of its own (`node.serving.http_server`), so a read from a disk that hangs delays no other request.
-Budgets limit how many requests are accepted at a time, and semaphores how many of them are at work.
+All but the files need a bearer token or a certificate, as the metrics do. Each request has its own
+thread (`node.serving.http_server`), so a hanging disk read delays no other request. Budgets limit
+how many requests are accepted at a time, and semaphores how many of them run.
 """
 
 import json
@@ -48,14 +48,14 @@ from node.serving.service import Service
 log = logging.getLogger(__name__)
 
 PREFIX = CONSOLE_PATH + "/"
-# Only a script of the console's own origin can send it. A browser asks a server before it sends
-# such a header for another site's page, and no reply of a node allows it.
+# Only a script of the console's own origin can send it. For a page of another site, a browser asks
+# the server before it sends such a header, and no reply of a node allows it.
 OWN_HEADER = "x-kvstore-console"
 EVERY_S = 2.0
-STALL_S = 15.0  # a watcher that does not take one event in this time loses its connection
+STALL_S = 15.0  # a watcher that does not take one event in this time is disconnected
 AT_WORK_MAX = 2
 WAIT_MS = 20_000  # for a flush
-SCRUB_NBYTES = 64 << 20  # of one call; the page goes on from the cursor
+SCRUB_NBYTES = 64 << 20  # of one call; the page continues from the cursor
 NAMES = (
     "page.html",
     "style.css",
@@ -74,11 +74,9 @@ Result = TypeVar("Result")
 
 
 class Acts:
-    """The few things that an administrator may do from the page.
+    """The few acts that an administrator may perform in the console.
 
-    Thread-safe.
-
-    Each is a request of the schema, with its rule and its line in the audit log.
+    Thread-safe. Each is a request of the schema, with its rule and its line in the audit log.
     """
 
     def __init__(self, service: Service, membership: Membership) -> None:
@@ -126,9 +124,9 @@ def _cursor(values: Mapping[str, Any]) -> bytes:
 
 
 class Console:
-    """Thread-safe.
+    """The console. Thread-safe.
 
-    `find` as of a gate.
+    `find`: as in `Authorizer`.
     """
 
     def __init__(
@@ -160,9 +158,9 @@ class Console:
         }
 
     def stop(self) -> None:
-        """End what runs beside requests.
+        """Stop background work.
 
-        Those end with their server.
+        Requests end with their server.
         """
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._round is not None:
@@ -202,20 +200,20 @@ class Console:
         return self._work_of(request, caller)
 
     def _work_of(self, request: Request, caller: Caller) -> Response:
-        reads = request.path == PREFIX + "bytes"  # from a disk that may never answer; all else ends
+        reads = request.path == PREFIX + "bytes"  # only these read the disk, which may hang
         calls, at_work = (
             (self.reads, self._reads_at_work) if reads else (self.calls, self._calls_at_work)
         )
         values = fields(request)
         with calls.lent(caller.peer), at_work:
-            if request.connection.gone():  # it waited for others, and the node may have stopped
+            if request.connection.gone():  # it waited for others, and the node may be stopping
                 raise Unavailable("the client has left")
             return self._work[request.path](values, caller)
 
     # ---- watchers ------------------------------------------------------------------------
 
     def _watch(self, request: Request, principal: Principal, caller: Caller) -> None:
-        """Send an event each `EVERY_S` until the client leaves, or may not see it any more."""
+        """Send an event each `EVERY_S` until the client leaves or loses the right to see it."""
         connection = request.connection
         with self.watchers.lent(caller.peer):
             with self._snapping:
@@ -263,7 +261,7 @@ def fields(request: Request) -> dict[str, Any]:
 
 
 def _files() -> dict[str, Response]:
-    """Return the page (at `PREFIX`) and what it loads, by path.
+    """Return the page (at `PREFIX`) and its files, by path.
 
     They are the same for everybody.
     """
@@ -277,7 +275,7 @@ def _files() -> dict[str, Response]:
 
 
 def _guarded(do: Callable[[], Result]) -> Result:
-    """Log what nobody expected, and turn it into an error of this request."""
+    """Log an unexpected error, and turn it into an error of this request."""
     try:
         return do()
     except (KVStoreError, Disconnected):

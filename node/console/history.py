@@ -1,6 +1,6 @@
 """Keep the last hour's figures in rings of fixed size, for the node and for some tenants.
 
-A sample is the change of counters since the one before, by second, and how much there is.
+A sample has the rates of counters since the previous one, and the current levels.
 """
 
 import math
@@ -20,9 +20,9 @@ from node.serving.request_metrics import BOUNDS_S, RequestMetrics
 
 EVERY_S = 10.0
 KEPT = 360
-TENANTS_MAX = 64  # the first that come; some 25 KiB each
+TENANTS_MAX = 64  # the first tenants seen; some 25 KiB each
 
-# Columns and the counters that they are the change of, by second.
+# Columns, and the counters whose rates they are.
 RATES = {
     "asked": "pages_asked",
     "hits": "prefix_hits",
@@ -38,14 +38,14 @@ RATES = {
     "put_nbytes": "nbytes_put",
     "got_nbytes": "nbytes_got",
 }
-LEVELS = ("ram_nbytes", "disk_nbytes")  # page bytes that are there
+LEVELS = ("ram_nbytes", "disk_nbytes")  # page bytes in each tier
 TIMED = ("lookup", "get", "put")
 QUANTILES = {"p50": 0.5, "p99": 0.99}
 TIMES = tuple(f"{op}_{name}_ms" for op in TIMED for name in QUANTILES)
 
 
 class Latency(NamedTuple):
-    """Describe request latencies since the start.
+    """Request latencies since the start.
 
     `counts` has, by operation, a count for each of `bounds_s` and one for longer requests.
     """
@@ -88,9 +88,9 @@ class _Sums:
 
 
 class _Ring:
-    """Not thread-safe.
+    """A ring of samples. Not thread-safe.
 
-    Columns lie one behind the other; NaN is nothing.
+    Columns are stored one after the other; NaN means no value.
     """
 
     def __init__(self, columns: Sequence[str]) -> None:
@@ -124,9 +124,9 @@ class _Ring:
 
 
 class History:
-    """Thread-safe.
+    """The last hour. Thread-safe.
 
-    `disk_count`: pages of a namespace on disk, if there is one.
+    `disk_count`: pages of a namespace on disk, if there is a disk.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class History:
                 found[f"{op}_{name}_ms"] = 1000 * quantile(self._latency.bounds_s, new, share)
         return found
 
-    # ---- what is told --------------------------------------------------------------------
+    # ---- for users -----------------------------------------------------------------------------
 
     def count(self, principal: Principal) -> int:
         """Return the number of samples that a principal may see."""

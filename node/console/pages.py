@@ -1,7 +1,7 @@
 """Look up pages for the console: their keys, layout and bytes.
 
-The node sends bytes as it does to any reader, and the browser decodes them: a get, with its gate,
-quotas and checksums.
+The node sends bytes as it does to any reader, and the browser decodes them: a get, with its
+authorization, quotas and checksums.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,14 +24,14 @@ from node.serving.http_server import Response, json_response
 from node.serving.service import Service
 
 FOUND_MAX = 8
-DIGITS_MIN = 4  # of a key that is not whole: a list of all is `kvstore ls`
+DIGITS_MIN = 4  # of a partial key; use `kvstore ls` for longer lists
 BYTES_MAX = 4 << 20  # of one answer
 
 
 class Pages:
-    """Thread-safe.
+    """Page look-ups. Thread-safe.
 
-    `find` gives the description of a namespace that the gate has let him ask about.
+    `find` returns the description of an authorized namespace.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Pages:
         )
 
     def _stats(self, digest: bytes, digits: str, caller: Caller) -> list[pb.PageStat]:
-        """Return pages here whose keys begin so, one more than are shown."""
+        """Return pages here whose keys begin with these digits, one more than are shown."""
         if whole := _whole(digits):
             request = pb.StatRequest(namespace=digest, prefix_hashes=[whole])
             found = [
@@ -84,8 +84,7 @@ class Pages:
             raise InvalidRequest(f"key: {DIGITS_MIN} hex digits at least")
         prefix = bytes.fromhex(digits[: len(digits) // 2 * 2])
         half = int(digits[-1], 16) if len(digits) % 2 else None
-        # Pages come in the order of their keys: those before the half byte are passed over, those
-        # behind it are cut.
+        # Pages come in key order: those before the half byte are skipped, those behind it are cut.
         after = prefix + bytes([half << 4]) if half is not None else b""
         listed = pb.ListRequest(
             namespace=digest, key_prefix=prefix, page_token=after, limit=16 * FOUND_MAX
@@ -142,7 +141,7 @@ def _digits(values: Mapping[str, Any], name: str) -> str:
 
 
 def _whole(digits: str) -> bytes:
-    """Parse a whole key; empty for a part of one."""
+    """Parse a whole key; empty for a partial one."""
     low, high = 2 * PREFIX_HASH_NBYTES_MIN, 2 * PREFIX_HASH_NBYTES_MAX
     return bytes.fromhex(digits) if len(digits) % 2 == 0 and low <= len(digits) <= high else b""
 

@@ -1,9 +1,8 @@
 """Build the JSON that console users receive: status, findings and the cluster's members.
 
-A watcher sees the node's own status as far as it may. Findings are what `kvstore doctor` would say
-of what a node tells of itself. They look from the node: a client's host, its settings and its way
-to the node are the command's to check. Members are asked through this node, and only while somebody
-watches.
+A user sees the node's status within its rights. Findings are those of `kvstore doctor` that derive
+from a node's report, seen from the node: only the command checks a client's host, settings and
+connection. Members are asked through this node, and only while a user watches.
 """
 
 import json
@@ -32,18 +31,19 @@ from node.serving.hot_prefixes import HotPrefixes
 from node.serving.request_metrics import SlowCall, SlowCalls
 from node.serving.service import Service
 
-# below that of a watcher: each of its events is new, and all watchers of a moment get the same
+# below a watcher's interval: each of its events is new, and concurrent watchers share one
 EVERY_S = 1.9
-COST_FACTOR = 50  # of what making it took it is good for so long at least: a fiftieth of one core
+# a snapshot is valid for 50 times the time that it took: at most a fiftieth of one core
+COST_FACTOR = 50
 SCOPES_MAX = 64
 NAMESPACES_MAX = 50
 TENANTS_MAX = 50
 HOT_MAX = 12
-SAMPLES = 6  # the newest of the last hour: none is missed by who was told a minute ago
+SAMPLES = 6  # the newest of the last hour: a watcher that was updated a minute ago misses none
 FINDINGS_S = 10.0
 COMPARED_MAX = 64  # namespaces, for findings
 ASKED_S = 5.0  # how often members are asked, at most
-ROUND_S = 10.0  # for all of them; who was not asked in it is asked first in the next
+ROUND_S = 10.0  # for all of them; members not asked in it come first in the next
 CALL_S = 2.0  # for one of them
 _SAID = ("version", "state", "uptime_ms")
 _OF_NODE = ("insecure", "session_count", "rss_nbytes", "refused_calls")
@@ -67,9 +67,9 @@ Begin = Callable[[Callable[[], object]], "Future[Any] | None"]
 
 
 class Members:
-    """What the members say of themselves.
+    """Status of the members, as they report it.
 
-    Used by one thread at a time. `begin` does something in another.
+    Used by one thread at a time. `begin` runs work in another.
     """
 
     def __init__(self, membership: Membership, links: PeerLinks, begin: Begin) -> None:
@@ -108,7 +108,7 @@ class Members:
     def _ask_all(self, view: View) -> None:
         """Ask the members, those asked longest ago first; silent ones are skipped for a while.
 
-        Who does not answer costs `CALL_S` once, and is left alone for a while.
+        A member that does not answer costs `CALL_S` once, and is then skipped for a while.
         """
         end_s = time.monotonic() + ROUND_S
         others = [member.id for member in view.members if member.id != self._membership.member]
@@ -154,7 +154,7 @@ def _member(member: Member, said: Mapping[str, Any], now_s: float) -> dict[str, 
 
 
 def summary(status: pb.NodeStatusReply) -> dict[str, Any]:
-    """Return what the map shows of a member."""
+    """Return the fields of a member that the console's map shows."""
     parts = {
         "ram": (status.ram, _TIER),
         "peers": (status.peers, _PEERS),
@@ -181,7 +181,7 @@ class _Made(NamedTuple):
 
 
 class Snapshots:
-    """Used by one thread at a time."""
+    """Messages for users. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -198,10 +198,10 @@ class Snapshots:
         self._slow = slow
         self._made: dict[Hashable, _Made] = {}
         self._found: dict[Hashable, tuple[float, list[dict[str, Any]]]] = {}
-        self._hours: dict[Hashable, tuple[int, str]] = {}  # of how many samples
+        self._hours: dict[Hashable, tuple[int, str]] = {}  # by number of samples
 
     def first(self, principal: Principal, caller: Caller) -> str:
-        """Return the first message: the status, the last hour and who the user is."""
+        """Return the first message: the status, the last hour and the user's identity."""
         now = self._now(principal, caller).text
         who = {
             "name": principal.name,
@@ -268,10 +268,7 @@ class Snapshots:
         return values
 
     def _hot_prefixes(self, status: pb.NodeStatusReply) -> list[dict[str, Any]]:
-        """Return the hot prefixes of visible namespaces, shortened as in logs.
-
-        No more of a head than logs say.
-        """
+        """Return the hot prefixes of visible namespaces, shortened as in logs."""
         infos = {info.digest: info for info in status.namespaces}
         told = [hot for hot in self._heat.hottest() if hot.namespace in infos][:HOT_MAX]
         return [
@@ -343,7 +340,7 @@ def _text(values: dict[str, Any] | None) -> str:
 
 
 def findings(status: pb.NodeStatusReply) -> list[Finding]:
-    """Return what is not as it should be."""
+    """Return the findings that are no OK."""
     of_node = check_status(status) if status.HasField("ram") else ()
     found = [state(status), *of_node, *_of_peers(status.peers), *_of_hits(status)]
     return [finding for finding in found if finding.state in (FindingState.WARN, FindingState.FAIL)]

@@ -1,4 +1,4 @@
 """Store pages on disk: extent files for bytes, small rows in RocksDB, one writer thread.
 
-in: pages that the RAM tier offers; out: pages read back into arena slots, checked on the way.
+Input are pages that the RAM tier offers; output are pages read back into arena slots and verified.
 """

@@ -1,11 +1,11 @@
 """Open a node's data directory, rows and extents, and lock it against other processes.
 
-data_dir/lock             held by the node: the directory is its own
-data_dir/keeper.lock      held while rows and extents are open, by the I/O process of the node
-data_dir/rows/            RocksDB: what is on disk
-data_dir/extents/000000   page bytes
+    data_dir/lock             held by the node, which owns the directory
+    data_dir/keeper.lock      held by the node's I/O process while rows and extents are open
+    data_dir/rows/            RocksDB: index of the pages on disk
+    data_dir/extents/000000   page bytes
 
-Two locks, because an I/O process may outlive its node for as long as a call of the disk takes.
+Two locks, because an I/O process may outlive its node until its current disk call returns.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from node.disk.rows import Rows
 
 log = logging.getLogger(__name__)
 
-OTHER_FILES = 512  # sockets, rows, libraries: what a process has open beside the extents
-# for the I/O process of a node that was killed: it ends with the call of the disk it is in
+OTHER_FILES = 512  # sockets, rows, libraries: other files that a process has open
+# for the I/O process of a killed node, which ends with its current disk call
 LOCK_WAIT_S = 20.0
 _LOCK_STEP_S = 0.02
 
 
 class DataDir:
-    """What is called here is done here, and may block for as long as the disk does.
+    """An open data directory. Calls run in this process, and block as long as the disk does.
 
-    A node has it in a process of its own (`node.disk.io_worker`), tests in theirs.
+    A node has it in a separate process (`node.disk.io_worker`), tests in their own.
 
-    `arena_fd`: the file of the arena, mapped to be read. Raises ConfigError for a directory that
+    `arena_fd`: the file of the arena, mapped for reading. Raises ConfigError for a directory that
     can not be used, is in use, or was made with another extent size (unless it may keep its own) or
     another key than that of `key_mark` (`node.disk.encryption`).
     """
@@ -61,7 +61,7 @@ class DataDir:
             make_directory(path, layer)
             self._lock = take_lock(path / "keeper.lock", LOCK_WAIT_S)
             undo.callback(release_lock, self._lock)
-            # First: they know what the extents are
+            # First: they have the size of the extents
             self.rows = Rows(path / "rows", extent_nbytes, keep_own_extents, key_mark)
             undo.callback(self.rows.close)
             self.extent_nbytes = self.rows.extent_nbytes
@@ -75,7 +75,7 @@ class DataDir:
             self.files = ExtentFiles(
                 path / "extents", self.extent_nbytes, self.extent_count, self._view, layer
             )
-            layer.sync_directory(path)  # rows and extents are there after power loss
+            layer.sync_directory(path)  # rows and extents survive a power loss
             undo.pop_all()
         if self.extent_nbytes < extent_nbytes:
             log.info(
@@ -88,7 +88,7 @@ class DataDir:
         return ""
 
     def limited(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that does nothing: calls in this process end when they end."""
+        """Return a context that does nothing: calls in this process have no time limit."""
         return contextlib.nullcontext()
 
     def revive(self) -> None:
@@ -99,7 +99,7 @@ class DataDir:
 
     def _unmap(self) -> None:
         self._arena.release()
-        # An error that is still looked at holds a view; then it goes with that
+        # An exception that is still referenced holds a view, and closes it later
         with contextlib.suppress(BufferError):
             self._map.close()
 
@@ -144,7 +144,7 @@ def open_to_others(path: Path) -> str:
     mode = path.stat().st_mode
     if mode & stat.S_IWOTH:
         return str(path)
-    if not mode & stat.S_IXOTH:  # others can not reach what is inside
+    if not mode & stat.S_IXOTH:  # other users can not reach its content
         return ""
     inside = (entry for entry in sorted(path.iterdir()) if not entry.is_symlink())
     return next((str(entry) for entry in inside if entry.stat().st_mode & stat.S_IRWXO), "")
@@ -174,7 +174,7 @@ def warn_if_open(path: Path) -> None:
 def take_lock(path: Path, wait_s: float) -> int:
     """Take the lock and return its descriptor.
 
-    Raises BlockingIOError if another has it for longer.
+    Raises BlockingIOError if another process has it for longer.
     """
     end = time.monotonic() + wait_s
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -193,7 +193,7 @@ def take_lock(path: Path, wait_s: float) -> int:
 def release_lock(lock: int) -> None:
     """Close the lock's descriptor.
 
-    Ignore errors: on a dead file system the first error says more.
+    Ignore errors: on a broken file system the first error says more.
     """
     with contextlib.suppress(OSError):
         os.close(lock)

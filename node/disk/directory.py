@@ -1,7 +1,7 @@
 """Define the interface of an open data directory.
 
-`node.disk.io_process` does it through an I/O process, `node.disk.data_dir` in the process that
-calls: that one, and that of tests. Everything raises OSError where the disk fails.
+`node.disk.io_process` implements it through an I/O process, `node.disk.data_dir` in the calling
+process (the I/O process, or a test). All methods raise OSError for a failure of the disk.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ from node.disk.rows import PageRow
 
 
 class RowStore(Protocol):
-    """See `node.disk.rows.Rows`."""
+    """Rows of a data directory; see `node.disk.rows.Rows`."""
 
     def write(
         self, namespaces: dict[int, bytes], pages: Iterable[PageRow], gone: Iterable[bytes]
@@ -40,7 +40,7 @@ class RowStore(Protocol):
 
 
 class PageFiles(Protocol):
-    """See `node.disk.extents.ExtentFiles`."""
+    """Page bytes of a data directory; see `node.disk.extents.ExtentFiles`."""
 
     @property
     def direct(self) -> bool:
@@ -60,7 +60,7 @@ class PageFiles(Protocol):
 
 
 class Directory(Protocol):
-    """The rows and files of one data directory, and whoever works on them."""
+    """The rows and files of one data directory, and the process that accesses them."""
 
     extent_nbytes: int
     extent_count: int
@@ -74,10 +74,7 @@ class Directory(Protocol):
         """Return the page files."""
 
     def trouble(self) -> str:
-        """Return why nothing works until `revive`; empty if all is well. It never waits.
-
-        Never waits.
-        """
+        """Return why nothing works until `revive`; empty if all is well. It never waits."""
 
     def limited(self) -> AbstractContextManager[None]:
         """Return a context in which calls to another process raise OSError after a time limit."""

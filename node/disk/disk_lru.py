@@ -1,12 +1,12 @@
-"""Choose which pages leave the disk.
+"""Choose which pages are evicted from the disk.
 
-Of the tenants as `node/memory/tenant_usage.py` says. Of the pages of one tenant, or of all that
-have no quota, by last use within a slot size and by whole blocks between sizes.
+Tenants are chosen as in `node/memory/tenant_usage.py`. Among the pages of one tenant, or of all
+tenants without a quota, the order is LRU within a slot size, and by whole blocks between sizes.
 
-Busy records (being read or written) stay; pinned ones are in no pool, and the newest when their pin
-ends. Pages on disk do not move: a block serves another size when all in it may go at once. Pure;
-not thread-safe, the disk tier's lock guards it. No call takes longer the more records, sizes or
-pins there are: a search that was cut short goes on with the next.
+Busy records (being read or written) stay. Pinned ones are in no pool, and are the newest when their
+pin ends. Pages on disk do not move: a block can serve another size when all of its pages can be
+evicted at once. No I/O; not thread-safe, the disk tier's lock guards it. No call takes longer the
+more records, sizes or pins there are: a search that was cut short continues in the next call.
 """
 
 from array import array
@@ -23,22 +23,22 @@ from node.memory.pins import PINNED_SHARE
 from node.memory.tenant_usage import TenantAccount, TenantUsage
 from node.slab import Block, SlotAllocator
 
-LOOKED_AT = 256  # busy records that are stepped over, and pins that are ended, in one search
+LOOKED_AT = 256  # busy records skipped, and pins ended, in one search
 VICTIMS = 256  # of one search
 SIZES_TRIED = 4
-AREAS_TRIED = 4  # places of one size, the coldest first
-PLACES_TRIED = 16  # of any size, when nothing else is left
+AREAS_TRIED = 4  # areas of one size, the coldest first
+PLACES_TRIED = 16  # blocks of any size, as the last resort
 AREA_LOOKED_AT = 4096  # records of an area
-AREA_RECORDS = 16  # oldest records of a size, in search of them
+AREA_RECORDS = 16  # oldest records of a size, to find its coldest areas
 
 
 @dataclass
 class _Ends:
-    """Both ends of the list of one slot size, and the busy records that were met at its old end."""
+    """Both ends of the list of one slot size, and the busy records found at its old end."""
 
     oldest: int = 0
     newest: int = 0
-    count: int = 0  # those aside included
+    count: int = 0  # including set-aside records
     aside: HeldEntries[int] = field(default_factory=HeldEntries)
 
 
@@ -54,7 +54,7 @@ class Links:
         self.older = array("I", [0])
         self.newer = array("I", [0])
         self.pool = array("H", [0])
-        self.left = 0  # records that may be looked at still
+        self.left = 0  # records that the current search may still visit
 
     @property
     def arrays(self) -> tuple["array[int]", ...]:
@@ -62,13 +62,13 @@ class Links:
         return self.older, self.newer, self.pool
 
     def spend(self) -> bool:
-        """Use one step of the look's budget; return whether there was one."""
+        """Use one step of the search's budget; return whether there was one."""
         self.left -= 1
         return self.left >= 0
 
 
 class DiskPool:
-    """Order the disk records of one tenant with a quota, or of all without.
+    """Records of one tenant with a quota, or of all without, in LRU order.
 
     Records are ordered by use within each slot size. `number` names the pool in `links`.
     """
@@ -84,7 +84,7 @@ class DiskPool:
         """Return the number of records."""
         return sum(ends.count for ends in self._ends.values())
 
-    # ---- a record's life -----------------------------------------------------------------
+    # ---- life of a record ----------------------------------------------------------------------
 
     def begin(self, size: int, records: Sequence[int]) -> None:
         """Add all records of a slot size that has none yet, the oldest first."""
@@ -158,7 +158,7 @@ class DiskPool:
         if size in self._ends and self._ends[size].aside.give_back(record):
             self._ages.add(size, self._links.used_s[record])
 
-    # ---- who is oldest -------------------------------------------------------------------
+    # ---- oldest records ------------------------------------------------------------------------
 
     def oldest(self, size: int) -> int:
         """Return the oldest evictable record of a size; 0 for none within the budget."""
@@ -193,7 +193,7 @@ class DiskPool:
             ends = self._ends[size]
             record = ends.oldest if record in ends.aside else self._links.newer[record]
 
-    # ---- tell ----------------------------------------------------------------------------
+    # ---- status --------------------------------------------------------------------------------
 
     def records(self) -> Iterator[int]:
         """Yield all records: set-aside ones, then each size's from the oldest on."""
@@ -210,9 +210,9 @@ Owner = TenantAccount[DiskPool]
 
 
 class DiskLru:
-    """Of published records.
+    """The LRU order of published records.
 
-    `offset` (x 4 KiB) and `used_s` are the records' own; `links` must grow with them.
+    `offset` (x 4 KiB) and `used_s` belong to the records; `links` must grow with them.
     `owner(record)` is the account of its tenant.
     """
 
@@ -232,13 +232,13 @@ class DiskLru:
         self._links = Links(used_s, may_go)
         self.links = self._links.arrays
         self._pools: dict[int, DiskPool] = {}
-        self._area = range(0)  # whose records are leaving, but have not all gone
+        self._area = range(0)  # area whose records are being evicted
         self.accounts: TenantUsage[DiskPool] = TenantUsage(slots, self._new_pool)
         self._pinned: LazyHeap[int] = LazyHeap()  # records by the end of their pin, s
-        self._pinned_blocks: dict[int, int] = {}  # by start: how many pinned records are there
-        self.pinned_nbytes = 0  # of those blocks, which serve no other size
+        self._pinned_blocks: dict[int, int] = {}  # by start: number of pinned records
+        self.pinned_nbytes = 0  # bytes of those blocks, which serve no other size
         self.pinned_nbytes_max = int(slots.region_nbytes * PINNED_SHARE)
-        self._place = 0  # that was tried last
+        self._place = 0  # the block that was tried last
         self._area_pool = self.accounts.shared
 
     def _new_pool(self) -> DiskPool:
@@ -270,7 +270,7 @@ class DiskLru:
     def _size(self, record: int) -> int:
         return self.block_of(record).kind.slot_nbytes
 
-    # ---- a record's life -----------------------------------------------------------------
+    # ---- life of a record ----------------------------------------------------------------------
 
     def begin(self, slot_nbytes: int, records: Sequence[int]) -> None:
         """Add all records of a size that has none yet, the oldest first."""
@@ -363,14 +363,14 @@ class DiskLru:
         """Return when a record's pin ends; 0 if it has none."""
         return self._pinned.key(record) or 0
 
-    # ---- who goes next -------------------------------------------------------------------
+    # ---- victims -------------------------------------------------------------------------------
 
     def victims(self, owner: Owner, slot_nbytes: int, now_s: int) -> list[int]:
         """Return records to evict for a page of this tenant and size.
 
-        They are its own oldest if the tenant is at its quota; otherwise the oldest of this size
-        among those over their share; or, if another size's oldest is older, all of a block where
-        the oldest pages of that size lie.
+        They are the tenant's own oldest if it is at its quota. Otherwise they are the oldest of
+        this size among tenants over their share; or, if another size's oldest is older, all of a
+        block with the oldest pages of that size.
         """
         self._links.left = LOOKED_AT
         for record in self._pinned.take(now_s, LOOKED_AT):
@@ -412,7 +412,7 @@ class DiskLru:
     def _any(self, level: int, pool: DiskPool) -> list[int]:
         """Return the records of any block of this level, as a last resort.
 
-        A few are tried, the next call tries others.
+        A few blocks are tried; the next call tries others.
         """
         count = self._slots.unit_count >> level
         for _ in range(min(PLACES_TRIED, count)):
@@ -464,7 +464,7 @@ class DiskLru:
         else:
             pool.push_newest(record, size)
 
-    # ---- tell ----------------------------------------------------------------------------
+    # ---- status --------------------------------------------------------------------------------
 
     def records(self) -> Iterator[int]:
         """Yield pinned and set-aside records, then those of every pool and size, oldest first."""

@@ -10,12 +10,12 @@ from node.disk.writer import GONE_S
 from node.memory.inventory import Inventory, PageInfo
 from node.memory.tier import RamTier
 
-LOCKED_PAGES = 64  # looked at or offered under one lock: gets must not wait for a flush
+LOCKED_PAGES = 64  # checked or offered under one lock: gets must not wait for a flush
 ROUNDS_MAX = 4
 
 
 class Wait(NamedTuple):
-    """For the disk: until `end` in monotonic time, and no longer than somebody wants the answer."""
+    """A wait for the disk: until `end` in monotonic time, or until the caller leaves."""
 
     end: float
     gone: Callable[[], bool]
@@ -27,11 +27,9 @@ class Wait(NamedTuple):
 
 
 class Durability:
-    """What a node with a data directory promises beyond RAM.
+    """Durability of a node with a data directory.
 
-    Thread-safe.
-
-    What can not be made safe is Exhausted, not Unavailable: the node answers, and RAM serves on.
+    Thread-safe. Failures raise Exhausted, not Unavailable: the node still answers from RAM.
     """
 
     def __init__(self, tier: RamTier, disk: DiskTier | None, flush_s: float) -> None:
@@ -54,10 +52,10 @@ class Durability:
     def keep(self, digest: bytes, prefix_hashes: Sequence[bytes], wait: Wait) -> None:
         """Return when these pages are durable.
 
-        Raises Exhausted if the disk is full, stopped or too slow, or if one of the pages has gone:
-        it would be wrong to acknowledge a page that is not there.
+        Raises Exhausted if the disk is full, stopped or too slow, or if one of the pages has been
+        removed: a missing page must not be acknowledged.
         """
-        self._barrier(wait)  # what is queued already need not be offered again
+        self._barrier(wait)  # queued pages need not be offered again
         self._save([(digest, list(prefix_hashes))], wait, self._unsafe)
 
     def verify(
@@ -65,9 +63,8 @@ class Durability:
     ) -> bool | None:
         """Return whether the copy on disk is intact, None if there is none.
 
-        Raise Exhausted if it can not be read.
-
-        `before_read` is called if there is a copy, before it is read.
+        Raises Exhausted if it can not be read. `before_read` is called if there is a copy, before
+        it is read.
         """
         borrowed = (
             self._disk.reading.borrow_page(digest, prefix_hash) if self._disk is not None else None
@@ -86,13 +83,13 @@ class Durability:
             self._barrier(self.begin_wait())
 
     def flush(self, wait: Wait) -> None:
-        """Return when all present pages are durable.
+        """Return when all current pages are durable.
 
         Pages that are put or removed meanwhile are not waited for.
         """
         self._barrier(wait)
         self._save(self._inventory.unsaved(), wait, self._unsafe_in_ram)
-        # Another may have stored a page that has left RAM before we looked
+        # Another thread may have stored a page that left RAM before this check
         if self.disk.unsafe_count:
             self._barrier(wait)
 
@@ -104,8 +101,9 @@ class Durability:
     ) -> None:
         """Write those pages that `left` returns and wait for them, for a few rounds.
 
-        On a full disk a page may be evicted with the cold extent that it came to lie in. Only the
-        check of each page decides: a barrier does not cover what another thread wrote behind it.
+        On a full disk a page may be evicted together with the cold block in which it was placed.
+        Only the check of each page decides: a barrier does not cover what another thread wrote
+        after it.
         """
         for _ in range(ROUNDS_MAX):
             batches = [
@@ -143,7 +141,7 @@ class Durability:
                 for info in self._stat(digest, self._unsafe(digest, prefix_hashes))
                 if info.in_ram
             ]
-        except UnknownNamespace:  # its pages went meanwhile, and it made room for another
+        except UnknownNamespace:  # its pages were removed meanwhile
             return []
 
     def _stat(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> Iterator[PageInfo]:

@@ -1,27 +1,25 @@
 """Encrypt the disk tier, with `cryptography`.
 
-    the operator's key (a file, or what a command prints)
+    the operator's key (a file, or the output of a command)
         wraps    in the row of each namespace: its description and its page key
                      which encrypts the bytes of its pages
 
-    units of a page    AES-256-XTS: as long as what it encrypts, and any change of it is noise in
-                       what comes out
-    wrapped keys       AES-256-GCM with a random nonce: what was changed, or moved to another row,
-                       is told
+    units of a page    AES-256-XTS: as long as the plain text; any change decrypts to noise
+    wrapped keys       AES-256-GCM with a random nonce: a changed or moved row is detected
 
-Who destroys that row has erased the namespace. Without the operator's key all is plain: `PLAIN`.
-The key is never logged, and no error says more of it than its length.
+Deleting that row erases the namespace. Without the operator's key nothing is encrypted: `PLAIN`.
+The key is never logged, and errors contain at most its length.
 
-Both ciphers let other threads run while they work on many bytes. XTS takes 7 µs a unit and 0.1 ms a
-MiB (docs/decisions/0030). Where a page lies on disk, and how its bytes are encrypted there:
+Both ciphers release the GIL for large data. XTS takes 7 µs a unit and 0.1 ms a MiB
+(docs/decisions/0030). Encryption of a page on disk:
 
-    slot     | unit 0: 1 MiB | unit 1 | ... | what is left |       each encrypted by itself
-    tweak    place of the unit on disk u64 (x 4 KiB) | first 8 bytes of the page's checksum
+    slot     | unit 0: 1 MiB | unit 1 | ... | the rest     |       each encrypted by itself
+    tweak    location of the unit on disk u64 (x 4 KiB) | first 8 bytes of the page's checksum
 
-The least that is read of a page begins at a whole MiB of it and ends at another, or at its slot's
-end (`node.memory.promotion`), so every read is of whole units. The checksum is of the plain bytes
-and of the page's key: a slot that is written again gets other tweaks, and what is in it tells
-nothing of what was there before.
+The smallest part of a page that is read begins at a whole MiB and ends at another, or at the slot's
+end (`node.memory.promotion`), so every read is of whole units. The checksum covers the plain bytes
+and the page's key: a slot that is written again gets other tweaks, and its content reveals nothing
+about its earlier content.
 """
 
 import base64
@@ -48,7 +46,7 @@ WRAPPING_KEY_NBYTES = 32
 PAGE_KEY_NBYTES = 64  # two keys of AES-256
 TWEAK_NBYTES = 16
 _NONCE_NBYTES = 12
-KEY_MARK_NBYTES = 4  # of a key: tells operators which one it is, and nothing about it
+KEY_MARK_NBYTES = 4  # of a key: identifies it for operators, without revealing it
 _MARK_LABEL = b"kvstore-disk-key-1\0"
 
 UNIT_NBYTES = LEAF_NBYTES
@@ -101,12 +99,15 @@ def unwrap(key: bytes, wrapped: bytes, label: bytes) -> bytes | None:
     """Decrypt a wrapped secret; None if key or label differ or it is damaged."""
     try:
         return AESGCM(key).decrypt(wrapped[:_NONCE_NBYTES], wrapped[_NONCE_NBYTES:], label)
-    except (InvalidTag, ValueError):  # ValueError: it is too short to have a nonce
+    except (InvalidTag, ValueError):  # ValueError: too short to have a nonce
         return None
 
 
 class Vault(Protocol):
-    """`mark` tells one operator's key from another, hex; empty: nothing is encrypted."""
+    """Keys of namespaces.
+
+    `mark` identifies the operator's key, in hex; empty: nothing is encrypted.
+    """
 
     mark: str
 
@@ -119,12 +120,12 @@ class Vault(Protocol):
     def unwrap(self, row_key: bytes, value: bytes) -> tuple[bytes, bytes]:
         """Return (page key, description) of a row.
 
-        Raises InvalidRequest for what it did not wrap.
+        Raises InvalidRequest for a row that it did not wrap.
         """
 
 
 class PlainVault:
-    """Keep namespaces without encryption."""
+    """Vault without encryption."""
 
     mark = ""
 
@@ -145,7 +146,7 @@ PLAIN = PlainVault()
 
 
 class EncryptedVault:
-    """Under the operator's key.
+    """Vault with the operator's key.
 
     Raises ConfigError if `cryptography` is too old.
     """
@@ -176,7 +177,7 @@ class EncryptedVault:
 
 
 class PageEncryption(NamedTuple):
-    """Of a slot.
+    """Encryption of a slot.
 
     `key`: of the page's namespace.
     """
@@ -186,16 +187,16 @@ class PageEncryption(NamedTuple):
     mark: bytes
 
     def __repr__(self) -> str:
-        return f"PageEncryption({self.offset})"  # a key is in no log
+        return f"PageEncryption({self.offset})"  # a key must not appear in logs
 
     def encrypt(self, start: int, source: memoryview, target: memoryview) -> None:
-        """Encrypt what lies from `start` on in the slot, in whole units or to the slot's end."""
+        """Encrypt bytes of the slot from `start` on, in whole units or to the slot's end."""
         for at in range(0, source.nbytes, UNIT_NBYTES):
             end = at + UNIT_NBYTES
             encrypt(self.key, self._tweak(start + at), source[at:end], target[at:end])
 
     def decrypt(self, start: int, view: memoryview) -> None:
-        """Decrypt in place what lies from `start` on in the slot."""
+        """Decrypt in place bytes of the slot from `start` on."""
         for at in range(0, view.nbytes, UNIT_NBYTES):
             decrypt(self.key, self._tweak(start + at), view[at : at + UNIT_NBYTES])
 
@@ -205,7 +206,7 @@ class PageEncryption(NamedTuple):
 
 
 class DiskLocation(NamedTuple):
-    """Of a page on disk; without `encryption` its bytes are plain."""
+    """Location of a page on disk; without `encryption` its bytes are plain."""
 
     offset: int
     encryption: PageEncryption | None

@@ -1,11 +1,11 @@
-"""Store page bytes on disk: one preallocated file per extent, straight from and to arena slots.
+"""Store page bytes on disk: one preallocated file per extent, directly from and to arena slots.
 
-`O_DIRECT` where the file system allows: no copy through the page cache, and the serving process's
-memory stays its own. Offsets and lengths are multiples of 4 KiB, as slots are. Reads and writes
+`O_DIRECT` where the file system allows it: no copy through the page cache, which so stays free for
+the serving process. Offsets and lengths are multiples of 4 KiB, as slots are. Reads and writes
 release the GIL.
 
-Every extent's file is there and open from the start, an empty one until its first page comes:
-whatever else takes descriptors later, the disk has its own.
+Every extent's file is open from the start, empty until its first page comes: so the disk never
+lacks descriptors later.
 """
 
 import errno
@@ -21,14 +21,14 @@ from node.disk.encryption import UNIT_NBYTES, DiskLocation
 
 log = logging.getLogger(__name__)
 
-# Neighbouring slots are copied together and written at once up to this size: a call costs as much
+# Neighbouring slots are copied together and written at once up to this size. A call costs as much
 # as copying 256 KiB, so pages of 4 KiB are written ten times as fast, and large ones are not
 # copied.
 RUN_NBYTES_MAX = 256 * 1024
 
 
 class Slot(NamedTuple):
-    """A page to be written: where it lies in the arena, and where on disk."""
+    """A page to be written: its location in the arena, and on disk."""
 
     arena_offset: int
     nbytes: int
@@ -38,7 +38,7 @@ class Slot(NamedTuple):
 class FileLayer:
     """The system calls in use.
 
-    Tests put a layer in its place that fails.
+    Tests replace it by a layer that fails.
     """
 
     def open(self, path: Path, flags: int) -> int:
@@ -77,7 +77,7 @@ class FileLayer:
 class OpenExtents:
     """The open files of a region of bytes.
 
-    Any number of threads may read; raises OSError.
+    Any number of threads may read. Raises OSError.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class OpenExtents:
         return self._fds[number]
 
     def read(self, offset: int, view: memoryview) -> bool:
-        """Fill `view`; return False if the file ends before, so that no page can be there."""
+        """Fill `view`; return False if the file is shorter, so that there is no page."""
         _, fd, within = self.find(offset)
         while view.nbytes:
             moved = self._layer.read(fd, view, within)
@@ -123,7 +123,7 @@ class OpenExtents:
 class ExtentFiles:
     """A region of bytes laid over files of `extent_nbytes`.
 
-    Thread-safe, but one thread at a time writes; raises OSError. `view(offset, nbytes)` is the
+    Thread-safe, but only one thread may write. Raises OSError. `view(offset, nbytes)` is the
     arena's memory.
     """
 
@@ -150,8 +150,7 @@ class ExtentFiles:
         self._allocated = {
             n for n in range(count) if os.fstat(self._open.fd(n)).st_size == extent_nbytes
         }
-        # An earlier run may have been killed before it synced what it made and wrote: the first
-        # sync is for all.
+        # An earlier run may have been killed before it synced its files: the first sync covers all.
         self._unsynced |= self._allocated
         self._layer.sync_directory(directory)
         if not self.direct:
@@ -250,7 +249,7 @@ class ExtentFiles:
         try:
             self._layer.allocate(fd, self._extent_nbytes)
         except OSError:
-            # A full file system gets back what was found for half an extent
+            # Return half an extent to a full file system
             os.ftruncate(fd, had_nbytes)
             raise
         self._allocated.add(number)

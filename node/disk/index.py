@@ -1,13 +1,11 @@
-"""Find where each page is on disk.
-
-What the node knows of it in RAM:
+"""Find where each page is on disk: the node's index in RAM.
 
     records       by key, by slot, by last use
     spaces        short numbers of namespaces
-    gone          row keys to delete no later than with the next pages
+    gone          keys of rows to delete no later than with the next pages
     medium        which of the records survive power loss
 
-Pure: no I/O and no clock. Not thread-safe: the disk tier's lock guards it.
+No I/O and no clock. Not thread-safe: the disk tier's lock guards it.
 """
 
 import itertools
@@ -28,20 +26,20 @@ from node.memory.page import Page, State
 from node.memory.tenant_usage import TenantAccount
 
 # Numbers of namespaces have 16 bits, and a salt per request makes many namespaces: beyond this
-# many, the numbers of those without pages are used again.
+# count, the numbers of namespaces without pages are reused.
 KEPT = 1 << 12
 BLOCK_KEYS = 1 << 14  # tombstones in a block: as many as one order to the I/O process has
 AGAIN = -1  # no record number
-# Of a namespace that goes, under one lock: a millisecond or two.
+# Records of a removed namespace visited under one lock: a millisecond or two.
 FORGET_LOOKED_AT = 4096
 FORGOTTEN = 256
 
 
 class RowBatch(NamedTuple):
-    """What one batch of rows is made of: new namespaces, new pages, keys to delete.
+    """One batch of rows: new namespaces, new pages, keys to delete.
 
-    A `partial` one has only keys, and others are left: pages come with the last, because their
-    slots and keys may be those of what is gone.
+    A `partial` one has only keys to delete, and more follow: pages come with the last, because
+    their slots and keys may be those of deleted ones.
     """
 
     namespaces: dict[int, bytes]
@@ -58,7 +56,10 @@ class RowBatch(NamedTuple):
 
 
 class Borrowed(NamedTuple):
-    """A page that is being verified: its number may be another namespace's before that is done."""
+    """A page that is being verified.
+
+    Its number may belong to another namespace before that is done.
+    """
 
     record: int
     space: Namespace
@@ -68,10 +69,10 @@ class Borrowed(NamedTuple):
 
 
 class NamespaceIds:
-    """Give namespaces on disk short numbers: rows and records carry 2 bytes instead of 16.
+    """Give namespaces on disk short numbers: rows and records have 2 bytes instead of 16.
 
     A namespace has one number and one row; 0 is no number. `keys` holds the page key by number,
-    empty without encryption, `counts` the pages on disk, `new` what has no row yet.
+    empty without encryption, `counts` the pages on disk, `new` the namespaces without a row yet.
     """
 
     def __init__(
@@ -141,8 +142,8 @@ class NamespaceIds:
     def drop_empty(self) -> list[int]:
         """Forget namespaces without pages and return their numbers.
 
-        Their rows must be deleted before a namespace gets another number, or its pages would lie
-        under the number that is not asked.
+        Their rows must be deleted before a namespace gets another number, or its pages would be
+        found under the wrong number.
         """
         empty = [number for number in self.values if not self.counts[number]]
         for number in empty:
@@ -151,26 +152,25 @@ class NamespaceIds:
 
 
 class SyncTracker:
-    """Which of the pages on disk are on the medium, and so survive power loss.
+    """Track which pages on disk are on the medium, and so survive power loss.
 
-    Of records by number.
+    Records are named by number.
 
-    The rule: what a sync covers is what was written before it began. Each batch of rows gets the
-    next number; a sync takes the last number when it begins, and what it took is safe when it ends.
-    What an earlier run left has number 0 and is as unsafe as the rest until the first sync: that
-    run may have been killed, and its last writes may be in the memory of the host or of the device.
+    The rule: a sync covers the writes before its begin. Each batch of rows gets the next number; a
+    sync takes the last number when it begins, and batches up to that number are safe when it ends.
+    Pages of an earlier run have number 0 and are unsafe until the first sync: that run may have
+    been killed, and its last writes may be in the memory of the host or of the device.
 
-    After a sync that failed nobody can say what is on the medium, and a second one may succeed
-    without it. So from then on nothing becomes safe until what was written since the last one that
-    worked is forgotten. (What an earlier run left stays: a restart would trust it as much.)
+    After a failed sync it is unknown what is on the medium, and a second one may succeed without
+    it. So from then on nothing becomes safe until all pages written since the last successful sync
+    are forgotten. (Pages of an earlier run stay: a restart would trust them as much.)
     """
 
     def __init__(self) -> None:
         self._written = 0  # number of the last batch
-        self._synced = -1  # batches up to this one are safe; -1: not even what an earlier run left
+        self._synced = -1  # batches up to this one are safe; -1: not even pages of an earlier run
         self._unsafe: dict[int, int] = {}  # record -> its batch, in the order of batches
-        # A batch, and the keys of pages' rows that were deleted with it: never looked at one by
-        # one.
+        # A batch, and the keys of pages' rows that were deleted with it, never visited one by one.
         self._gone: deque[tuple[int, list[bytes]]] = deque()
         self.failed = False
 
@@ -232,7 +232,7 @@ class SyncTracker:
 class Tombstones:
     """Keys of rows that are to be deleted, in blocks.
 
-    Millions may come at once, after a start or with a namespace. Nothing here takes longer the more
+    Millions may come at once, after a start or with a namespace. No call takes longer the more
     there are.
     """
 
@@ -268,8 +268,8 @@ class Tombstones:
 class DiskIndex:
     """Find pages on disk and decide which rows to write and delete.
 
-    A page is found from `publish` until it is forgotten. Its row is deleted in the same batch as
-    the one that reuses its slot, or before.
+    A page can be found from `publish` until it is forgotten. Its row is deleted no later than in
+    the batch that reuses its slot.
     """
 
     def __init__(self, records: PageTable, vault: Vault = PLAIN) -> None:
@@ -286,7 +286,7 @@ class DiskIndex:
     def restore_page(self, key: bytes, value: bytes, now_s: int) -> None:
         """Restore a page's row, or schedule its deletion if it cannot be used.
 
-        Unknown namespace, time to live over, impossible slot, wrong checksum.
+        Reasons are an unknown namespace, an expired page, an impossible slot and a wrong checksum.
         """
         row = parse_page_row(key, value)
         if row is None:
@@ -463,7 +463,7 @@ class DiskIndex:
         if page.state is not State.VISIBLE or self.records.find(number, page.prefix_hash):
             return 0
         size = page.namespace.slot_nbytes
-        # Of a directory older than the RAM: all would go for it in vain
+        # Of a directory older than this RAM size: evicting for it would be useless
         if size > self.records.slots.extent_nbytes:
             self.counters.pages_refused += 1
             return 0
@@ -521,7 +521,7 @@ class DiskIndex:
                 removed.append((number, prefix_hash))
                 self.records.cancel(record)
         for number, prefix_hash in removed:
-            # Else the key was stored anew in this batch
+            # Otherwise the key was stored again in this batch
             if not self.records.find(number, prefix_hash):
                 self.gone.add(page_key(number, prefix_hash))
         self.medium.wrote(written, gone)

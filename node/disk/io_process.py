@@ -4,8 +4,7 @@
        +-- rows    written, synced and scanned there
        +-- files   written and synced there; read here, by the thread that wants the page
 
-An I/O process that was ended is an OSError for whoever has an order for it, until `revive` starts
-another.
+After the I/O process has ended, orders raise OSError until `revive` starts another.
 """
 
 import contextlib
@@ -38,19 +37,18 @@ from node.disk.rows import PageRow, numbered, page_at, pairs
 
 log = logging.getLogger(__name__)
 
-END_S = 10.0  # a node that stops waits so long for its I/O process, then kills it
-KILL_S = 5.0  # one that is killed and still there is in a call of the disk
-PULSE_S = 0.2  # between two looks at whether to go on waiting for one that begins
-OWED_MAX = 16  # answers that nobody waits for any more; beyond, they must come before more is asked
-START_S = (
-    120.0  # for the start of an I/O process, of which 20 may go by for the lock of the one before
-)
-# for all orders of a `recover`, a new process too: then it has failed, and may be tried again
+END_S = 10.0  # a stopping node waits this long for its I/O process, then kills it
+KILL_S = 5.0  # a killed process that still exists is in a disk call
+PULSE_S = 0.2  # between two checks whether to go on waiting for a start
+OWED_MAX = 16  # late answers; beyond, they must arrive before the next order is sent
+# for the start of an I/O process, including up to 20 for the lock of the previous one
+START_S = 120.0
+# For all orders of a `recover`, including a new process: then it has failed, and may be retried
 RECOVER_S = 30.0
-# A list or a scrub waits so long for a disk that hangs. A client waits longer by default: else it
-# would take the node for one that hangs, and leave it alone.
+# A list or a scrub waits this long for a hanging disk. A client waits longer by default: otherwise
+# it would take the node for a hanging one, and stop calling it.
 QUESTION_S = 4.0
-# Of the first answer, because a scrub looks at a few rows; then twice as many, up to
+# Of the first reply, because a scrub reads a few rows; then twice as many, up to
 QUESTION_NBYTES = 16 << 10
 QUESTION_NBYTES_MAX = 1 << 20
 ORDER_KEYS_MAX = 1 << 14  # rows to delete with one order
@@ -61,9 +59,9 @@ class NotAnswering(Exception):
 
 
 class Timeouts(NamedTuple):
-    """With a process that begins: so long for each piece that it says.
+    """For a starting process: time limit for each message from it.
 
-    `pulse` is called meanwhile, and may raise to end it.
+    `pulse` is called meanwhile, and may raise to end the start.
     """
 
     seconds: float
@@ -73,8 +71,8 @@ class Timeouts(NamedTuple):
 class IoProcess:
     """A running I/O process.
 
-    Raises ConfigError if it can not use its directory, OSError if it can not be started or does not
-    begin in time.
+    Raises ConfigError if it can not use its directory, OSError if it can not be started or is not
+    ready in time.
     """
 
     def __init__(self, task: Task, timeouts: Timeouts) -> None:
@@ -93,7 +91,7 @@ class IoProcess:
                 [sys.executable, "-m", "node.disk.io_worker", *task.arguments()],
                 cwd=Path(
                     node.__file__
-                ).parent.parent,  # `-m` looks there first, wherever the node was started
+                ).parent.parent,  # `-m` searches there first, wherever the node was started
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(task.orders_fd, task.questions_fd, task.arena_fd),
@@ -119,10 +117,7 @@ class IoProcess:
         return self._process.pid
 
     def trouble(self) -> str:
-        """Return how the process ended; empty while it runs. It never waits.
-
-        Never waits.
-        """
+        """Return how the process ended; empty while it runs. It never waits."""
         status = self._process.poll()
         if status is None:
             return ""
@@ -132,13 +127,13 @@ class IoProcess:
     def _why_gone(self) -> str:
         """End a process whose sockets closed or that broke the protocol, and say why.
 
-        One that speaks in riddles is ended, too: it must not write any more.
+        One that breaks the protocol is killed, too: it must not write any more.
         """
         self.kill()
         return self.trouble() or f"its keeper (process {self.pid}) can not be ended: the disk hangs"
 
     def kill(self) -> None:
-        """Kill the process; no call of the disk follows the one that it is in."""
+        """Kill the process; its current disk call is its last."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_S)
@@ -169,11 +164,9 @@ class IoProcess:
 
 
 class IoChannel:
-    """One socket to an I/O process: an order, its answer, the next one.
+    """A socket to an I/O process: an order, its answer, the next one.
 
-    Thread-safe.
-
-    Raises OSError with what the process met, or with what `gone` says became of it.
+    Thread-safe. Raises OSError with the process's error, or with the reason from `gone`.
     """
 
     def __init__(self, sock: socket.socket, gone: Callable[[], str]) -> None:
@@ -200,18 +193,18 @@ class IoChannel:
             self._lock.release()
 
     def stream(self, kind: Kind, body: bytes, timeouts: Timeouts) -> Iterator[bytes]:
-        """Send a request and yield its reply in parts. Raises NotAnswering.
+        """Send a request and yield its reply in parts.
 
-        Raises Silent if one does not come in time.
+        Raises NotAnswering if a part does not come in time.
         """
         with self._lock:
             self._send(kind, body)
             yield from self._answer(lambda: self._recv_patiently(timeouts))
 
     def unasked(self, timeouts: Timeouts) -> bytes:
-        """Return what the process says first.
+        """Return the first message of the process.
 
-        Raises ConfigError if it can not begin, NotAnswering if nothing comes.
+        Raises ConfigError if it can not start, NotAnswering if nothing comes.
         """
         return b"".join(self._answer(lambda: self._recv_patiently(timeouts)))
 
@@ -263,10 +256,10 @@ class IoChannel:
 
 
 class ProcessStorage:
-    """Raises ConfigError like `node.disk.data_dir.DataDir`.
+    """A data directory in an I/O process. Raises ConfigError like `node.disk.data_dir.DataDir`.
 
-    `arena_fd`: the arena's file, for the I/O process to map. `pulse` is called now and then while
-    the start waits for it, and may raise to end it.
+    `arena_fd`: the arena's file, for the I/O process to map. `pulse` is called now and then during
+    the start, and may raise to end it.
     """
 
     def __init__(
@@ -306,7 +299,7 @@ class ProcessStorage:
             )
             warn_if_open(path)
             undo.pop_all()
-        self._turn = threading.Lock()  # of who changes the process
+        self._turn = threading.Lock()  # held while the process is replaced
         self._closed = False
         self._orders_end: float | None = None
         self.rows = ProcessRows(self, Timeouts(START_S, pulse))
@@ -319,7 +312,7 @@ class ProcessStorage:
     def order(self, kind: Kind, body: bytes = b"") -> bytes:
         """Let the process carry an order out and return the result.
 
-        Raises OSError, within `limited` also if it takes too long.
+        Raises OSError; within `limited` also if it takes too long.
         """
         timeout_s = (
             None if self._orders_end is None else max(0.0, self._orders_end - time.monotonic())
@@ -341,7 +334,7 @@ class ProcessStorage:
     def revive(self) -> None:
         """Restart a process that has ended. Raises OSError.
 
-        Whatever was not synced may or may not be there, as after a crash.
+        Unsynced writes may be lost, as after a crash.
         """
         with self._turn:
             self._check_open()
@@ -368,7 +361,7 @@ class ProcessStorage:
 
     def close(self) -> None:
         """Close everything. Raises OSError if the rows could not be closed."""
-        self._closed = True  # a `revive` sees it, and ends
+        self._closed = True  # ends a running `revive`
         is_ours = self._turn.acquire(timeout=END_S)
         try:
             if is_ours:

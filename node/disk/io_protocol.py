@@ -3,23 +3,22 @@
     order := nbytes of the body u32 | number u64 | kind u8 | body
     reply := nbytes of the body u32 | number of the order u64 | outcome u8 | body
 
-    order         body                                                what it brings
+    order         body                                      reply
     WRITE_PAGES   count of keys u32 | keys | slots
     WRITE_ROWS    count of pairs u32 | pairs | keys to delete
     SYNC_PAGES
     SYNC_ROWS
     TRIAL
-    ALL_ROWS      first byte of their keys                            pairs
-    SOME_ROWS     nbytes u32 | first key                              pairs, about so many bytes;
-                                                                      none: the end
-    PURGE_ROWS    0 u32 | needles, as keys to delete                  files in which one is found
-    CLOSE                                                             the process ends
+    ALL_ROWS      first byte of their keys                  pairs
+    SOME_ROWS     nbytes u32 | first key                    pairs, about nbytes; empty: the end
+    PURGE_ROWS    0 u32 | needles, as keys to delete        number of files that contain one
+    CLOSE                                                   then the process ends
 
     slot := offset on disk | offset in the arena | nbytes | key number, 0 for none | key mark
     pair := nbytes u16 | nbytes u32 | key | value        key to delete := nbytes u16 | key
 
-What an order brings comes in replies of outcome MORE; DONE, FAILED or REFUSED is the last one. Both
-ends are of one installation, so there is no version; lengths are checked all the same. Numbers are
+Data comes in replies of outcome MORE; DONE, FAILED or REFUSED is the last reply. Both ends belong
+to one installation, so there is no version; lengths are checked all the same. Numbers are
 little-endian, those of slots and counts u64.
 """
 
@@ -51,7 +50,7 @@ assert sys.byteorder == "little"  # what `array` packs
 
 
 class Kind(IntEnum):
-    """Of an order."""
+    """Kinds of orders."""
 
     WRITE_PAGES = 1
     WRITE_ROWS = 2
@@ -65,7 +64,7 @@ class Kind(IntEnum):
 
 
 class Outcome(IntEnum):
-    """Of a reply.
+    """Outcomes of replies.
 
     FAILED: errno i32 and a text. REFUSED: a text, the setting or directory can not be used.
     """
@@ -77,7 +76,7 @@ class Outcome(IntEnum):
 
 
 class Task(NamedTuple):
-    """What an I/O process is started for: its command line."""
+    """The command line of an I/O process."""
 
     orders_fd: int
     questions_fd: int
@@ -85,7 +84,7 @@ class Task(NamedTuple):
     disk_nbytes: int
     extent_nbytes: int
     keep_own_extents: bool
-    key_mark: str  # of the operator's key, and nothing of the key itself
+    key_mark: str  # identifies the operator's key without revealing it
     log_level: str
     path: str
 
@@ -112,7 +111,7 @@ class Task(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """What an I/O process found: the reply to order 0, which nobody gives.
+    """The I/O process's first message: the reply to order 0, which is never sent.
 
     `device` and `inode` are the directory's.
     """
@@ -134,13 +133,13 @@ class Opened(NamedTuple):
 
 
 class Broken(Exception):
-    """The other side sent what is none of the above."""
+    """The other side sent an invalid message."""
 
 
 class Channel:
     """One end of a socket.
 
-    One thread at a time; what was received of a frame is kept when time is up.
+    For one thread at a time; a partly received frame is kept after a timeout.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -175,7 +174,7 @@ class Channel:
         self._fill(1)
 
     def _set_timeout(self, timeout_s: float | None) -> None:
-        if self._sock.gettimeout() != timeout_s:  # a system call
+        if self._sock.gettimeout() != timeout_s:  # saves a system call
             self._sock.settimeout(timeout_s)
 
     def _fill(self, nbytes: int) -> None:
@@ -190,7 +189,7 @@ class Channel:
 
     def close(self) -> None:
         """Close the channel and wake a thread that waits here."""
-        with contextlib.suppress(OSError):  # it is
+        with contextlib.suppress(OSError):  # not connected any more
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 

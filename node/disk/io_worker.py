@@ -1,16 +1,16 @@
 """Run the I/O process of a node, which makes every call that a disk may block.
 
-It maps the arena, opens the data directory, and does what the node orders: write these slots to
-those places, these rows, sync. A call of the disk that hangs, and RocksDB, whose binding keeps the
-interpreter while it works, so stop nobody but this process.
+It maps the arena, opens the data directory, and carries out the node's orders: write these slots to
+those locations, write these rows, sync. So a hanging disk call, and RocksDB, whose binding holds
+the GIL while it works, stop only this process.
 
     node                                    I/O process
     writer thread  --- orders ---------->   main thread: one order after the other
-    lists, scrubs  --- questions ------->   another: rows, while an order is under way
+    lists, scrubs  --- questions ------->   another: rows, while an order is running
 
-It ends with its node: when the sockets close it is gone at once, in the middle of an order or not,
-which is no worse than power that fails then. It does not hear SIGINT, SIGTERM or SIGHUP, which a
-terminal or a supervisor may send to all: the node still has pages to write.
+It ends with its node: when the sockets close it ends at once, even within an order, which is no
+worse than a power failure. It ignores SIGINT, SIGTERM and SIGHUP, which a terminal or a supervisor
+may send to all processes: the node still has pages to write.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class IoWorker:
-    """Carries out orders on an open directory."""
+    """Carry out orders on an open directory."""
 
     def __init__(self, directory: DataDir) -> None:
         self._directory = directory
@@ -70,7 +70,7 @@ class IoWorker:
                 )
             except (
                 Exception
-            ) as error:  # the edge of an order: the node stops its disk tier and says why
+            ) as error:  # a failed order: the node stops its disk tier and reports the reason
                 log.exception("an order of kind %d failed", kind)
                 channel.send(
                     number,
@@ -164,7 +164,7 @@ def main() -> None:
     with contextlib.suppress(EOFError, BrokenPipeError):
         channel.send(0, Outcome.DONE, facts.pack())
         opened[0].serve(channel)
-    os._exit(0)  # a thread may still hang in the disk
+    os._exit(0)  # a thread may still hang in a disk call
 
 
 def _answer(questions: Channel, opened: list[IoWorker]) -> None:

@@ -1,4 +1,4 @@
-"""Keep in RAM what the node knows of each page on disk: 56 to 63 bytes and its hash, in arrays.
+"""Keep the index of pages on disk in RAM: 56 to 63 bytes a page and its hash, in arrays.
 
     record r:  mark u32 | namespace u16 | offset u32 (x 4 KiB) | checksum 16
                older u32, newer u32 (LRU) | pool u16 | last use u32 s | expiry u32 s
@@ -7,10 +7,9 @@
     slots:     the owner of each, u32
 
 A page is found by its namespace and its whole prefix hash. The mark, 32 bits of Python's own hash
-of it with the namespace's number, is the place in the table and spares most comparisons; it is
-keyed anew in each process, so hashes that are alike (counters, say) do not crowd one place of the
-table. Record 0 is no record. Pure: no I/O, no clock; not thread-safe, the disk tier's lock guards
-it.
+of both, is the position in the table and avoids most comparisons. It has another key in each
+process, so similar hashes (counters, say) do not crowd one part of the table. Record 0 is no
+record. No I/O, no clock; not thread-safe, the disk tier's lock guards it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from node.disk.rows import PageRow
 
 
-BLOCK_SLOTS_MIN = 4  # blocks of fewer would cost more than all the rest of what a page costs here
+BLOCK_SLOTS_MIN = 4  # smaller blocks would cost more than the rest of a page's record
 _MIX = 0x9E3779B1  # 2^32 / golden ratio: spreads namespaces over the table
 _MARK_MASK = (1 << 32) - 1
 
@@ -38,14 +37,14 @@ PLACES = 1024  # of a segment of the table
 FULL = PLACES * 3 // 4
 PLACE_MASK = PLACES - 1
 PLACE_SHIFT = 22  # of a mark's 32 bits
-_DEPTH_MAX = 22  # the bits that tell places apart tell no segments apart
+_DEPTH_MAX = 22  # of a mark: its other bits choose the position within a segment
 
 BLOCK_COUNT = 4096  # hashes in a block
 _WIDTH_STEP = 8
 
 
 class Segment:
-    """`places`: record numbers, 0 is none.
+    """A segment of the table. `places`: record numbers, 0 is none.
 
     `depth`: how many bits its records' marks have in common.
     """
@@ -61,10 +60,10 @@ class Segment:
 class RecordTable:
     """Find record numbers by a 32-bit mark with extendible hashing (Fagin et al. 1979).
 
-    Segments have 1,024 places with open addressing. A full one is split and no other is touched, so
-    no insertion gets slower with the number of records.
+    Segments have 1,024 positions with open addressing. A full one is split and no other is touched,
+    so no insertion gets slower with the number of records.
 
-        mark:  | place in the segment, 10 bits | ... | segment, as many bits as there are segments |
+        mark:  | position in the segment, 10 bits | ... | segment: log2 of their number |
 
     `mark_of(record)` returns 32 evenly spread bits. Searches read `segments` and `mask`: from `mark
     >> PLACE_SHIFT` in `segments[mark & mask].places` on, up to a 0.
@@ -165,12 +164,11 @@ class RecordTable:
 class Hashes:
     """The whole prefix hash of every record: 16 to 64 bytes each, in blocks of one width.
 
-        block b    BLOCK_COUNT places of `width` bytes: the hashes of records b x BLOCK_COUNT ...
-        lengths    one byte a record: what of its place is hash
+        block b    BLOCK_COUNT slots of `width` bytes: the hashes of records b x BLOCK_COUNT ...
+        lengths    one byte a record: length of its hash
 
     Engines choose the length of their hashes, and one engine has one length, so a block is as wide
-    as its longest hash and no wider. Whole, because hashes of which a part is equal are different
-    pages.
+    as its longest hash. Whole hashes, because hashes with an equal part are different pages.
     """
 
     def __init__(self) -> None:
@@ -207,7 +205,7 @@ class Hashes:
 
 
 def _widened(block: bytearray, width: int) -> bytearray:
-    """Copy hashes into wider places, column by column: at most 64 copies per block."""
+    """Copy hashes into wider slots, column by column: at most 64 copies per block."""
     wider = bytearray(BLOCK_COUNT * width)
     was = len(block) // BLOCK_COUNT
     for column in range(was):
@@ -217,16 +215,15 @@ def _widened(block: bytearray, width: int) -> bytearray:
 
 @dataclass
 class DiskCounters:
-    """What happened since the start; pages unless the name says otherwise."""
+    """Counters since the start; pages unless the name says otherwise."""
 
     pages_written: int = 0
     pages_read: int = 0
-    pages_read_in_part: int = 0  # for ranges of them; their bytes are in nbytes_read, too
+    pages_read_in_part: int = 0  # ranges were read; their bytes are in nbytes_read, too
     pages_evicted: int = 0
     pages_corrupt: int = 0
-    pages_refused: int = (
-        0  # stayed in RAM only: the queue was full, the tier poisoned or full of pins
-    )
+    # stayed in RAM only: the queue was full, the tier stopped or full of pins
+    pages_refused: int = 0
     pages_scrubbed: int = 0
     rows_damaged: int = 0
     nbytes_written: int = 0
@@ -236,7 +233,7 @@ class DiskCounters:
 class PageTable:
     """Records by key, by slot and by last use.
 
-    `slots` is the region of the disk they lie in.
+    `slots` is the region of the disk in which they lie.
     """
 
     def __init__(self, region_nbytes: int, extent_nbytes: int) -> None:
@@ -250,7 +247,7 @@ class PageTable:
         self._checksum = array("Q", bytes(CHECKSUM_NBYTES))
         self._free = array("I")
         self._table = RecordTable(self._mark_of)
-        self._busy: dict[int, int] = {}  # records that are being read or written -> how often
+        self._busy: dict[int, int] = {}  # records that are being read or written -> number of uses
         self._doomed: set[int] = set()  # removed, but their slot waits for a use to end
         self._order = DiskLru(
             self.slots,
@@ -284,7 +281,7 @@ class PageTable:
     def _mark_of(self, record: int) -> int:
         return self._mark[record]
 
-    # ---- a record's life -----------------------------------------------------------------
+    # ---- life of a record ----------------------------------------------------------------------
 
     def reserve(self, namespace: int, prefix_hash: bytes, slot_nbytes: int) -> int:
         """Return a busy record with a slot, not yet found; 0 without a slot or at the quota."""
@@ -304,7 +301,8 @@ class PageTable:
     def restore(self, row: PageRow) -> bool:
         """Restore a page of an earlier run; return False if its slot is taken or impossible.
 
-        The keys of rows are distinct, so it is not searched for. It is found after `restored`.
+        Keys of rows are distinct, so no search for the key is made. The page can be found after
+        `restored`.
         """
         record = self._new(row.namespace, row.prefix_hash)
         if not self.slots.claim(row.slot_nbytes, row.offset, record):
@@ -318,7 +316,7 @@ class PageTable:
         return True
 
     def restored(self) -> None:
-        """Order everything that was restored by last use, and make it found.
+        """Sort all restored records by last use, and make them available.
 
         Until here rows are kept in arrays only: a million small objects would fragment the heap.
         """
@@ -371,10 +369,7 @@ class PageTable:
         self._release(record)
 
     def remove(self, record: int) -> None:
-        """Forget a published record; its slot is freed when its last use ends.
-
-        Its slot is free at once, or when the last use of it ends.
-        """
+        """Forget a published record; its slot is freed when its last use ends."""
         self._order.block_of(record).used_sum -= self._used_s[record]
         self._order.withdraw(record)
         self._give(record)
@@ -388,7 +383,8 @@ class PageTable:
     def _give(self, record: int) -> None:
         """Credit a record's bytes to its tenant.
 
-        A page that is still being read counts to nobody, as its number may be another namespace's.
+        A page that is still being read counts to no tenant, because its number may belong to
+        another namespace.
         """
         self.account_of(self._namespace[record]).give(self._order.block_of(record).kind.slot_nbytes)
 
@@ -441,10 +437,7 @@ class PageTable:
         self._order.touch(record, now_s)
 
     def pin(self, record: int, until_s: int) -> None:
-        """Pin a record until a time, after which it is the newest; 0 ends the pin.
-
-        `until_s` 0 ends the pin.
-        """
+        """Pin a record until a time, after which it is the newest; 0 ends the pin."""
         self._order.pin(record, until_s)
 
     def check_pins(self, records: Iterable[int]) -> None:
@@ -452,9 +445,9 @@ class PageTable:
         self._order.check_pins(records)
 
     def victims(self, namespace: int, slot_nbytes: int, now_s: int) -> list[int]:
-        """Return records whose removal helps to free a slot of this size; empty if nothing may go.
+        """Return records to evict for a slot of this size; empty if none may be evicted.
 
-        If no slot is free after that, call it again.
+        If no slot is free afterwards, call it again.
         """
         return self._order.victims(self.account_of(namespace), slot_nbytes, now_s)
 
@@ -470,14 +463,11 @@ class PageTable:
         return sorted(((self._used_s[record], record) for record in found), reverse=True)
 
     def regroup(self, record: int, used_s: int) -> None:
-        """Move a stray record to its pool; from newest to oldest they keep their order.
-
-        From the one used last to the one used first they keep their order.
-        """
+        """Move a stray record to its pool; from newest to oldest they keep their order."""
         if record in self._table and self._order.is_stray(record):
             self._order.regroup(record, used_s)
 
-    # ---- tell ----------------------------------------------------------------------------
+    # ---- status --------------------------------------------------------------------------------
 
     def offset(self, record: int) -> int:
         """Return the offset of a record's slot."""

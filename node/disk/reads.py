@@ -1,18 +1,16 @@
 """Read pages from disk into arena slots, whole or in part, and verify them.
 
-    begin -> read -> (bytes, checksum)       the record is in use from `begin` on: its place on disk
-                                             stays as it is
+    begin -> read -> (bytes, checksum)       from `begin` on the record is in use: its slot is kept
     borrow -> verify
 
-Any thread; bytes are read and hashed without a lock. What is not what was written is dropped,
-counted and never returned. Of a part the leaf is made of what was read; the other leaves are in the
+For any thread; bytes are read and hashed without a lock. Corrupt pages are dropped, counted and
+never returned. For a part, its leaf is computed from the bytes read; the other leaves are in the
 page's row, and all of them together must give the checksum, so neither a damaged part nor another
 page's row passes.
 
-Nobody can end a read that hangs, and whoever began it waits for it. Others need not begin one: as
-long as it hangs, what is on disk only is not there, and is computed anew, which is sooner done. A
-large page is read in pieces, each with its own time, and what is done with them here, hashing say,
-is no time of the disk.
+A read that hangs can not be ended, and its caller waits for it. Other callers are spared: while one
+hangs, pages that are only on disk count as misses and are computed again, which is faster. A large
+page is read in pieces, each timed separately, so that hashing is not counted as time of the disk.
 """
 
 import contextlib
@@ -44,14 +42,11 @@ from node.memory.promotion import PartialPage
 
 log = logging.getLogger(__name__)
 
-HANGS_S = (
-    2.0  # a read of a piece takes milliseconds, and on a disk with much to do tenths of a second
-)
-PIECE_NBYTES = 4 << 20  # at once into a slot: larger ones are hardly faster
-FOUND_AT_ONCE = (
-    256  # keys looked up under one lock, for which others may wait who have the RAM tier's
-)
-VERIFIED_NBYTES = 1 << 20  # at once beside the arena: all the memory that a verify takes
+HANGS_S = 2.0  # a piece takes milliseconds, and tenths of a second on a busy disk
+PIECE_NBYTES = 4 << 20  # read into a slot at once: larger ones are hardly faster
+# keys looked up under one lock, for which threads with the RAM tier's lock may wait
+FOUND_AT_ONCE = 256
+VERIFIED_NBYTES = 1 << 20  # read at once outside the arena: the memory of a verify
 
 
 class Read:
@@ -64,7 +59,7 @@ class Read:
     def page(
         self, files: PageFiles, place: DiskLocation, slot: memoryview, page_nbytes: int
     ) -> bytes:
-        """Fill the slot and return the leaves of the page, none if it can not be there.
+        """Fill the slot and return the page's leaves; empty if the file is too short.
 
         Raises OSError.
         """
@@ -80,7 +75,7 @@ class Read:
     ) -> bytes:
         """Fill the slot with parts of a page.
 
-        Return its leaves, those of other parts as they are `known`.
+        Return its leaves; those of other parts are taken from `known`.
         """
         at, found = 0, bytearray(known)
         for start, end in parts.runs:
@@ -95,7 +90,7 @@ class Read:
         return bytes(found)
 
     def leaves(self, files: PageFiles, place: DiskLocation, page_nbytes: int) -> bytes:
-        """Return the leaves of a page that is read only to be verified."""
+        """Return the leaves of a page that is only verified."""
         end, found = slot_nbytes(page_nbytes), Leaves(page_nbytes)
         # Page-aligned, as O_DIRECT needs it
         memory = memoryview(mmap.mmap(-1, min(end, VERIFIED_NBYTES)))
@@ -113,7 +108,7 @@ class Read:
         )
 
     def _piece(self, files: PageFiles, place: DiskLocation, start: int, view: memoryview) -> bool:
-        """Read what lies from `start` on in the page's slot, and decrypt it."""
+        """Read bytes from `start` on in the page's slot, and decrypt them."""
         self._begin(self)
         found = files.read(place.offset + start, view)
         self._end(self)
@@ -123,14 +118,9 @@ class Read:
 
 
 class Reads:
-    """Reads that are under way, and whether one of them hangs.
+    """Running reads, and whether one of them hangs.
 
-    Thread-safe.
-
-    Nobody can end a read that hangs, and whoever began it waits for it. Others need not begin one:
-    as long as it hangs, what is on disk only is not there, and is computed anew, which is sooner
-    done. A large page is read in pieces, each with its own time, and what is done with them here,
-    hashing say, is no time of the disk. `ended(record)` is called behind each read.
+    Thread-safe. `ended(record)` is called after each read.
     """
 
     def __init__(
@@ -180,9 +170,9 @@ class Reads:
 
 
 class Reading:
-    """Part of the disk tier, under its `lock`.
+    """The reading part of the disk tier, under its `lock`.
 
-    `find` gives the record of a key, with the lock held; `blame` is told of errors of the disk.
+    `find` returns the record of a key, with the lock held; `blame` receives errors of the disk.
     """
 
     def __init__(
@@ -205,7 +195,7 @@ class Reading:
         self._reads = Reads(self.end)
         self._places: dict[
             int, DiskLocation
-        ] = {}  # of records from `begin` on: their namespace may go before they are read
+        ] = {}  # of records from `begin` on: their namespace may be removed before they are read
 
     @property
     def hang(self) -> bool:
@@ -213,9 +203,9 @@ class Reading:
         return self._reads.hang
 
     def begin(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> dict[bytes, int]:
-        """Return records of the pages that are here.
+        """Return records of the pages that are on disk.
 
-        Their slots stay as they are until `read` or `end`.
+        Their slots are kept until `read` or `end`.
         """
         if self.hang:
             return {}
@@ -228,19 +218,19 @@ class Reading:
                             self._records.begin_use(record)
                             found[prefix_hash] = record
                             self._places[record] = self._index.place(record)
-        except BaseException:  # a caller who is never told of them can not give them back
+        except BaseException:  # a caller that gets no result can not release them
             for record in found.values():
                 self.end(record)
             raise
         return found
 
     def is_there(self, record: int) -> bool:
-        """Return whether a record that is in use is still a page's."""
+        """Return whether a record in use still holds its page."""
         with self._lock:
             return self._records.can_be_found(record)
 
     def end(self, record: int) -> None:
-        """Give back a record that `begin` or `borrow` gave."""
+        """Release a record from `begin` or `borrow`."""
         with self._lock:
             self._records.end_use(record)
             if not self._records.busy(record):
@@ -249,9 +239,7 @@ class Reading:
     def read(self, record: int, page: Page) -> bool:
         """Read a record into the page's slot and end the use of the record.
 
-        False: a miss.
-
-        If the bytes are not what was written, the page is gone from the disk.
+        Return False for a miss. A corrupt page is removed from the disk.
         """
         space = page.namespace
         with self._reads.of(record) as read:
@@ -279,9 +267,9 @@ class Reading:
             return intact
 
     def _fill(self, read: Read, page: Page, place: DiskLocation, key: bytes) -> bytes | None:
-        """Fill a slot and return the page's leaves, empty if it cannot be there.
+        """Fill a slot and return the page's leaves; empty if the file is too short.
 
-        None means that its row has gone meanwhile, or cannot be read now.
+        None means that its row was removed meanwhile, or cannot be read now.
         """
         space = page.namespace
         slot = self._view(page.offset, space.slot_nbytes)
@@ -305,7 +293,7 @@ class Reading:
             self._counters.nbytes_read += page.namespace.page_nbytes
 
     def _quarantine(self, record: int, digest: bytes, prefix_hash: bytes) -> None:
-        """Count, log and forget a page whose bytes are not what was written."""
+        """Count, log and forget a corrupt page."""
         self._counters.pages_corrupt += 1
         log.error(
             "page %s of namespace %s is damaged on disk; dropped", short(prefix_hash), digest.hex()

@@ -2,17 +2,15 @@
 
 The only file that imports rocksdict.
 
-    "F"                                   format version, extent bytes, and of an encrypted
-                                          directory
-                                          the mark of its key: "5 67108864 1f0ac5d2"
-    "N" u16be number                      a Namespace message, plain or wrapped
-                                          (`node.disk.encryption`)
-    "P" u16be number, prefix hash         offset u64, slot nbytes u64, stored s u32, used s u32,
-                                          expiry s u32, page checksum 16, its leaves 8 each if it
-                                          has several, xxh3_64 of key and value before it u64
+    "F"                            format version, extent bytes, and of an encrypted directory
+                                   the mark of its key: "5 67108864 1f0ac5d2"
+    "N" u16be number               a Namespace message, plain or wrapped (`node.disk.encryption`)
+    "P" u16be number, prefix hash  offset u64, slot nbytes u64, stored s u32, used s u32,
+                                   expiry s u32, page checksum 16, its leaves 8 each if it has
+                                   several, xxh3_64 of key and value before it u64
 
-A page counts as stored only when its row is there. Rows of one batch appear together. The binding
-keeps the GIL while RocksDB works, so a node opens its rows in its I/O process only.
+A page counts as stored only when its row exists. Rows of one batch appear together. The binding
+holds the GIL while RocksDB works, so a node opens its rows in its I/O process only.
 """
 
 import errno
@@ -49,16 +47,16 @@ _HEAD = struct.Struct("<QQIII16s")
 _SUM_NBYTES = 8
 _EXTENT = re.compile("[1-9][0-9]{3,14}")
 
-LOG_S = 10.0  # between two lines about a shortage: it meets every page
+LOG_S = 10.0  # between two lines about a shortage, which affects every page
 CODES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of shortages
-_NO_THREAD = "can't start new thread"  # all that Python says about it
+_NO_THREAD = "can't start new thread"  # Python's whole message
 
 
 class PageRow(NamedTuple):
     """A page on disk.
 
-    Times in seconds since the epoch; `expiry_s` 0: it has no time to live. `leaves`: of a page that
-    has several, so that a part of it can be verified (`kvstore.checksum.stored_leaves`).
+    Times in seconds since the epoch; `expiry_s` 0: it never expires. `leaves`: if it has several,
+    so that a part of it can be verified (`kvstore.checksum.stored_leaves`).
     """
 
     namespace: int
@@ -80,7 +78,7 @@ class PageRow(NamedTuple):
         """Return whether its time to live is over.
 
         A row from the future counts as expired, because its age is unknown: the clock of the run
-        that wrote it was ahead, or this one's is behind.
+        that wrote it was fast, or this one's is slow.
         """
         return self.expiry_s > 0 and (
             self.expiry_s <= now_s or self.stored_s > now_s + CLOCK_STEP_S
@@ -185,11 +183,9 @@ def pairs(namespaces: dict[int, bytes], pages: Iterable[PageRow]) -> list[tuple[
 
 
 class Rows:
-    """An open row database.
+    """An open row database. Raises OSError where the disk fails.
 
-    Raises OSError where the disk fails.
-
-    `extent_nbytes`: of the extents that the rows are about.
+    `extent_nbytes`: of the extents that the rows describe.
     """
 
     def __init__(
@@ -225,10 +221,7 @@ class Rows:
         self.put(pairs(namespaces, pages), gone)
 
     def put(self, new: Iterable[tuple[bytes, bytes]], gone: Iterable[bytes]) -> None:
-        """Write serialised rows atomically; deletions first, as a key may be there anew.
-
-        First the keys that are gone: a number or a page may be there anew.
-        """
+        """Write serialised rows atomically; deletions first, because a key may be written again."""
         batch = WriteBatch(raw_mode=True)
         for key in gone:
             batch.delete(key)
@@ -311,10 +304,7 @@ def _key_conflict(mark: str, key_mark: str) -> str:
 
 
 def numbered(rows: Iterable[tuple[bytes, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, value) of namespace rows; keys of other lengths are skipped.
-
-    A key of another length nobody wrote.
-    """
+    """Yield (number, value) of namespace rows; keys of other lengths are skipped."""
     return (
         (int.from_bytes(key[1:], "big"), value)
         for key, value in rows
@@ -341,7 +331,7 @@ def _has(path: Path, needles: Sequence[bytes]) -> bool:
 
 
 class _DiskErrors:
-    """RocksDB raises plain Exceptions; the tier handles OSError."""
+    """Convert RocksDB's plain Exceptions to OSError, which the tier handles."""
 
     def __enter__(self) -> None: ...
 

@@ -8,9 +8,9 @@ from kvstore.errors import Exhausted
 from node.disk.rows import parse_page_row
 from node.disk.tier import DiskTier
 
-STEP_S = 0.25  # how the background scrub divides its rate
-STOP_S = 2.0  # for the read that it is in; a thread that waits for a disk is left behind
-ROUND_PAUSE_S = 60.0  # a round over an empty or small disk is over at once: do not spin
+STEP_S = 0.25  # interval of the background scrub
+STOP_S = 2.0  # for its current read; a thread that waits for a disk is left behind
+ROUND_PAUSE_S = 60.0  # a round over an empty or small disk ends at once
 
 
 class ScrubResult(NamedTuple):
@@ -27,8 +27,8 @@ def scrub(
 ) -> ScrubResult:
     """Read and verify pages on disk in key order from `cursor` on; drop damaged ones.
 
-    It ends after `nbytes_max` bytes, or when `enough` says so. Raises OSError if the tier is
-    poisoned, Exhausted if the disk hangs.
+    It ends after `nbytes_max` bytes, or when `enough` returns True. Raises OSError if the tier is
+    stopped, Exhausted if the disk hangs.
     """
     intact = damaged = nbytes = 0
     for key, value in disk.rows.pages(cursor or b"P"):
@@ -41,7 +41,7 @@ def scrub(
         try:
             good = disk.reading.verify(borrowed)
         except OSError:
-            _raise_poisoned(disk)  # with the reason, or else it is not the disk's
+            _raise_poisoned(disk)  # with the tier's reason, if it has one
             raise
         intact, damaged, nbytes = intact + good, damaged + (not good), nbytes + row.slot_nbytes
     _raise_poisoned(disk)
@@ -54,7 +54,7 @@ def _raise_poisoned(disk: DiskTier) -> None:
 
 
 class Scrubber:
-    """Verifies the disk tier in the background, round and round, at a bounded rate."""
+    """Verify the disk tier in the background, round after round, at a bounded rate."""
 
     def __init__(self, disk: DiskTier, nbytes_per_s: int) -> None:
         self._disk = disk
@@ -75,7 +75,7 @@ class Scrubber:
             except (OSError, MemoryError) as error:
                 self._disk.blame("scrubbing", error)
                 result = None
-            except Exhausted:  # the disk hangs, which is no fault of its pages
+            except Exhausted:  # the disk hangs, which is no damage of its pages
                 result = None
             cursor = result.next_cursor if result else b""
             pause_s = (

@@ -1,11 +1,11 @@
 """Store pages on disk, find them there, and read them back (`reads`).
 
-    find                                                        any thread; a short lock, no rows
-    store                                                       the writer thread: slot, bytes, row
+    find    any thread; a short lock, no rows
+    store   the writer thread: slot, bytes, row
 
-A page is found only after its row is written; a row is deleted no later than its slot is given to
-another page, in the same batch or before. An error of the disk poisons the tier: nothing is found
-or written any more, RAM serves on, and the node says why, until `recover` or a restart.
+A page can be found only after its row is written; a row is deleted no later than in the batch that
+reuses its slot. An error of the disk stops ("poisons") the tier: nothing is found or written any
+more, RAM serves on, and the status has the reason, until `recover` or a restart.
 """
 
 import heapq
@@ -35,21 +35,21 @@ from node.memory.tenant_usage import Limits, Use
 log = logging.getLogger(__name__)
 
 SYNC_PAGES = 4096  # stored between two syncs at most, however busy the writer is
-RECOVER_WAIT_S = 10.0  # for the call of the disk that the writer is in
-PULSE_ROWS = 4096  # taken in between two looks at whether the node is to stop: some 20 ms
+RECOVER_WAIT_S = 10.0  # for the writer's current disk call
+PULSE_ROWS = 4096  # restored between two checks whether the node is to stop: some 20 ms
 REGROUP_LOOKED_AT = 1024  # records, under one lock: a millisecond or two
 REGROUPED = 256
 
 
 class Dropped(NamedTuple):
-    """Namespaces that were on disk, and how many files of rows still have something of them."""
+    """Namespaces that were on disk, and how many row files still contain parts of them."""
 
     spaces: int
     left: int
 
 
 class DiskTier(LocalTier):
-    """Thread-safe.
+    """The disk tier. Thread-safe.
 
     `view(offset, nbytes)` is the arena's memory; `clock_s` gives whole seconds since the epoch;
     `vault` has the keys. The `place` of a source is a record that is in use.
@@ -77,7 +77,7 @@ class DiskTier(LocalTier):
         self._shortages = Shortages()
         self._clock_s = clock_s
         self._lock = threading.Lock()
-        # One at a time stores, syncs or recovers: what a sync made safe, or lost, must be certain.
+        # Only one thread stores, syncs or recovers: the result of a sync must be unambiguous.
         self._io = threading.Lock()
         self._index = DiskIndex(records, vault)
         self.counters = self._index.counters
@@ -118,7 +118,7 @@ class DiskTier(LocalTier):
     # ---- find ----------------------------------------------------------------------------
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Return which of the pages can be had: none while a read hangs."""
+        """Return which of the pages can be read: none while a read hangs."""
         return (
             [False] * len(prefix_hashes)
             if self.reading.hang
@@ -155,10 +155,7 @@ class DiskTier(LocalTier):
             return self._index.info(record, self._clock_s()) if record else None
 
     def list_hashes(self, digest: bytes, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
-        """Yield prefix hashes in order; pages that were just forgotten are left out.
-
-        A row whose page was forgotten meanwhile is left out.
-        """
+        """Yield prefix hashes in order; pages that were just forgotten are left out."""
         number = self._index.spaces.known(digest)
         if not number or self.poisoned:
             return
@@ -169,7 +166,7 @@ class DiskTier(LocalTier):
                 yield prefix_hash
 
     def _pages(self, start: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yield rows as far as they can be read.
+        """Yield rows until they can not be read.
 
         Raises Exhausted if the disk hangs.
         """
@@ -177,7 +174,7 @@ class DiskTier(LocalTier):
             yield from self.rows.pages(start)
         except OSError as error:
             self.blame("reading rows", error)
-            if not self.poisoned:  # or half a list would look like a whole one
+            if not self.poisoned:  # otherwise half a list would look like a whole one
                 raise Exhausted(f"not all rows could be read, ask again later: {error}") from error
 
     # ---- read ----------------------------------------------------------------------------
@@ -214,8 +211,8 @@ class DiskTier(LocalTier):
     ) -> None:
         """Read one page after the other, a chain's tail first, so that its head ends up newest.
 
-        The deadline is not looked at: a read that hangs is known to (`reads`), and others finish a
-        page that others may wait for.
+        The deadline is not checked: a hanging read is known (`reads`), and other reads finish pages
+        for which other callers may wait.
         """
         left = list(loads)
         try:
@@ -229,9 +226,9 @@ class DiskTier(LocalTier):
     # ---- forget --------------------------------------------------------------------------
 
     def remove(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Remove pages; return True for each that was there.
+        """Remove pages; return True for each that existed.
 
-        The rows are deleted with the writer's next batch. A poisoned tier forgets pages, too, or
+        The rows are deleted with the writer's next batch. A stopped tier forgets pages, too, or
         they would return when it recovers.
         """
         now_s = self._clock_s()
@@ -246,14 +243,14 @@ class DiskTier(LocalTier):
     def remove_namespace(self, digest: bytes) -> int:
         """Forget every page of a namespace, and return how many.
 
-        Others are served meanwhile.
+        Other requests are served meanwhile.
         """
         removed, first = 0, 1
         while first < self.records.number_end:
             with self._lock:
                 count, first = self._index.forget_some(digest, first)
             removed += count
-            time.sleep(0)  # else this thread would have the lock again
+            time.sleep(0)  # otherwise this thread would have the lock again
         return removed
 
     @property
@@ -282,7 +279,7 @@ class DiskTier(LocalTier):
             ]
 
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
-        """Pin pages for `ttl_s`; return True for each that is there. 0 ends pins.
+        """Pin pages for `ttl_s`; return True for each that exists. 0 ends pins.
 
         Raises Exhausted, and pins none, if too much would be pinned.
         """
@@ -323,7 +320,7 @@ class DiskTier(LocalTier):
                         first, min(first + REGROUP_LOOKED_AT, self.records.number_end)
                     )
                 )
-            time.sleep(0)  # else this thread would have the lock again
+            time.sleep(0)  # otherwise this thread would have the lock again
         moving = heapq.merge(*strays, reverse=True)
         while some := list(islice(moving, REGROUPED)):
             with self._lock:
@@ -336,7 +333,7 @@ class DiskTier(LocalTier):
     def _write(self, pages: Sequence[Page], is_barrier: bool) -> bool:
         """Store pages, and sync if that is due.
 
-        Return whether all that came before is safe. Raises OSError.
+        Return whether everything before is durable. Raises OSError.
         """
         if not pages:
             self.tend()
@@ -344,7 +341,7 @@ class DiskTier(LocalTier):
             return False
         if pages or self.gone_count:
             self.store(pages)
-        if is_barrier and self.gone_count:  # removed while they were written: their rows are there
+        if is_barrier and self.gone_count:  # pages removed while they were written have rows
             self.store([])
         idle = not pages and self.sync_pending
         if is_barrier or idle or self.unsafe_count >= SYNC_PAGES:
@@ -365,13 +362,13 @@ class DiskTier(LocalTier):
         with self._lock:
             self._index.make_room_for_spaces()
         try:
-            # One may have been offered twice.
+            # A page may have been offered twice.
             visible = {
                 (p.namespace.digest, p.prefix_hash): p for p in pages if p.state is State.VISIBLE
             }
             for page in visible.values():
                 record = AGAIN
-                while record == AGAIN:  # others have their turn meanwhile
+                while record == AGAIN:  # other threads run meanwhile
                     with self._lock:
                         record = self._index.reserve(page, now_s)
                 if record:
@@ -388,7 +385,7 @@ class DiskTier(LocalTier):
             self._index.publish(reserved, gone, now_s)
 
     def _blank_ends(self, reserved: Sequence[tuple[Page, int]]) -> None:
-        """Zero the slots behind the pages, where bytes of other pages may be."""
+        """Zero the slots behind the pages, which may have bytes of other pages."""
         for page, _ in reserved:
             end, slot_nbytes = page.namespace.page_nbytes, page.namespace.slot_nbytes
             if end < slot_nbytes:
@@ -397,7 +394,7 @@ class DiskTier(LocalTier):
     def _write_rows(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> list[bytes]:
         """Write rows in batches, of which all but the last only delete.
 
-        Return keys of pages that the last deleted.
+        Return the keys of pages that the last one deleted.
         """
         while True:
             with self._lock:
@@ -444,13 +441,13 @@ class DiskTier(LocalTier):
         try:
             self.files.sync()
             self.rows.sync()
-        except OSError as error:  # of any kind: a sync that ran out of memory has lost writes, too
+        except OSError as error:  # any kind: a sync that ran out of memory has lost writes, too
             with self._lock:
                 medium.fail_sync()
             raise OSError(f"sync: {error}") from error
         with self._lock:
             safe = medium.end_sync(mark)
-        while safe:  # one by one, or nobody would have the GIL for as long as millions take
+        while safe:  # freed one by one: freeing millions at once would hold the GIL
             safe.pop()
 
     # ---- trouble -------------------------------------------------------------------------
@@ -475,9 +472,9 @@ class DiskTier(LocalTier):
             self.poison(f"internal error: {error!r}")
 
     def tend(self) -> None:
-        """Check that the disk's I/O process is still there.
+        """Check that the disk's I/O process still runs.
 
-        The writer does it when it is idle.
+        The writer calls it when it is idle.
         """
         trouble = self._directory.trouble()
         if trouble:
@@ -486,14 +483,15 @@ class DiskTier(LocalTier):
     def recover(self) -> None:
         """Use the disk again, after a trial.
 
-        Raises OSError, and stays poisoned, if it fails.
+        Raises OSError, and stays stopped, if it fails.
         """
-        if not self._restored:  # a page might be put where one lies that is not known
+        if not self._restored:  # a page might overwrite one that is not known
             raise OSError("the rows could not be read at the start; restart the node")
         if not self._io.acquire(timeout=RECOVER_WAIT_S):
             raise OSError(f"a call of the disk has not returned for {RECOVER_WAIT_S:g} s")
         try:
-            with self._directory.limited():  # or one that still hangs could not be tried again
+            # otherwise a process that still hangs could not be tried again
+            with self._directory.limited():
                 forgotten = self._recover()
         finally:
             self._io.release()
@@ -507,7 +505,7 @@ class DiskTier(LocalTier):
         """Return how many pages were forgotten, because they may not have reached the disk."""
         if self._directory.trouble():
             with self._lock:
-                self._index.medium.fail_sync()  # who would have synced is gone
+                self._index.medium.fail_sync()  # a pending sync died with the process
         self._directory.revive()
         self.files.trial()
         with self._lock:
@@ -517,10 +515,10 @@ class DiskTier(LocalTier):
             self.poisoned = ""
         return forgotten
 
-    # ---- tell ----------------------------------------------------------------------------
+    # ---- status --------------------------------------------------------------------------------
 
     def uses(self) -> dict[str, Use]:
-        """Return what each tenant has on disk."""
+        """Return each tenant's use of the disk."""
         with self._lock:
             return {account.tenant: account.use() for account in self.records.accounts.all()}
 
@@ -529,13 +527,13 @@ class DiskTier(LocalTier):
         return self._index.spaces.counts[self._index.spaces.known(digest)]
 
     def check(self) -> list[str]:
-        """Return violations of what must always hold; empty if all is well."""
+        """Return violated invariants; empty if all is well."""
         with self._lock:
             return self.records.check()
 
     def close(self) -> None:
         """Close the directory.
 
-        Raises OSError if the rows can not be closed; all else is closed all the same.
+        Raises OSError if the rows can not be closed; everything else is closed all the same.
         """
         self._directory.close()

@@ -1,19 +1,19 @@
 """Write pages to disk behind the puts: a bounded queue of pages in RAM, and one thread.
 
     offer -> [ page page page | barrier | page ... ] -> store(batch) -> release -> sync
-       +---> later, while the disk is full ----^
+       +---> deferred, while the disk is full --^
 
-A page in the queue is held in RAM by the tier that offered it, so the queue's bytes are bounded;
-what does not fit stays in RAM only and is counted. Where tenants have quotas, one has no more of
-the queue than is left free: however many of them flood it, another finds room.
+A queued page is held in RAM by the tier that offered it, so the queue's bytes are bounded; pages
+that do not fit stay in RAM only and are counted. If tenants have quotas, a tenant may not have more
+of it than is free: however many of them flood it, another finds space.
 
-As long as the disk has free slots, a page is written at once. On a full disk each new page costs an
-old one its place, so it waits until RAM has turned over by LATER_SHARE of its size since it came:
-RAM and disk then hold different pages, and the node remembers more. Flush, durable puts and the
-stop of a node do not wait.
+While the disk has free slots, a page is written at once. On a full disk each new page evicts an old
+one, so it waits until RAM has turned over by LATER_SHARE of its size since it came: RAM and disk
+then hold different pages, and the node keeps more. Flush, durable puts and the stop of a node do
+not wait.
 
-Barriers are fewer than pages: whoever comes while the last thing in the queue is a barrier waits at
-that one, and one whose waiters have all given up is passed over without a sync.
+There are fewer barriers than pages: a caller joins a barrier at the end of the queue, and a barrier
+whose waiters have all given up is skipped without a sync.
 """
 
 import logging
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 BATCH_PAGES_MAX = 256  # rows that appear together
 BATCH_NBYTES_MAX = 16 << 20  # page bytes that are held until then
 LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
-IDLE_S = 0.2  # without work for so long, it deletes rows of forgotten pages and syncs
-LATER_PAGES = 1024  # may wait that RAM has evicted already
-GONE_S = 0.2  # between two looks at whether somebody still waits for a flush
-SIFTED = 4  # deferred pages looked at for each that comes
+IDLE_S = 0.2  # after this time without work, it deletes rows of forgotten pages and syncs
+LATER_PAGES = 1024  # deferred pages that RAM has evicted already
+GONE_S = 0.2  # between two checks whether a caller still waits for a flush
+SIFTED = 4  # deferred pages checked for each new one
 
 
 class DeferredWrites:
@@ -43,7 +43,7 @@ class DeferredWrites:
     Each has a due time. Pages that the RAM has evicted meanwhile are sifted out, a few with each
     new page, so that no call gets slower with their number. Not thread-safe.
 
-        sifted: oldest ... | pages: not looked at in this round ... newest
+        sifted: oldest ... | pages: not checked in this round ... newest
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class DeferredWrites:
         return len(self._sifted) + len(self._pages)
 
     def add(self, due: int, page: Page, count_max: int) -> None:
-        """Add a page, due no sooner than the one before.
+        """Add a page, due no sooner than the previous one.
 
         From `count_max` pages on, look for evicted ones.
         """
@@ -72,7 +72,7 @@ class DeferredWrites:
                 self._sifted.append(entry)
 
     def first(self) -> tuple[int, Page]:
-        """Return when the first is due, and the page.
+        """Return the due time of the first page, and the page.
 
         Raises IndexError if there is none.
         """
@@ -84,9 +84,9 @@ class DeferredWrites:
 
 
 class _Barrier:
-    """Mark a place in the queue.
+    """A mark in the queue.
 
-    It is `done` when the thread has passed it, and `safe` if everything before is durable. It
+    It is `done` when the thread has reached it, and `safe` if everything before is durable. It
     carries its own result, because the tier may fail or recover before a waiter looks.
     """
 
@@ -97,13 +97,13 @@ class _Barrier:
 
 
 class DiskWriter:
-    """Thread-safe.
+    """The write-behind queue and its thread. Thread-safe.
 
     Its lock is taken under the RAM tier's, never the other way round.
 
-    `has_room` says whether a page of a namespace can be stored without evicting another.
-    `write(pages, is_barrier)` stores pages, and returns whether all that came before is safe.
-    `blame` is told of errors. `is_stopped`: the disk takes nothing any more.
+    `has_room`: whether a page of a namespace can be stored without evicting another. `write(pages,
+    is_barrier)` stores pages, and returns whether everything before is durable. `blame` receives
+    errors. `is_stopped`: the disk takes nothing any more.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class DiskWriter:
         self._write = write
         self._blame = blame
         self._is_stopped = is_stopped
-        self._later = DeferredWrites()  # due at RAM's placed_nbytes
+        self._later = DeferredWrites()  # due times are values of RAM's placed_nbytes
         self._queue_nbytes_max = queue_nbytes_max
         self._changed = threading.Condition()
         self._queue: deque[Page | _Barrier] = deque()
@@ -132,7 +132,7 @@ class DiskWriter:
     def start(self, tier: RamTier) -> None:
         """Start the thread.
 
-        `tier` is the one whose pages are offered.
+        `tier` is the one that offers pages.
         """
         self._tier = tier
         self._later_nbytes = int(tier.slots.region_nbytes * LATER_SHARE)
@@ -141,9 +141,7 @@ class DiskWriter:
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
         """Return how many of the pages, from the first on, were taken into the queue.
 
-        Never waits.
-
-        It may come back for the others later, unless they are `urgent`.
+        Never waits. It may request the others later, unless they are `urgent`.
         """
         if self._is_stopped() or self._stopping:
             self._counters.pages_refused += 0 if urgent else len(pages)
@@ -154,7 +152,8 @@ class DiskWriter:
                 due = self._tier.eviction.placed_nbytes + self._later_nbytes
                 for (
                     page
-                ) in pages:  # in proportion to RAM, even if the disk hangs and nobody's time comes
+                    # limited in proportion to RAM, even if the disk hangs and no page becomes due
+                ) in pages:
                     self._later.add(due, page, 2 * self._tier.visible_count + LATER_PAGES)
                 if self._is_due():
                     self._changed.notify_all()
@@ -172,7 +171,7 @@ class DiskWriter:
     def _fits(self, space: Space) -> bool:
         """Return whether a page fits.
 
-        One is always taken, or a large one would never be.
+        An empty queue takes any page, or a large one would never be stored.
         """
         nbytes, theirs = space.slot_nbytes, self._queued[space.value.tenant]
         left = self._queue_nbytes_max - self.queue_nbytes - nbytes
@@ -193,9 +192,9 @@ class DiskWriter:
             return self._changed.wait_for(lambda: self._fits(space), timeout_s)
 
     def flush(self, timeout_s: float, gone: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all that was offered before is on the medium.
+        """Wait until all pages offered before are on the medium.
 
-        False: it took longer, failed, or the caller is `gone`.
+        Return False if it took longer, failed, or the caller is `gone`.
         """
         end = time.monotonic() + timeout_s
         barrier = self._join()
@@ -209,7 +208,7 @@ class DiskWriter:
                 barrier.waiters -= 1
 
     def _join(self) -> _Barrier:
-        """Return the barrier behind all that was offered.
+        """Return the barrier behind all offered pages.
 
         While it is in the queue, its sync has not begun.
         """
@@ -223,7 +222,7 @@ class DiskWriter:
             return barrier
 
     def stop(self, timeout_s: float) -> bool:
-        """Write and sync what is queued, then end the thread: all of it in `timeout_s`."""
+        """Write and sync the queued pages, then end the thread: all of it in `timeout_s`."""
         end = time.monotonic() + timeout_s
         flushed = self.flush(timeout_s)
         with self._changed:
@@ -241,7 +240,7 @@ class DiskWriter:
                 is_safe = self._write(pages, barrier is not None)
                 if barrier is not None:
                     barrier.safe = is_safe
-            except Exception as error:  # the edge of the thread: it must go on, or holds never end
+            except Exception as error:  # the thread must go on, or holds would never end
                 log.debug("disk writer", exc_info=True)
                 self._counters.pages_refused += len(pages)
                 self._blame("writing", error)
@@ -266,7 +265,7 @@ class DiskWriter:
         return pages, None
 
     def _due(self) -> list[Page]:
-        """Return due pages, held and counted as queued; those that are gone are left out."""
+        """Return due pages, held and counted as queued; removed ones are left out."""
         pages: list[Page] = []
         with self._changed:
             room_nbytes = self._queue_nbytes_max - self.queue_nbytes

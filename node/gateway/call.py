@@ -21,20 +21,18 @@ _names_end_early = functools.lru_cache(256)(names_end_early)  # a connection mak
 
 
 class Call:
-    """Hold the caller, the slot and the timers of one call.
+    """The caller, the slot and the timers of one call.
 
-    Use it from the event loop's thread only.
-
-    A context manager: leaving it releases the slot and stops the timers.
+    Use it from the event loop's thread only. As a context manager, leaving it releases the slot and
+    stops the timers.
     """
 
     def __init__(self, context: Any, places: ConnectionLimiter, stall_s: float) -> None:
         self.context = context
         self.address, self.peer = _address_and_peer(context.peer())
         self.ended_because = ""
-        self.untaken = (
-            False  # the caller does not take a reply: gRPC keeps it until the connection ends
-        )
+        # the caller does not take a reply: gRPC keeps it until the connection ends
+        self.untaken = False
         self._places = places
         self._stall_s = stall_s
         self._writing = False
@@ -47,7 +45,7 @@ class Call:
     def __enter__(self) -> "Call":
         """Take a slot.
 
-        Raise Exhausted if all are busy.
+        Raises Exhausted if all are busy.
         """
         self._place = self._places.enter(
             self.peer, lambda: self._end("it made room for another call of its peer")
@@ -62,7 +60,7 @@ class Call:
     def _headers(self) -> dict[str, Any]:
         """Return the headers by name.
 
-        Of several with one name the first counts.
+        If a name is repeated, its first value counts.
         """
         return dict(reversed(self.context.invocation_metadata() or ()))
 
@@ -74,7 +72,7 @@ class Call:
 
     @property
     def trace(self) -> bytes:
-        """Return the trace context of the caller, packed for a frame; empty: the call has none."""
+        """Return the trace context of the caller, packed for a frame; empty if it has none."""
         header = self._headers.get(HEADER)
         trace = parsed(str(header)) if header else None
         return b"" if trace is None else trace.packed()
@@ -84,7 +82,7 @@ class Call:
     def _end(self, reason: str) -> None:
         """Cancel the call for this reason, which its handler reports.
 
-        A reply that is being written goes out first: before, gRPC takes no status.
+        A reply that is being written goes out first: gRPC takes no status before.
         """
         if self._task is not None and not self.ended_because:
             self.ended_because = reason
@@ -110,16 +108,16 @@ class Call:
     def untimed(self) -> None:
         """Stop both timers.
 
-        What follows has a limit of its own.
+        The next phase has a limit of its own.
         """
         for timer in (self._stall, self._limit):
             if timer is not None:
                 timer.cancel()
 
     def _watch_stalls(self) -> None:
-        """Start the stall timer anew: `moved` must count 256 KiB in each `stall_s`.
+        """Restart the stall timer: `moved` must count 256 KiB in each `stall_s`.
 
-        A byte now and then is no progress.
+        A few bytes now and then are no progress.
         """
         self._moved_nbytes = 0
         if self._stall is not None:
@@ -128,7 +126,7 @@ class Call:
         self._stall = self._loop.call_later(self._stall_s, self._end, reason)
 
     def moved(self, nbytes: int) -> None:
-        """Count page bytes that have crossed."""
+        """Count page bytes that were transferred."""
         self._moved_nbytes += nbytes
         if self._moved_nbytes >= CHUNK_NBYTES:
             self._watch_stalls()
@@ -154,7 +152,7 @@ class Call:
     async def request(self, messages: AsyncIterator[Any]) -> Any:
         """Return the first message.
 
-        Until it has come the call is idle, and may be evicted.
+        Until it has arrived the call is idle, and may be evicted.
         """
         waiting = self._loop.call_later(
             REQUEST_S_MAX, self._end, f"no request came in {REQUEST_S_MAX:g} s"
@@ -185,7 +183,7 @@ def _address_and_peer(name: str) -> tuple[str, str]:
 
 
 def certificate_names(auth: Mapping[str, Iterable[bytes]]) -> tuple[str, ...] | None:
-    """Return the names in the client certificate of a connection; None: it showed no certificate.
+    """Return the names in the client certificate of a connection; None if it showed none.
 
     First the first common name, then all alternative names. Python gets each name up to its first
     NUL, so a certificate with a NUL in a name has no names.

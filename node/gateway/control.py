@@ -1,9 +1,9 @@
 """Exchange state between a node and a gateway: lines of JSON over an inherited socket.
 
-Calls go another way.
+gRPC calls use other sockets.
 
-node -> gateway   settings, pems, health, view, serve, beat, stop
-gateway -> node   ready | failed, beat
+    node -> gateway   settings, pems, health, view, serve, beat, stop
+    gateway -> node   ready | failed, beat
 """
 
 import base64
@@ -18,15 +18,14 @@ from kvstore.certificates import Pems
 from kvstore.errors import ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
 
-BEAT_S = 0.5  # each tells the other that it lives
-SEND_NBYTES = 4 << 20  # asked of the system for lines that wait; it gives what its own limit allows
-RECEIVE_NBYTES = 64 << 10  # of a gateway at a time, and of one line at most
+BEAT_S = 0.5  # interval of heartbeats in both directions
+SEND_NBYTES = 4 << 20  # requested socket buffer for waiting lines; the system may grant less
+RECEIVE_NBYTES = 64 << 10  # received from a gateway at a time, and the longest line
 BEAT = {"rss_nbytes", "call_count"}
-COUNT_MAX = 1 << 62  # in a beat
-STEP_S_MAX = (
-    1.0  # between two looks at what is silent: more is a pause of this process, or of the machine
-)
-EXIT_MEMORY = 86  # with this status a gateway's process ends when it has more memory than it may
+COUNT_MAX = 1 << 62  # of a number in a heartbeat
+# between two checks of a silent side: a longer pause is this process's or the machine's
+STEP_S_MAX = 1.0
+EXIT_MEMORY = 86  # exit status of a gateway that exceeds its memory limit
 LINE_NBYTES_MAX = 16 << 20
 
 
@@ -40,24 +39,24 @@ class Control:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_NBYTES)
         self._sock = sock
         self._lock = threading.Lock()
-        self._unsent = memoryview(b"")  # of a line that has begun
-        self._next: dict[str, Any] = {}  # what is told behind it, of each kind the newest
+        self._unsent = memoryview(b"")  # rest of a line that is partly sent
+        self._next: dict[str, Any] = {}  # messages behind it, of each kind the newest
         self._sent_nbytes, self._seen_nbytes = 0, 0
         self._rest = b""
 
     def send(self, **message: Any) -> None:
-        """Send a message without waiting; what the gateway does not take now, `flush` sends.
+        """Send a message without waiting; `flush` sends bytes that the gateway does not take now.
 
-        Raise OSError if the gateway is gone.
+        Raises OSError if the gateway is gone.
         """
         with self._lock:
             self._next |= message
             self._flush()
 
     def flush(self) -> bool:
-        """Tell what waits.
+        """Send waiting messages.
 
-        Return whether the gateway takes something, or has all. Raises OSError if it is gone.
+        Return whether progress was made or nothing waits. Raises OSError if the gateway is gone.
         """
         with self._lock:
             self._flush()
@@ -77,9 +76,9 @@ class Control:
             self._unsent = self._unsent[sent:]
 
     def receive(self, timeout_s: float) -> list[dict[str, Any]] | None:
-        """Return the messages that have come, perhaps none; None: the gateway has closed its end.
+        """Return the messages that have arrived, perhaps none; None if the gateway closed its end.
 
-        Raise ProtocolError for what no gateway says.
+        Raises ProtocolError for an invalid message.
         """
         waiting = select.poll()
         waiting.register(self._sock, select.POLLIN | (select.POLLOUT if self._unsent else 0))
@@ -100,10 +99,10 @@ class Control:
 
 
 class SilenceTimer:
-    """For how long nothing was heard, looked at now and then.
+    """How long the other side has been silent, checked periodically.
 
-    Time in which nobody looked counts little: then this process did not run, and perhaps nobody
-    did.
+    Time between checks counts little: if this process did not run, perhaps the other side did not
+    either.
     """
 
     def __init__(self) -> None:
@@ -121,7 +120,7 @@ class SilenceTimer:
 def _parse(text: bytes) -> dict[str, Any]:
     """Parse a gateway's message, which may be forged if the gateway was taken over.
 
-    It may be anybody's by now: what it says is believed only as far as it goes here.
+    So every field is checked here, and nothing else is used.
     """
     try:
         message = json.loads(text)
@@ -150,7 +149,7 @@ def line(message: dict[str, Any]) -> bytes:
 
 
 def pems_value(pems: Pems | None) -> dict[str, str] | None:
-    """Return the node's certificates as JSON values; None: the node speaks without TLS."""
+    """Return the node's certificates as JSON values; None without TLS."""
     if pems is None:
         return None
     return {"roots": pems.roots.decode(), "chain": pems.chain.decode(), "key": pems.key.decode()}
@@ -164,7 +163,7 @@ def pems_of(value: dict[str, str]) -> Pems:
 def view_value(view: pb.View | None, alone: bool) -> dict[str, Any]:
     """Return a view as JSON values.
 
-    `view` None: there is none yet; `alone`: the node is in no cluster.
+    `view` None: there is none yet; `alone`: the node has no cluster.
     """
     message = None if view is None else base64.b64encode(view.SerializeToString()).decode()
     return {"message": message, "alone": alone}

@@ -27,28 +27,28 @@ log = logging.getLogger(__name__)
 
 _PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 
-STREAMS_OF_CONNECTION_MAX = 32  # calls at a time of one connection; more wait at the client
-# What a caller may send on a stream before anybody reads it. gRPC would find out by pings how much
-# the way holds, and who answers them late would get half a GiB.
+STREAMS_OF_CONNECTION_MAX = 32  # concurrent calls of one connection; more wait at the client
+# Bytes that a caller may send on a stream before they are read. Otherwise gRPC would measure the
+# connection's capacity by pings, and a caller that answers them late would get half a GiB.
 STREAM_NBYTES_MAX = MESSAGE_NBYTES_MAX
 METADATA_NBYTES_MAX = 8 << 10
-# No compression: unpacking would spend time and memory on clients without a credential. All
-# releases since 1.62.3 refuse a call with compressed messages by its headers (UNIMPLEMENTED).
+# No compression: decompressing would cost time and memory for unauthenticated clients. All releases
+# since 1.62.3 refuse a call with compressed messages by its headers (UNIMPLEMENTED).
 IDENTITY_ONLY = 1
-# The first release that stops unpacking at the limit of a message (found by sending it 60 MiB in 59
-# KiB). Older ones unpack all, up to 2 GiB out of 2 MB, and then compare. 1.83.0 was released
-# without that change.
+# The first release that stops decompressing at the message limit (found by sending it 60 MiB in 59
+# KiB). Older ones decompress everything, up to 2 GiB from 2 MB, and then compare. 1.83.0 was
+# released without that change.
 GRPCIO_MIN = (1, 82, 2)
 GRPCIO_WITHOUT = ((1, 83, 0),)
 LOOK_S = 0.5
-STOP_S_MAX = 1.0  # what calls may take to end after they are cancelled
-TELL_S = 0.05  # in which watchers of health hear of what the node has told just before
+STOP_S_MAX = 1.0  # time for calls to end after they are cancelled
+TELL_S = 0.05  # time for health watchers to receive the node's last state
 
 
 def _tells_no_header(record: logging.LogRecord) -> bool:
     """Return whether a log line of gRPC may pass.
 
-    It would repeat headers that are not UTF-8, and with them tokens.
+    gRPC logs headers that are not UTF-8, which may contain tokens.
     """
     return not str(record.msg).startswith("Invalid encoding on")
 
@@ -76,7 +76,7 @@ class Gateway:
         self._door.close()
 
     async def run(self) -> None:
-        """Bind, report `ready`, and obey the node until it says `stop` or closes its end."""
+        """Bind, report `ready`, and obey the node until it sends `stop` or closes its end."""
         reader, self._writer = await asyncio.open_connection(
             sock=self._control, limit=LINE_NBYTES_MAX
         )
@@ -108,7 +108,7 @@ class Gateway:
     async def _bind(self, settings: dict[str, Any]) -> int:
         """Create the gRPC server and return its port.
 
-        Raise ConfigError or RuntimeError.
+        Raises ConfigError or RuntimeError.
         """
         check_grpcio()
         self._server = grpc.aio.server(options=server_options(settings["connections_max"]))
@@ -167,7 +167,7 @@ def serve(gateway: Gateway) -> None:
     loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(gateway.run())
-        loop.run_until_complete(asyncio.sleep(0))  # what was written last goes out
+        loop.run_until_complete(asyncio.sleep(0))  # sends the last output
     finally:
         gateway.close()
         loop.close()
@@ -178,8 +178,8 @@ async def stopped(server: Any, drain_s: float, call_count: Callable[[], int]) ->
 
     Running calls have `drain_s`, then they are cancelled.
 
-    `call_count` counts the calls whose handlers run. gRPC may accept a call while it stops and
-    start no handler for it, then wait for it all the time: such calls are cancelled once no handler
+    `call_count` counts the calls with running handlers. gRPC may accept a call while it stops,
+    start no handler for it, and wait for it all the time: such calls are cancelled once no handler
     has run for `LOOK_S`.
     """
     stopping = asyncio.ensure_future(server.stop(drain_s))
@@ -192,7 +192,7 @@ async def stopped(server: Any, drain_s: float, call_count: Callable[[], int]) ->
 
 
 def check_grpcio(version: str = grpc.__version__) -> None:
-    """Raise ConfigError for a grpcio that unpacks compressed messages without a limit."""
+    """Raise ConfigError for a grpcio that decompresses messages without a limit."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     numbers = tuple(map(int, found.groups())) if found else ()
     if numbers >= GRPCIO_MIN and numbers not in GRPCIO_WITHOUT:
@@ -219,10 +219,9 @@ def server_options(connections_max: int) -> list[tuple[str, int]]:
         ("grpc.http2.lookahead_bytes", STREAM_NBYTES_MAX),
         ("grpc.max_metadata_size", METADATA_NBYTES_MAX),
         ("grpc.absolute_max_metadata_size", METADATA_NBYTES_MAX),
-        # A chunk comes in one frame of HTTP/2: in 64, a put takes a sixth more of the processor
-        # time.
+        # A chunk comes in one HTTP/2 frame: in 64, a put takes a sixth more CPU time.
         ("grpc.http2.max_frame_size", MESSAGE_NBYTES_MAX),
-        # A connection that says nothing, or half of HTTP/2's greeting.
+        # For a connection that sends nothing, or half of HTTP/2's greeting.
         ("grpc.server_handshake_timeout_ms", int(REQUEST_S_MAX * 1000)),
         ("grpc.http2.settings_timeout", int(REQUEST_S_MAX * 1000)),
         ("grpc.max_allowed_incoming_connections", connections_max),
@@ -230,15 +229,15 @@ def server_options(connections_max: int) -> list[tuple[str, int]]:
 
 
 def server_credentials(pems: Callable[[], Pems]) -> grpc.ServerCredentials:
-    """Return credentials that ask `pems` at each handshake for what is in force.
+    """Return credentials that take the certificates in force from `pems` at each handshake.
 
-    Python's gRPC either requires a client certificate or asks for none, and has no setting for the
-    version of TLS: between our own sides it is 1.3, as `tests/node/test_tls.py` sees.
+    Python's gRPC either requires a client certificate or requests none, and has no setting for the
+    TLS version: between our own sides it is 1.3 (`tests/node/test_tls.py`).
     """
     given = pems()
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        """Return the certificates in force; None: unchanged since the last handshake."""
+        """Return the certificates in force; None if unchanged since the last handshake."""
         nonlocal given
         if pems() is given:
             return None

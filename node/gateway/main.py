@@ -1,7 +1,7 @@
 """Run `kvstore-gateway`: a process that serves gRPC for the node that starts and watches it.
 
 It has two sockets to the node and the node's certificate and key. It has no page memory, no disk
-and no identities, and at its start it gives up the rights that it does not need
+and no identities, and at its start it gives up all rights that it does not need
 (`node.gateway.sandbox`).
 """
 
@@ -24,9 +24,8 @@ from node.process import formatter
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.02
-NICENESS = 10  # where processors are short, engines on the node's other ports come first
-# Where memory ends for all, the kernel ends a gateway before a node, of which it counts the whole
-# arena.
+NICENESS = 10  # if CPU time is short, engines on the node's other ports come first
+# When memory runs out, the kernel kills a gateway before the node, whose arena counts in full.
 OOM_SCORE = "1000"
 _PARENT_DEATH_SIGNAL = 1  # of prctl
 
@@ -34,7 +33,7 @@ _PARENT_DEATH_SIGNAL = 1  # of prctl
 def _watch_memory(nbytes_max: int) -> None:
     """End this process when it has more than `nbytes_max`.
 
-    There is no way to make gRPC give memory back.
+    gRPC can not be made to release memory.
     """
     while True:
         nbytes = rss_nbytes()
@@ -62,7 +61,8 @@ def main() -> None:
     parser.add_argument("--log-format", default="text")
     arguments = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the node gets them, too, and says when this ends
+        # the node gets them, too, and tells this process when to end
+        signal.signal(number, signal.SIG_IGN)
     handler = logging.StreamHandler()
     handler.addFilter(LogRate())
     handler.setFormatter(formatter(arguments.log_format))
@@ -70,8 +70,8 @@ def main() -> None:
     _end_with_node()
     os.nice(NICENESS)
     _yield_memory_first()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what callers sent is in it
-    rss_nbytes()  # opens what is read there
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would have callers' data
+    rss_nbytes()  # opens the file that it reads
     try:
         if not sandbox.enter(arguments.port, arguments.ipv6):
             log.warning("the gateway may read the files of its user: this system has no Landlock")
@@ -83,7 +83,7 @@ def main() -> None:
     sockets = [socket.socket(fileno=fd) for fd in (arguments.control_fd, arguments.door_fd)]
     serve(Gateway(*sockets))
     logging.shutdown()
-    os._exit(0)  # whatever gRPC's threads do
+    os._exit(0)  # without waiting for gRPC's threads
 
 
 def _end_with_node() -> None:

@@ -1,24 +1,24 @@
 """Give up the rights that a gateway does not need after its start.
 
-Whoever takes it over by a fault in gRPC gets neither the files of the node's user, nor the node's
-memory, nor the network.
+An attacker who takes it over through a fault in gRPC gets neither the files of the node's user, nor
+the node's memory, nor the network.
 
     files      Landlock   read Python's and shared libraries' directories; write nothing
                seccomp    change no modes, owners, times and attributes
     network    Landlock   listen on the gRPC port (over IPv6 also on one that the system chooses)
-               seccomp    connect to nobody, no TCP Fast Open; only TCP sockets
+               seccomp    no connect, no TCP Fast Open; only TCP sockets
     processes  both       trace and signal no other process
                seccomp    change no other's limits, priority or processors; run no programs
 
-Left are names, sizes and times of files, memory and processor time, and new processes under the
+Still possible: names, sizes and times of files, memory and CPU time, and new processes under the
 same rules.
 
-Landlock does not restrict what the filter of system calls (seccomp) does. A limit of processor time
-(`prlimit`) kills another process; a changed mode makes the node refuse its file of identities.
-Refused calls fail with EPERM.
+seccomp filters system calls that Landlock does not restrict. A CPU time limit (`prlimit`) kills
+another process; a changed mode makes the node refuse its identities file. Refused calls fail with
+EPERM.
 
-Both mechanisms restrict the calling thread and threads that it starts later, so call `enter` before
-there are others.
+Both mechanisms restrict the calling thread and its later threads, so call `enter` before there are
+other threads.
 """
 
 import contextlib
@@ -33,29 +33,29 @@ log = logging.getLogger(__name__)
 
 # Linux's numbers, the same on all its platforms (linux/landlock.h).
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_VERSION = 1 << 0  # flag of _CREATE_RULESET: which version there is
+_VERSION = 1 << 0  # flag of _CREATE_RULESET: return the supported version
 _PATH_BENEATH, _NET_PORT = 1, 2
 _NO_NEW_PRIVILEGES = 38  # of prctl
 _READ_FILE, _READ_DIR, _EXECUTE = 1 << 2, 1 << 3, 1 << 0
 _FILES_BY_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 _BIND, _CONNECT = 1 << 0, 1 << 1  # TCP, from version 4 on
-_ABSTRACT_SOCKETS, _SIGNALS = 1 << 0, 1 << 1  # of others, from version 6 on
+_ABSTRACT_SOCKETS, _SIGNALS = 1 << 0, 1 << 1  # of other processes, from version 6 on
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
-# What gRPC, the C library and the time in log lines look at.
+# Files that gRPC, the C library and log timestamps need.
 _SYSTEM = ("/dev/urandom", "/dev/null", "/sys/devices/system/cpu", "/proc/self", "/etc/localtime")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # Linux's numbers for a filter of system calls (linux/seccomp.h, linux/bpf_common.h).
 _SET_SECCOMP, _FILTER = 22, 2  # of prctl
-# Where in seccomp_data; the low half of each argument comes first
+# Offsets in seccomp_data; the low half of each argument comes first
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = (
     0,
     4,
     16,
 )
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # 1: EPERM
-# Codes of BPF
+# Opcodes of BPF
 _LOAD, _AND, _EQUALS, _AT_LEAST, _ANY_BIT, _RETURN = (
     0x20,
     0x54,
@@ -64,7 +64,7 @@ _LOAD, _AND, _EQUALS, _AT_LEAST, _ANY_BIT, _RETURN = (
     0x45,
     0x06,
 )
-_X32 = 0x40000000  # from here on numbers of another ABI of x86-64
+_X32 = 0x40000000  # numbers from here on belong to another ABI of x86-64
 _MSG_FASTOPEN = 0x20000000
 _AF_INET, _AF_INET6, _SOCK_STREAM, _SOCK_TYPE_BITS, _IPPROTO_TCP = 2, 10, 1, 0xF, 6
 
@@ -73,7 +73,7 @@ _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _SOCKET = {"x86_64": 41, "aarch64": 198}
 _PRLIMIT = {"x86_64": 302, "aarch64": 261}
 _TGKILL = {"x86_64": 234, "aarch64": 131}
-# sendto, sendmsg, sendmmsg, and which of their arguments has the flags.
+# sendto, sendmsg, sendmmsg, and the index of their argument with the flags.
 _SENDS = {"x86_64": {44: 3, 46: 2, 307: 3}, "aarch64": {206: 3, 211: 2, 269: 3}}
 _REFUSED = {
     "connect": (42, 203),
@@ -118,7 +118,7 @@ _REFUSED = {
     "fremovexattr": (199, 16),
     "removexattrat": (466, 466),
     "file_setattr": (469, 469),
-    "io_uring_setup": (425, 425),  # whoever has it makes calls past any filter
+    "io_uring_setup": (425, 425),  # io_uring makes calls past any filter
     "unshare": (272, 97),
     "setns": (308, 268),
     "bpf": (321, 280),
@@ -134,10 +134,9 @@ _Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, o
 def enter(port: int, ipv6: bool = False) -> int:
     """Give up all rights but those above.
 
-    Return the version of Landlock; 0: the system has none. Raise OSError.
+    Return the version of Landlock; 0 if the system has none. Raises OSError.
 
-    `ipv6`: keep the right to bind to a free port, which gRPC does to find out whether there is
-    IPv6.
+    `ipv6`: keep the right to bind to a free port, which gRPC needs to detect IPv6.
     """
     _checked(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     version = _enter_landlock((port, 0) if ipv6 else (port,))
@@ -157,14 +156,13 @@ def _enter_landlock(ports: Iterable[int]) -> int:
     network = _BIND | _CONNECT if version >= 4 else 0
     scope = _ABSTRACT_SOCKETS | _SIGNALS if version >= 6 else 0
     attributes = struct.pack("=QQQ", files, network, scope)
-    # The kernel refuses fields that it does not know unless they are 0, so all three can always be
-    # given.
+    # The kernel refuses unknown fields unless they are 0, so all three can always be passed.
     ruleset = _checked(
         _libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     )
     try:
         for path in _readable(sys.path):
-            with contextlib.suppress(OSError):  # it is not there
+            with contextlib.suppress(OSError):  # it does not exist
                 _allow_reading(ruleset, path)
         for port in ports if network else ():
             rule = struct.pack("=QQ", _BIND, port)
@@ -199,7 +197,7 @@ def _allow_reading(ruleset: int, path: str) -> None:
 def _checked(result: int) -> int:
     """Return the result of a system call.
 
-    Raise OSError if it failed.
+    Raises OSError if it failed.
     """
     if result < 0:
         number = ctypes.get_errno()
@@ -210,7 +208,7 @@ def _checked(result: int) -> int:
 def refuse_others() -> bool:
     """Install the filter.
 
-    Return False on a machine without a table of numbers. Raise OSError. Needs `no_new_privs`.
+    Return False on a machine without a table of numbers. Raises OSError. Needs `no_new_privs`.
     """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
@@ -238,7 +236,7 @@ def _program(machine: str, pid: int) -> list[_Instruction]:
         if numbers[column] is not None:
             program += _if(_EQUALS, numbers[column] or 0)
     program += _of(_SOCKET[machine], _only_tcp())
-    program += _of(_PRLIMIT[machine], [_argument(0), *_unless(_EQUALS, 0)])  # 0: of itself
+    program += _of(_PRLIMIT[machine], [_argument(0), *_unless(_EQUALS, 0)])  # 0: this process
     program += _of(_TGKILL[machine], [_argument(0), *_unless(_EQUALS, pid)])
     for number, flags in _SENDS[machine].items():
         program += _of(number, [_argument(flags), *_if(_ANY_BIT, _MSG_FASTOPEN)])
@@ -271,7 +269,7 @@ def _return(value: int) -> _Instruction:
 
 
 def _if(test: int, value: int) -> list[_Instruction]:
-    """Refuse the call if the test of the value that was loaded last is true."""
+    """Refuse the call if the test of the last loaded value is true."""
     return [(test, 0, 1, value), _return(_REFUSE)]
 
 

@@ -1,15 +1,15 @@
 """Serve the public gRPC methods: calls become frames to the node, and its frames become replies.
 
     unary call   request bytes -> frame -> reply bytes              nothing is parsed here
-    put          begin -> verdicts -> chunks, as they come -> commit
+    put          begin -> statuses -> chunks, as they come -> commit
     get          request -> reply, then page bytes, which the node has framed as chunks
 
-Health, reflection and views are answered here, from what the node has sent. The node decides who
-may ask for them:
+Health, reflection and views are answered here, from the state that the node has sent. The node
+decides who may request them:
 
     node --control--> NodeState --> Health.Check, Health.Watch, KVStore.Follow
 
-Watchers get the newest state; states in between may be skipped. A node that is silent counts as not
+Watchers get the newest state; states in between may be skipped. A silent node counts as not
 serving.
 """
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 _SCHEMA = pb.DESCRIPTOR.services_by_name["KVStore"]
 SERVICE_NAME: str = _SCHEMA.full_name
-# A request is named by its field in BulkRequest.
+# Requests are named by their field in BulkRequest.
 _OPS = {
     field.message_type.full_name: field.name
     for field in pb.BulkRequest.DESCRIPTOR.fields
@@ -56,16 +56,14 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _BEGIN, _COMMIT = pb.PutFrameReply.BEGIN_FIELD_NUMBER, pb.PutFrameReply.COMMIT_FIELD_NUMBER
 _GET_BEGIN = pb.GetFrame.BEGIN_FIELD_NUMBER
 
-ADMITTED_MAX = (
-    64  # callers at a time whom the node is asked about: each takes a connection from other calls
-)
+# concurrent admission requests to the node: each takes a connection from other calls
+ADMITTED_MAX = 64
 
 HEALTH_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 HealthRequest = health_pb2.HealthCheckRequest
 HealthReply = health_pb2.HealthCheckResponse
-SILENT_S_MAX = (
-    10.0  # a node tells several times a second that it lives; one that has not for so long hangs
-)
+# a node sends heartbeats several times a second; one that is silent for so long hangs
+SILENT_S_MAX = 10.0
 
 Result = TypeVar("Result")
 Messages = AsyncIterator[Any]
@@ -73,7 +71,7 @@ Behaviour = Callable[[Call, Messages], Awaitable[Any]]
 
 
 class NodeState:
-    """The last state that the node sent, and those who watch it.
+    """The node's last state, and its watchers.
 
     Use it from the event loop's thread only.
     """
@@ -85,10 +83,10 @@ class NodeState:
         self._heard_s = time.monotonic()
         self._watchers: set[asyncio.Event] = set()
 
-    # ---- what the node tells -------------------------------------------------------------
+    # ---- from the node -------------------------------------------------------------------------
 
     def heard(self) -> None:
-        """Note that the node lives."""
+        """Note a sign of life of the node."""
         silent = self._silent
         self._heard_s = time.monotonic()
         if silent:
@@ -102,7 +100,7 @@ class NodeState:
     def set_view(self, view: pb.View | None, alone: bool) -> None:
         """Store the view.
 
-        None: there is none yet; None and `alone`: the node is in no cluster.
+        None: there is none yet; None and `alone`: the node has no cluster.
         """
         self._view, self._alone = view, alone
         self._tell()
@@ -123,12 +121,12 @@ class NodeState:
         for changed in self._watchers:
             changed.set()
 
-    # ---- what callers ask ----------------------------------------------------------------
+    # ---- for callers ---------------------------------------------------------------------------
 
     def health(self, name: str) -> Any:
         """Return the status of a service.
 
-        Raise KeyError for an unknown name.
+        Raises KeyError for an unknown name.
         """
         good = self._good[name] and not self._silent
         return HealthReply(status=HealthReply.SERVING if good else HealthReply.NOT_SERVING)
@@ -136,7 +134,7 @@ class NodeState:
     async def watch_health(self, name: str) -> AsyncIterator[Any]:
         """Yield the status now and after each change.
 
-        Raise KeyError for an unknown name.
+        Raises KeyError for an unknown name.
         """
         told = None
         async for _ in self._changes():
@@ -148,7 +146,7 @@ class NodeState:
     async def watch_views(self, known: int) -> AsyncIterator[pb.View]:
         """Yield the view now, unless its number is `known`, and every later one.
 
-        Raise InvalidRequest if the node is in no cluster.
+        Raises InvalidRequest if the node has no cluster.
         """
         if self._alone:
             raise InvalidRequest("this node is in no cluster: it has no view")
@@ -176,14 +174,14 @@ class Servicer:
     """The gRPC methods, their limits and their handlers.
 
     Calls that may last are registered as streaming, so that a call without a request can be ended
-    here; on the wire there is no difference. Other calls are unary: their handler starts when the
+    here; the bytes on the wire are the same. Other calls are unary: their handler starts when the
     request is complete. As streams they would cost a quarter more.
     """
 
     def __init__(self, door: socket.socket, state: NodeState, threads: int, stall_s: float) -> None:
         """Prepare the service. `door` is `Upstream`'s; four calls are admitted per thread.
 
-        `threads`: the setting grpc_threads; it admits four calls for each.
+        `threads`: the setting grpc_threads.
         """
         self.upstream = Upstream(door, max(1, threads * 3 // 4))
         self._state = state
@@ -207,7 +205,7 @@ class Servicer:
 
     @property
     def call_count(self) -> int:
-        """Return how many calls have a handler that runs."""
+        """Return how many calls have a running handler."""
         return sum(places.count for places in self.places)
 
     def end_idle(self) -> None:
@@ -256,7 +254,7 @@ class Servicer:
     ) -> grpc.RpcMethodHandler:
         """Return a handler for a method that is registered as streaming.
 
-        `read` and `write` parse and serialize messages; None leaves them as bytes.
+        `read` and `write` parse and serialise messages; None leaves them as bytes.
         """
 
         async def run(messages: Messages, context: Any) -> None:
@@ -271,7 +269,7 @@ class Servicer:
     ) -> Result | None:
         """Run a call within its limits, and return its result.
 
-        None: it failed, and its status says why.
+        Return None if it failed; its status has the reason.
         """
         try:
             with call:
@@ -292,7 +290,7 @@ class Servicer:
                 raise
             log.info("grpc: a call of %s was ended: %s", call.peer, call.ended_because)
             if call.untaken:
-                raise  # gRPC takes no status before that reply has gone
+                raise  # gRPC takes no status before that reply was sent
             _end(
                 call,
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -377,7 +375,7 @@ class Servicer:
     async def _admitted(self, call: Call, op: str) -> None:
         """Ask the node whether the caller may do `op`.
 
-        Raise the node's error if not.
+        Raises the node's error if not.
         """
         async with self._admitting:
             with self.upstream.lease(call.on_behalf) as connection:
@@ -430,7 +428,7 @@ class Servicer:
 def part(frame: bytes | None, kind: str) -> Any:
     """Return the message of that kind in a PutFrame.
 
-    Raise InvalidRequest if it holds another kind.
+    Raises InvalidRequest if it holds another kind.
     """
     if frame is None:
         raise InvalidRequest(f"the put ended where a {kind} frame was expected")
@@ -476,7 +474,7 @@ async def _send_chunks(
 
 
 def _drop(future: "asyncio.Future[Any] | None") -> None:
-    """Cancel a future, and ignore how it ends."""
+    """Cancel a future, and ignore its result."""
     if future is not None:
         future.cancel()
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -495,8 +493,7 @@ class _Others(grpc.GenericRpcHandler):  # type: ignore[misc]
 def _end(call: Call, code: grpc.StatusCode, said: str) -> None:
     """Set the status with which a call ends when its handler returns.
 
-    Not `abort`: gRPC keeps the exception that it raises, with its stack frames, and they keep the
-    request.
+    Not `abort`: gRPC keeps the exception that it raises, with its stack frames, and so the request.
     """
     call.context.set_code(code)
     call.context.set_details(said)

@@ -1,11 +1,11 @@
 """Supervise a node's gateways: hold the port, start them, send state, restart ended ones.
 
-port (bound, not listening) --SO_REUSEPORT--> each gateway listens
-Gateways --> _Supervisor: a thread, which watches one process (or, embedded, one thread)
+    port (bound, not listening) --SO_REUSEPORT--> each gateway listens
+    Gateways --> _Supervisor: a thread, which watches one process (or, embedded, one thread)
 
-The node holds the port all its life, whether or not a gateway listens just then. A gateway runs in
-a process of its own, or in a thread of the node's process: a `Runner`, which the supervisor starts,
-waits for, and asks why it ended.
+The node holds the port all its life, whether or not a gateway is listening. A gateway runs in its
+own process, or in a thread of the node's process: a `Runner`, which the supervisor starts and waits
+for.
 """
 
 import contextlib
@@ -38,31 +38,33 @@ from node.tls import Certificates
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
-SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["KVStore"].full_name  # of the health service
+# name of the health service's main entry
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["KVStore"].full_name
 DISK_NAME = "kvstore.Disk"  # health of the disk tier alone; unknown on a node without one
 
-# A node waits so long for a port that is taken: gateways of a killed node end a moment after it.
+# Time that a node waits for its port: gateways of a killed node end a moment after it.
 TAKEN_S_MAX = 3.0
 BIND_PAUSE_S = 0.05
-READY_S_MAX = 120.0  # a start, also on a machine that is very busy
-# a gateway that says nothing for so long hangs, and is ended; on a busy machine it may wait
+READY_S_MAX = 120.0  # for a start, also on a very busy machine
+# a gateway that is silent for so long hangs, and is killed; a busy machine may delay it
 SILENT_S_MAX = 15.0
-LEAVE_S = 1.0  # to end after it was told to
-# Before one is started anew; doubled while they end within STREAK_S
+LEAVE_S = 1.0  # time to end after `stop`
+# Pause before a restart; doubled while gateways end within STREAK_S
 PAUSE_S, PAUSE_S_MAX = (
     0.05,
     0.5,
 )
 STREAK_S = 60.0
 CONNECTIONS_MAX = 4096
-PACKAGES = ("grpc_health", "grpc_reflection")  # of the extra `node`, which only a gateway imports
-# Why a gateway has ended, for people and as the label of a metric.
+# packages of the extra `node` that only a gateway imports
+PACKAGES = ("grpc_health", "grpc_reflection")
+# Why a gateway has ended, for log lines and as the label of a metric.
 MEMORY, HUNG, KILLED, FAILED = "memory", "hung", "killed", "failed"
-# What a gateway's process may know of the node's environment: no setting of kvstore, and nobody's
+# Variables of the node's environment that a gateway's process gets: no setting of kvstore, and no
 # secrets.
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD")
-# Of glibc, for chunks of 1 MiB that come and go. Without it each is taken from the kernel and given
-# back, page by page.
+# Of glibc, for chunks of 1 MiB that come and go. Without it each is taken from the kernel and
+# returned page by page.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
@@ -76,15 +78,15 @@ class Port:
     Gateways of this user listen beside them (SO_REUSEPORT).
 
     The first is bound with SO_REUSEADDR, because of connections in TIME_WAIT, and without
-    SO_REUSEPORT: binding fails while anybody listens. That is not enough while no gateway listens:
-    a second node could bind the same way. So the second socket is bound without SO_REUSEADDR, and
-    the kernel refuses the port to every later node.
+    SO_REUSEPORT: binding fails while another program listens. That is not enough while no gateway
+    listens: a second node could bind the same way. So the second socket is bound without
+    SO_REUSEADDR, and the kernel refuses the port to every later node.
     """
 
     def __init__(self, host: str, port: int, wait_s: float = TAKEN_S_MAX) -> None:
         """Bind.
 
-        Raise OSError if the port is still taken after `wait_s`. `port` 0: take a free one.
+        Raises OSError if the port is still taken after `wait_s`. `port` 0: take a free one.
         """
         self._sockets: list[socket.socket] = []
         try:
@@ -138,17 +140,18 @@ class Runner(Protocol):
     def wait(self, seconds: float) -> str | None:
         """Wait for its end.
 
-        Return why it ended; None: it still runs.
+        Return why it ended; None while it runs.
         """
 
     def kill(self) -> None:
-        """End it at once, where that is possible."""
+        """End it at once, if that is possible."""
 
 
 def import_paths() -> list[str]:
-    """Return the directories that a gateway imports from, and may read.
+    """Return the directories from which a gateway imports, and which it may read.
 
-    The current directory is left out, though `python -m` searches it: it may hold the node's data.
+    The current directory is left out, although `python -m` searches it: it may hold the node's
+    data.
     """
     own = os.path.dirname(os.path.dirname(node.__file__ or ""))
     paths = (os.path.abspath(path) for path in sys.path if path)
@@ -156,7 +159,7 @@ def import_paths() -> list[str]:
 
 
 class GatewayProcess:
-    """Run a gateway in a process, with two inherited sockets and few variables."""
+    """A gateway in a process, with two inherited sockets and few variables."""
 
     def __init__(
         self, control: socket.socket, door: socket.socket, config: NodeConfig, held: Port
@@ -254,7 +257,7 @@ class Gateways:
         self._held = None if self.host == "none" else Port(self.host, config.port)
         self.port = self._held.number if self._held else 0  # 0: there is no gRPC
         self.calls = GatewayCalls(service, config.grpc_threads)
-        # Around a change and its telling, so that what is told last is so
+        # Held during a change and its messages, so that the last message has the last state
         self._lock = threading.RLock()
         self._health = {"": False, SERVICE_NAME: False}
         self._view: View | None = None
@@ -267,7 +270,7 @@ class Gateways:
         for gateway in self._gateways:
             gateway.begin()
 
-    # ---- what gateways need --------------------------------------------------------------
+    # ---- for gateways --------------------------------------------------------------------------
 
     def run(self, control: socket.socket, door: socket.socket) -> Runner:
         """Start a gateway on these ends of its sockets."""
@@ -332,12 +335,12 @@ class Gateways:
         """Wait, but not longer than until the stop."""
         self._stopping.wait(seconds)
 
-    # ---- what the node says --------------------------------------------------------------
+    # ---- from the node -------------------------------------------------------------------------
 
     def start(self, pulse: Callable[[], None] = lambda: None) -> None:
         """Let gateways serve.
 
-        Raise ConfigError if one can not be started.
+        Raises ConfigError if one can not be started.
         """
         end = time.monotonic() + READY_S_MAX
         for gateway in self._gateways:
@@ -376,7 +379,7 @@ class Gateways:
             self._tell(view=self._view_value())
 
     def look(self) -> None:
-        """Send certificates that have changed to the gateways.
+        """Send changed certificates to the gateways.
 
         Call it periodically.
         """
@@ -406,19 +409,19 @@ class Gateways:
 
 
 class _Supervisor:
-    """Starts one gateway again and again, in a thread of its own, until the node stops."""
+    """Start one gateway again and again, in a thread of its own, until the node stops."""
 
     def __init__(self, name: str, gateways: Gateways) -> None:
         self.name = name
         self._all = gateways
         self.ready = threading.Event()
         self.failed = ""
-        self._was_ready = False  # ever
+        self._was_ready = False  # at least once
         self._control: Control | None = None
         self._runner: Runner | None = None
         self._pems: Pems | None = None
-        self._beat = pb.GatewayStatus()  # what it said of itself last
-        self._recent: list[float] = []  # when it ended, of the last STREAK_S
+        self._beat = pb.GatewayStatus()  # its last status
+        self._recent: list[float] = []  # times of its ends in the last STREAK_S
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
     def begin(self) -> None:
@@ -427,11 +430,11 @@ class _Supervisor:
     def tell(self, **message: Any) -> None:
         """Send a message to a gateway that is ready.
 
-        Ignore failures: the watching thread sees the end.
+        Ignore failures: the watching thread notices the end.
         """
         control = self._control
         if control is not None and (self.ready.is_set() or "stop" in message):
-            with contextlib.suppress(OSError):  # it has ended: the thread finds out
+            with contextlib.suppress(OSError):  # it has ended: the thread notices
                 control.send(**message)
 
     def renew(self) -> None:
@@ -521,18 +524,19 @@ class _Supervisor:
             finally:
                 self._control = None
                 self._beat = pb.GatewayStatus()
-                if runner is not None:  # or it would go on to listen beside the next one
+                if runner is not None:  # otherwise it would listen beside the next one
                     runner.kill()
                     runner.wait(LEAVE_S)
                 connections.stop(0.0)
 
     def _watch(self, control: Control, runner: Runner) -> str:
-        """Exchange messages until the gateway ends, or has to.
+        """Exchange messages until the gateway ends, or must be ended.
 
         Return why.
         """
         unheard, untaken, beat_s = SilenceTimer(), SilenceTimer(), 0.0
-        while not (self._all.stopping and not self.ready.is_set()):  # one that starts has no calls
+        # a starting gateway has no calls
+        while not (self._all.stopping and not self.ready.is_set()):
             try:
                 messages = control.receive(BEAT_S / 2)
             except ProtocolError as error:
@@ -544,7 +548,7 @@ class _Supervisor:
                 self._on_message(message)
             silent_s = max(unheard.poll(bool(messages)), untaken.poll(self._takes(control)))
             silent_s_max = SILENT_S_MAX if self.ready.is_set() else READY_S_MAX
-            if silent_s > silent_s_max and not self._all.embedded:  # nobody can end a thread
+            if silent_s > silent_s_max and not self._all.embedded:  # a thread can not be killed
                 return HUNG
             if time.monotonic() - beat_s >= BEAT_S:
                 beat_s = time.monotonic()

@@ -1,11 +1,10 @@
 """Pool a gateway's connections to its node: Unix sockets that carry frames.
 
     call --> lease --> [on_behalf] request frame --> reply frame --> back to the pool
-                       a call that ends in between closes the connection, and the node ends what it
-                       had begun
 
-Requests and replies are not parsed more than necessary. Page bytes move in threads, without the
-GIL, while the event loop handles the chunks before or after.
+A call that ends early closes the connection, and the node ends the call's work. Requests and
+replies are parsed as little as possible. Page bytes move in threads, without the GIL, while the
+event loop handles the chunks before or after.
 """
 
 import asyncio
@@ -26,12 +25,12 @@ from kvstore.transports.frames import FIXED_NBYTES, pack_fixed, unpack_fixed
 from node.serving.limits import ON_BEHALF_NBYTES_MAX
 
 HEADER_NBYTES_MAX = MESSAGE_NBYTES_MAX + 64  # the largest message, and the frame's own fields
-RECEIVE_NBYTES = 64 << 10  # asked for where a reply begins
-INLINE_NBYTES_MAX = 256 << 10  # page bytes that are moved by the event loop: a thread costs more
-# Asked of the system for each direction; it gives what its own limit allows
+RECEIVE_NBYTES = 64 << 10  # requested where a reply begins
+INLINE_NBYTES_MAX = 256 << 10  # page bytes that the event loop moves itself: a thread costs more
+# Requested for each direction; the system may grant less
 BUFFER_NBYTES = 4 << 20
-SEARCHED_MAX = 8  # idle connections that are searched for one that asked for the same caller last
-KEPT_MAX = 16  # idle connections that stay; the others are closed a while after they were used
+SEARCHED_MAX = 8  # idle connections that are searched for the same caller
+KEPT_MAX = 16  # idle connections that stay; others are closed a while after their use
 
 Result = TypeVar("Result")
 
@@ -56,22 +55,22 @@ class NodeConnection:
     def __init__(self, sock: socket.socket, threads: ThreadPoolExecutor) -> None:
         self._sock = sock
         self._threads = threads
-        self._moving: Future[Any] | None = None  # what a thread does with the socket
+        self._moving: Future[Any] | None = None  # a thread's current work on the socket
         self._loop = asyncio.get_running_loop()
-        self._early = memoryview(b"")  # received and not handed out yet
-        self._waiting: asyncio.Future[bytes] | None = None  # for what comes next
-        self._wanted = 0  # bytes of it at most
+        self._early = memoryview(b"")  # received and not consumed yet
+        self._waiting: asyncio.Future[bytes] | None = None  # for the next bytes
+        self._wanted = 0  # most bytes for it
         self._listening = False
         self._listen()
-        self.on_behalf = b""  # the caller for whom it asked last
-        self.unsent = b""  # frames that go along with the next request
+        self.on_behalf = b""  # the caller of its last request
+        self.unsent = b""  # frames that are sent along with the next request
         self.clean = True
 
     def close(self) -> None:
         """Close the connection, or shut it down if a thread uses its socket, which then closes it.
 
         Its descriptor's number must not be reused before, and the event loop may still know the
-        number of a send that was just cancelled.
+        number from a send that was just cancelled.
         """
         self._stop_listening()
         self._loop.remove_writer(self._sock)
@@ -84,7 +83,7 @@ class NodeConnection:
 
     @property
     def quiet(self) -> bool:
-        """Return whether the connection is open and has no bytes that nobody asked for."""
+        """Return whether the connection is open and has no unexpected bytes."""
         return self._listening and not self._early.nbytes
 
     def _listen(self) -> None:
@@ -98,7 +97,7 @@ class NodeConnection:
             self._listening = False
 
     def _readable(self) -> None:
-        """Receive for the coroutine that waits.
+        """Receive for the waiting coroutine.
 
         If none waits, leave the bytes in the socket and stop polling it.
         """
@@ -114,9 +113,9 @@ class NodeConnection:
     async def exchange(
         self, op: str, request: bytes | memoryview, trace: bytes = b""
     ) -> memoryview:
-        """Send a request and return the reply, both serialized.
+        """Send a request and return the reply, both serialised.
 
-        Raise Refused for an error reply.
+        Raises Refused for an error reply.
         """
         reply, payload_nbytes = await self.begin(op, request, trace)
         if payload_nbytes:
@@ -127,9 +126,9 @@ class NodeConnection:
     async def begin(
         self, op: str, request: bytes | memoryview, trace: bytes = b""
     ) -> tuple[memoryview, int]:
-        """Send a request of a call that goes on.
+        """Send a request of a call that continues.
 
-        Return (reply, number of page bytes that follow). Raise Refused.
+        Return (reply, number of page bytes that follow). Raises Refused.
         """
         header = delimited(_REQUEST[op], request)
         if trace and len(request) <= TRACED_NBYTES_MAX:
@@ -147,7 +146,7 @@ class NodeConnection:
     async def send_payload(self, data: memoryview) -> None:
         """Send page bytes.
 
-        Raise the node's error if it has ended the call.
+        Raises the node's error if it has ended the call.
         """
         if data.nbytes < INLINE_NBYTES_MAX:
             return await self._send(data)
@@ -247,7 +246,7 @@ class NodeConnection:
 def _received(sock: socket.socket, nbytes: int) -> bytes:
     """Receive so many bytes, or fewer at the end of the connection.
 
-    A stopped process gets a part when it continues.
+    A process that was stopped gets a part when it continues.
     """
     data = sock.recv(nbytes, socket.MSG_WAITALL)
     while data and len(data) < nbytes:
@@ -265,20 +264,17 @@ class Upstream:
     """
 
     def __init__(self, door: socket.socket, transfers: int) -> None:
-        """Prepare connections to the node. `door` takes one end of each; `transfers` are threads.
-
-        `transfers`: threads that move page bytes.
-        """
+        """Prepare connections to the node; `door` takes an end of each, `transfers` are threads."""
         self._door = door
         self._threads = ThreadPoolExecutor(transfers, "gateway-transfer")
-        self._idle: list[NodeConnection] = []  # used last at the end
+        self._idle: list[NodeConnection] = []  # most recently used at the end
         self.count = 0
 
     @contextlib.contextmanager
     def lease(self, on_behalf: bytes) -> Iterator[NodeConnection]:
-        """Lend a connection whose requests the node takes as this caller's.
+        """Lend a connection whose requests count as this caller's.
 
-        Raises Exhausted, Unavailable, and Unauthenticated for a caller whose headers are too long.
+        Raises Exhausted, Unavailable, and Unauthenticated for a caller with too long headers.
         """
         if len(on_behalf) > ON_BEHALF_NBYTES_MAX:
             raise Unauthenticated(
@@ -353,9 +349,9 @@ class Upstream:
 
 @functools.lru_cache(1024)
 def on_behalf_of(address: str, authorization: str, names: tuple[str, ...] | None) -> bytes:
-    """Return a serialized OnBehalfRequest.
+    """Return a serialised OnBehalfRequest.
 
-    `names`: from the client certificate; None: none was shown.
+    `names`: from the client certificate; None if none was shown.
     """
     made: Any = pb.OnBehalfRequest(address=address, authorization=authorization)
     if names is not None:

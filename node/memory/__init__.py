@@ -1,5 +1,5 @@
 """Keep pages in RAM: slots of the arena, pins, eviction, promotion.
 
-in: keys from sessions, pages from the tier below (`lower_tier.py`); out: slots to write and read,
-pages to keep below.
+Input are keys from sessions, and pages from lower tiers (`lower_tier.py`); output are slots to
+write and read, and pages for lower tiers.
 """

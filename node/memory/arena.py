@@ -1,9 +1,8 @@
 """Map the RAM tier's memory: one anonymous shared-memory file, divided by offsets.
 
-A memfd is not bound by the size of /dev/shm (64 MB in a container by default) and has no name that
-could outlive the process; another process on this host maps it through its descriptor. Where the
-system gives huge pages to shared memory that asks for them, it is made of these
-(docs/decisions/0009).
+A memfd is not limited by the size of /dev/shm (64 MB in a container by default) and has no name
+that could outlive the process; another process on this host maps it through its descriptor. It uses
+huge pages if the system gives them to shared memory on request (docs/decisions/0009).
 """
 
 import contextlib
@@ -17,8 +16,9 @@ from collections.abc import Callable, Iterable
 from kvstore.buffers import advise, copy
 from kvstore.errors import ConfigError
 
-_POPULATE_STEP_NBYTES = 16 << 20  # 8 ms, on some virtual machines 160
-# Version 2 and version 1. Beyond this limit the kernel kills the node at its start, without a word.
+_POPULATE_STEP_NBYTES = 16 << 20  # takes 8 ms, on some virtual machines 160
+# Version 2 and version 1. Beyond this limit the kernel kills the node at its start, without a
+# message.
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _GIVING = re.compile(rb"\[(always|within_size|advise|force)\]")
@@ -29,7 +29,7 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap names it only from Python 3.14 on
 class Arena:
     """`nbytes` of shared memory.
 
-    `view` may be used by any thread; who may touch which bytes is the tier's business.
+    Any thread may use `view`; the tier decides which bytes a thread may touch.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -41,19 +41,19 @@ class Arena:
         self.nbytes = nbytes
         self.fd = os.memfd_create("kvstore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, nbytes)
-        # Clients get this descriptor. None of them may make the file shorter: touching a map behind
-        # its file's end kills the process that does.
+        # Clients get this descriptor. None of them may shorten the file: accessing a map behind the
+        # file's end kills the accessing process.
         fcntl.fcntl(
             self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         )
         self._map = mmap.mmap(self.fd, nbytes)
-        with contextlib.suppress(OSError):  # a kernel that has none
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.huge_nbytes = 0  # in huge pages, as far as `populate` came
+        self.huge_nbytes = 0  # in huge pages, as far as `populate` got
         self._memory = memoryview(self._map)
 
     def populate(self, pulse: Callable[[], None] = lambda: None) -> None:
-        """Touch all pages now: first puts would take twice as long.
+        """Touch all pages now: otherwise the first puts would take twice as long.
 
         `pulse` is called now and then and may raise to end it.
         """
@@ -67,7 +67,7 @@ class Arena:
                     min(_POPULATE_STEP_NBYTES, self.nbytes - start),
                 )
             except OSError:
-                return  # an older kernel: memory is then allocated as it is used
+                return  # an older kernel: memory is allocated at its first use
         self.huge_nbytes = huge_nbytes(os.fstat(self.fd).st_ino)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
@@ -90,23 +90,23 @@ class Arena:
             copy(piece, _ZEROS[: piece.nbytes])
 
     def close(self) -> None:
-        """Unmap the arena, whose views must be gone; a running transfer keeps the map.
+        """Unmap the arena, whose views must be gone.
 
-        Views handed out before must be gone; a transfer that still runs keeps the map.
+        A transfer that still runs keeps the map.
         """
         self._memory.release()
         try:
             self._map.close()
         except BufferError:
-            pass  # a connection thread still holds a view; the process is about to end anyway
+            pass  # a connection's thread still holds a view; the process is about to end anyway
         os.close(self.fd)
 
 
 def huge_nbytes(inode: int) -> int:
     """Return how many bytes of a file this process has mapped in huge pages.
 
-    It is 0 if the kernel gives none or does not tell. For memory without huge pages it takes 20 to
-    40 ms per GiB.
+    It is 0 if the kernel gives none or does not report them. For memory without huge pages it takes
+    20 to 40 ms per GiB.
     """
     is_ours, nbytes = False, 0
     with contextlib.suppress(OSError), open(_SHMEM_ENABLED, "rb") as file:
@@ -115,7 +115,8 @@ def huge_nbytes(inode: int) -> int:
     with contextlib.suppress(OSError), open("/proc/self/smaps", "rb") as file:
         for line in file:
             first, *others = line.split()
-            if not first.endswith(b":"):  # where a map begins: range, rights, offset, device, inode
+            # first line of a map: range, rights, offset, device, inode
+            if not first.endswith(b":"):
                 is_ours = others[3] == b"%d" % inode
             elif is_ours and first == b"ShmemPmdMapped:":
                 nbytes += int(others[0]) * 1024

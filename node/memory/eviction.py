@@ -1,22 +1,19 @@
 """Choose the page that is evicted for a new one.
 
-Tenants are chosen as `tenant_usage.py` says. Within one tenant, or all without a quota, it is exact
-LRU within one slot size, and LRU across sizes by whole blocks.
+Tenants are chosen as in `tenant_usage.py`. Within one tenant, or all without a quota, the order is
+exact LRU within one slot size, and LRU across sizes by whole blocks.
 
-    same size      the oldest page that nobody holds goes; exactly as many as are needed
-    other sizes    if the oldest page of another slot size is older than ours, or none of ours may
-                   be
-                   evicted, the coldest of the places where that size's oldest pages lie is cleared
-                   and serves our size from now on
+    same size      evict the oldest page that is not held; exactly as many as needed
+    other sizes    if another slot size has an older page, or no page of ours may be evicted: clear
+                   the coldest block among those with that size's oldest pages, and use it for ours
 
-    copies         of pages that other members own; they go before all others, and one goes for a
-                   new one
-                   where they have their share
+    copies         of pages that other members own: evicted before all others; once copies have
+                   their share, one is evicted for each new one
 
-Evicting only what is needed, and a chain's tail before its head, is worth more on public traces
-than most cleverer policies (docs/decisions/0005). Pinned pages, and those of tenants whose turn it
-is not, that lie in a place that is cleared move to another slot. Not thread-safe: the tier's lock
-guards it.
+Evicting only what is needed, and a chain's tail before its head, gives better hit rates on public
+traces than most cleverer policies (docs/decisions/0005). Pinned pages in a block that is cleared,
+and pages of tenants that must not be evicted from, move to another slot. Not thread-safe: the
+tier's lock guards it.
 """
 
 from collections import Counter
@@ -33,28 +30,27 @@ from node.memory.pools import EvictionPool, UseOrder
 from node.memory.tenant_usage import TenantAccount
 from node.slab import Block, SlotAllocator
 
-# Emptying the place of a block, so that it can serve another page size.
+# Clear a block, so that it can serve another page size.
 #
-#     look     nobody may read or write there, and pages that stay must find a place elsewhere
-#     close    nothing in there is given out any more
-#     move     these, one at a time: held, copied without the lock, then they change their slot
-#     evict    the others, so many in a turn
-#     reopen   what is empty is free
+#     look     no page in it is being read or written, and pages that stay have slots elsewhere
+#     close    no slot in it is allocated any more
+#     move     pages that stay, one at a time: held, copied without the lock, then re-pointed
+#     evict    the others, so many per slice
+#     reopen   an empty block is free
 #
-# Those that stay are pinned ones, and all that are not in the pool whose turn it is to give. A
-# page that somebody began to read meanwhile ends it; then what has gone is gone, and the rest
-# stays.
+# Pinned pages stay, and all pages that are not in the pool to evict from. If a read of one of them
+# begins meanwhile, clearing ends; pages evicted by then are gone, and the rest stays.
 
-LOOKED_AT = 4096  # pages, in search of those that pinned ones can take the place of
+LOOKED_AT = 4096  # pages checked for ones that pinned pages can replace
 LOOKED_AT_LEAST = 64
 
 
 class Compaction:
-    """Part of eviction.
+    """Clears blocks, as a part of eviction.
 
-    `forget(page, reason, None)` takes a page out of its namespace, `hold(pages)` keeps them until
+    `forget(page, reason, None)` removes a page from its namespace, `hold(pages)` keeps them until
     they are moved, `zero(offset, nbytes)` clears a slot. `make_place(size, pool)` frees a slot of
-    this size elsewhere without moving anything, at the cost of other sizes in this pool.
+    this size elsewhere without moving a page, by evicting from other sizes in this pool.
     """
 
     def __init__(
@@ -72,7 +68,7 @@ class Compaction:
         self._hold = hold
         self._zero = zero
         self._make_place = make_place
-        self.watchers: list[list[Page]] = []  # of those who want to know which pages are moved
+        self.watchers: list[list[Page]] = []  # lists that receive the pages that are moved
 
     def clear(
         self, area: range, pool: EvictionPool, may_evict: bool = True, may_move: bool = True
@@ -83,7 +79,7 @@ class Compaction:
         """
         blocks = self._slots.blocks_in(area)
         staying: list[Page] = []
-        loose: dict[int, int] = {}  # by slot size: pages in the area that may go
+        loose: dict[int, int] = {}  # by slot size: evictable pages in the area
         for block in blocks:
             if self._budget.over:
                 yield None
@@ -94,7 +90,7 @@ class Compaction:
                 or (staying and not may_move)
             ):
                 return False
-        if self._slots.is_free(area):  # others emptied it meanwhile
+        if self._slots.is_free(area):  # another thread emptied it meanwhile
             return True
         if not self._slots.close(area):
             return False
@@ -108,7 +104,7 @@ class Compaction:
         self, blocks: list[Block], pool: EvictionPool, staying: list[Page], loose: dict[int, int]
     ) -> Work[bool]:
         targets: dict[Page, int] = {}
-        waiting: list[Page] = []  # for the slots of pages elsewhere that are evicted for them
+        waiting: list[Page] = []  # waiting for slots of pages elsewhere that are evicted for them
         wanted = Counter(page.namespace.slot_nbytes for page in staying)
         elsewhere = {
             size: self._count_elsewhere(size, pool, count, loose.get(size, 0))
@@ -156,7 +152,7 @@ class Compaction:
     def _target(self, page: Page) -> int | None:
         """Take a slot outside the area.
 
-        Until the page is there it belongs to one that nobody can find.
+        Until the page is copied, the slot belongs to a page that can not be found.
         """
         return self._slots.allocate(
             page.namespace.slot_nbytes, Page(page.namespace, page.prefix_hash, 0)
@@ -185,7 +181,7 @@ class Compaction:
         return True
 
     def _move(self, targets: dict[Page, int]) -> Work[bool]:
-        """Move pages that have a target and are still here."""
+        """Move pages that have a target and still exist."""
         for page in list(targets):
             if page.state is not State.VISIBLE:
                 continue
@@ -212,7 +208,7 @@ class Compaction:
 
 
 def _look(block: Block, pool: EvictionPool, staying: list[Page], loose: dict[int, int]) -> bool:
-    """Return whether nobody reads or writes in a block; count staying and movable pages."""
+    """Return whether no page in a block is read or written; count staying and movable pages."""
     if block.closed:
         return False
     for page in block.owners:
@@ -235,16 +231,16 @@ def _may_go(page: Page) -> bool:
     return page.state is State.VISIBLE and not page.holds
 
 
-SIZES_TRIED = 4  # other sizes that are asked for room
-SPARSE_SIZES_TRIED = 64  # whose blocks could lie closer together
-AREAS_TRIED = 4  # places of one size, the coldest first
-PAGES_LOOKED_AT = 16  # in search of them
+SIZES_TRIED = 4  # other sizes that are checked for older pages
+SPARSE_SIZES_TRIED = 64  # sizes whose blocks could be packed closer
+AREAS_TRIED = 4  # areas of one size, the coldest first
+PAGES_LOOKED_AT = 16  # oldest pages checked to find them
 
 
 class Eviction:
     """Free slots for new pages.
 
-    `forget(page, reason, successor)` takes a page out of its namespace and calls `release` and its
+    `forget(page, reason, successor)` removes a page from its namespace and calls `release` and its
     order's `withdraw`. `hold(pages)` keeps pages in place, `zero(offset, nbytes)` clears a slot.
     """
 
@@ -266,10 +262,11 @@ class Eviction:
         self._accounts = self.order.accounts
         self._clearing = Compaction(slots, self.budget, forget, hold, zero, self._make_place)
         self.watchers = self._clearing.watchers
-        self.copy_count = self.copy_nbytes = 0  # that have a slot
+        self.copy_count = self.copy_nbytes = 0  # copies with a slot
         self.copy_nbytes_max = slots.region_nbytes
         self._sizes_tried = 0
-        # of all slots ever given out, but for those lent: the clock of how fast RAM turns over
+        # Bytes of all slots ever allocated, without temporary ones: measures how fast RAM turns
+        # over
         self.placed_nbytes = 0
 
     @property
@@ -280,11 +277,11 @@ class Eviction:
     def place(self, pages: Sequence[Page], for_a_while: bool = False) -> int:
         """Give new pages of a namespace slots, from the first on.
 
-        Return how many: `make_room` may help the next one.
+        Return how many got one: `make_room` may help the next one.
 
-        The slots are free ones, or those of the oldest pages if they are of the same size. All
-        pages are copies, or none is. `for_a_while`: they are given back when they are read, so RAM
-        does not turn over by it.
+        The slots are free ones, or those of the oldest pages of the same size. All pages are
+        copies, or none is. `for_a_while`: the slots are returned after a read, so RAM does not turn
+        over by it.
         """
         if not pages:
             return 0
@@ -307,7 +304,7 @@ class Eviction:
         try:
             while count < len(pages) and self._succeed_oldest(pages[count], size):
                 count += 1
-        except BaseException:  # a caller who is never told of them can not give them back
+        except BaseException:  # a caller that gets no result can not release them
             for page in pages[:count]:
                 self._free(page)
             raise
@@ -318,7 +315,7 @@ class Eviction:
         return count
 
     def copies_full(self, size: int) -> bool:
-        """Return whether a copy of this size has to wait until another one is evicted."""
+        """Return whether a copy of this size must wait until another one is evicted."""
         return self.copy_nbytes + size > self.copy_nbytes_max
 
     def _count_copies(self, size: int, more: int) -> None:
@@ -375,9 +372,9 @@ class Eviction:
         return True
 
     def make_room(self, space: Space, now_ms: int, for_copy: bool = False) -> Work[bool]:
-        """Free a slot for a page of this namespace, in slices; return False if nothing may go.
+        """Free a slot for a page of this namespace, in slices; False if nothing may be evicted.
 
-        Another thread may take the slot first: place the page, or ask again.
+        Another thread may take the slot first: place the page, or call again.
         """
         if self.budget.over:
             yield None
@@ -399,7 +396,7 @@ class Eviction:
         if self.order.expire_pins(now_ms):
             return True
         for pool in dict.fromkeys((self._accounts.shared, account.pool)):
-            # The last resort, in turns like all the rest
+            # The last resort, in slices like everything else
             for area in self._slots.areas(self._slots.level(size)):
                 if (yield from self._clearing.clear(area, pool)):
                     return True
@@ -412,7 +409,7 @@ class Eviction:
             for area in self._areas(other, size, pool):
                 if (yield from self._clearing.clear(area, pool)):
                     return True
-        ours = yield from self._oldest(size, pool)  # others may have had their turn
+        ours = yield from self._oldest(size, pool)  # other threads may have run in between
         if ours is None:
             return False
         self.budget.left -= 1
@@ -432,7 +429,7 @@ class Eviction:
                 break
         if ours is None:
             return self.order.expire_pins(now_ms) > 0
-        if ours.order is not None and not ours.holds:  # as it was before others had their turn
+        if ours.order is not None and not ours.holds:  # unchanged after other threads ran
             self.budget.left -= 1
             self._forget(ours, "evicted", None)
         return True
@@ -440,7 +437,7 @@ class Eviction:
     def _drop_copy(self, size: int, account: TenantAccount[EvictionPool]) -> Work[bool]:
         """Evict the oldest copy, of this size or else of any.
 
-        False: all are in use.
+        Return False if all are in use.
         """
         for pool in self._accounts.with_copies(account):
             copy = yield from self._oldest_copy(size, pool)
@@ -471,7 +468,7 @@ class Eviction:
         return sizes
 
     def _make_place(self, size: int, pool: EvictionPool) -> Work[bool]:
-        """Make room for a page that has to move, without moving another one."""
+        """Free a slot for a page that has to move, without moving another one."""
         for other in (yield from self._older_sizes(None, size, pool)):
             for area in self._areas(other, size, pool):
                 if (yield from self._clearing.clear(area, pool, may_move=False)):
@@ -490,7 +487,7 @@ class Eviction:
         return sorted(areas.values(), key=self._slots.mean_use)
 
     def _loose_areas(self, size: int) -> Iterator[range]:
-        """Yield areas that hold only a few movable pages: packing them closer costs nobody."""
+        """Yield areas that hold only a few movable pages: packing them closer evicts nothing."""
         if not (self.order.pins.nbytes or self._accounts.any_limited):
             return
         level = self._slots.level(size)

@@ -1,6 +1,6 @@
 """Describe pages in all tiers, one by one and in sums.
 
-Changes nothing but pins that are over.
+Changes nothing but expired pins.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from node.memory.tier import RamTier
 Read = TypeVar("Read")
 
 SPACES = 64  # namespaces whose counters are copied under one lock
-HASHES = 64  # from disk, asked for together
+HASHES = 64  # hashes from disk, described together
 
 
 class PageInfo(NamedTuple):
@@ -39,17 +39,17 @@ class PageInfo(NamedTuple):
 
 
 class Inventory:
-    """Thread-safe: takes the RAM tier's lock."""
+    """Describe pages. Thread-safe: takes the RAM tier's lock."""
 
     def __init__(self, tier: RamTier) -> None:
         self._tier = tier
 
     def stat(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[PageInfo]:
-        """Describe pages, each as it is when its turn comes."""
+        """Describe pages, each as it is at that moment."""
         tier = self._tier
 
         def some(hashes: Sequence[bytes]) -> list[PageInfo]:
-            # Not before: others use pages while this one waits for the lock
+            # Not before: others use pages while this thread waits for the lock
             now_ms = tier.clock_ms()
             index = tier.namespaces.find(digest)
             tier.eviction.order.expire_pins(now_ms)
@@ -93,10 +93,7 @@ class Inventory:
 
     @contextlib.contextmanager
     def inspected(self, digest: bytes, prefix_hash: bytes) -> Iterator[Page | None]:
-        """Yield the held page if it is visible in RAM; it is neither a use nor a load.
-
-        Neither a use nor counted, and nothing is loaded for it.
-        """
+        """Yield the held page if it is visible in RAM; it is neither a use nor a load."""
         with self._tier.lock:
             page = self._tier.live(self._tier.namespaces.find(digest), prefix_hash)
             if page is not None:
@@ -126,10 +123,10 @@ class Inventory:
             hashes.extend(h for h in found if h > after and h.startswith(key_prefix))
 
         self._tier.scan(self._tier.namespace(digest), collect)
-        # Outside the lock: who owns a page may take half a millisecond
+        # Outside the lock: finding an owner may take half a millisecond
         hashes = list(_sifted(iter(hashes), wanted))
-        # Sorting happens outside the lock; a page that goes meanwhile, or that is not committed
-        # yet, is left out below. It still counts here, or the reply would look like the last one.
+        # Sorting happens outside the lock; a page that is removed meanwhile, or not committed yet,
+        # is left out below. It still counts here, or the reply would look like the last one.
         in_ram = heapq.nsmallest(limit + 1, set(hashes))
         on_disk = islice(
             _sifted(self._tier.below.list_hashes(digest, key_prefix, after), wanted), limit + 1
@@ -141,7 +138,7 @@ class Inventory:
     def room(self, digest: bytes, count: int) -> list[float]:
         """Return for how long the slots of so many new pages were unused, in ms; infinity if free.
 
-        There are fewer if no more may be evicted.
+        The list is shorter if no more may be evicted.
         """
         tier = self._tier
         with tier.lock:

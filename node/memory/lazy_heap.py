@@ -1,4 +1,4 @@
-"""Order things by a number that may change, such as the end of a pin. Pure."""
+"""Order things by a number that may change, such as the end of a pin, without any I/O."""
 
 import heapq
 from collections.abc import Callable, Iterator
@@ -6,18 +6,16 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-SPARE = 64  # outdated entries that are kept beside as many as there are things
-SWEPT = (
-    4  # entries looked at with each change: an old heap is empty long before the next one is old
-)
+SPARE = 64  # outdated entries kept beside as many as there are things
+# entries visited with each change, so that an old heap is empty before the next one is old
+SWEPT = 4
 
 
 class LazyHeap(Generic[T]):
-    """`key` of each thing.
+    """A heap with changeable keys.
 
-    A heap keeps entries of keys that were replaced; once they are the greater part, the heap is
-    swept a few entries at a time, so that no call takes longer the more things there are. Not
-    thread-safe.
+    It keeps entries of replaced keys; once they are the greater part, the heap is swept a few
+    entries at a time, so that no call takes longer the more things there are. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -25,7 +23,7 @@ class LazyHeap(Generic[T]):
             T, tuple[int, int, T]
         ] = {}  # (key, number, thing); the number breaks ties
         self._heap: list[tuple[int, int, T]] = []
-        self._swept: list[tuple[int, int, T]] = []  # a heap too: what is left of the one before
+        self._swept: list[tuple[int, int, T]] = []  # a heap too: the rest of the previous one
         self._number = 0
 
     def __contains__(self, thing: T) -> bool:
@@ -57,10 +55,9 @@ class LazyHeap(Generic[T]):
         return True
 
     def first(self, entries_max: int) -> tuple[int, T] | None:
-        """Return (key, thing) of the smallest key; None within so many outdated entries.
+        """Return (key, thing) of the smallest key; None if there is none, or more outdated entries.
 
-        None if there is nothing, or so many outdated entries come first; another call goes on
-        behind them.
+        After a None, another call continues behind them.
         """
         for _ in range(entries_max):
             heap = self._top()
@@ -73,9 +70,9 @@ class LazyHeap(Generic[T]):
         return None
 
     def take(self, key_max: int, entries_max: int) -> list[T]:
-        """Remove and return things with at most this key, within so many entries.
+        """Remove and return things with at most this key.
 
-        So many entries are looked at; another call goes on.
+        It visits so many entries; another call continues.
         """
         things: list[T] = []
         for _ in range(entries_max):
@@ -104,7 +101,7 @@ class LazyHeap(Generic[T]):
         if not self._swept and len(self._heap) > 2 * len(self._entries) + SPARE:
             self._swept, self._heap = self._heap, []
         for _ in range(min(SWEPT, len(self._swept))):
-            entry = self._swept.pop()  # the last of a heap may go: the rest is one
+            entry = self._swept.pop()  # the last entry of a heap may be removed: the rest is a heap
             if self._entries.get(entry[2]) is entry:
                 heapq.heappush(self._heap, entry)
 
@@ -114,17 +111,17 @@ class LazyHeap(Generic[T]):
         return len(self._heap) + len(self._swept)
 
 
-# Which slot size has the oldest page. Pure.
+# Order slot sizes by their oldest page.
 
-LOOKED_AT = 64  # sizes, in search of the one with the oldest page; what is found out stays known
+LOOKED_AT = 64  # sizes checked for the oldest page; results stay known
 
 
 class OldestBySize:
-    """Order slot sizes by the last use of their oldest page, as far as known.
+    """Slot sizes by the last use of their oldest page, as far as known.
 
-    A use of that page makes it later, which is noticed when the size is looked at next, so uses
-    cost nothing here. `oldest(size)` returns when the oldest evictable page was used, None if there
-    is none; `paused` says that it could not look further. Not thread-safe.
+    A use of that page is noticed when the size is visited next, so uses cost nothing here.
+    `oldest(size)` returns when the oldest evictable page was used, None if there is none; `paused`
+    says that the search must stop. Not thread-safe.
     """
 
     def __init__(self, oldest: Callable[[int], int | None], paused: Callable[[], bool]) -> None:
@@ -136,7 +133,7 @@ class OldestBySize:
         return size in self._ages
 
     def add(self, size: int, used: int) -> None:
-        """Note that a size has an evictable page that was used then."""
+        """Note that a size has an evictable page with this last use."""
         known = self._ages.key(size)
         if known is None or used < known:
             self._ages.put(size, used)

@@ -1,9 +1,9 @@
-"""Slice work under the RAM tier's lock into steps, and let others in between.
+"""Slice work under the RAM tier's lock into steps, and let other threads run in between.
 
     with the lock:  step step step ... (spent)     with the lock:  step step ...
-    without it:                        let others, copy a page, or ask lower tiers
+    without it:                      others run, a page is copied, or lower tiers are called
 
-A caller may ask for as much as it likes; the lock is held for a short time all the same.
+So the lock is held for a short time, however much a caller requests.
 """
 
 import threading
@@ -16,20 +16,20 @@ from node.memory.page import Page
 T = TypeVar("T")
 Key = TypeVar("Key")
 
-STEPS = 256  # each a few microseconds: a page evicted, a page looked at and passed over
+STEPS = 256  # each a few microseconds: a page evicted, or a page skipped
 
 
 class SlicedWork(NamedTuple):
-    """Ask for a copy of a held page's bytes to another slot, without the lock."""
+    """Request a copy of a held page's bytes to another slot, without the lock."""
 
     page: Page
     target: int
 
 
 # Runs under the tier's lock, except while it is suspended by a yield of:
-#     None          let others have the lock
+#     None          let other threads have the lock
 #     SlicedWork    copy a page
-#     a function    call it; the yield expression's value is what it returns
+#     a function    call it; the yield expression's value is its result
 Work = Generator[SlicedWork | Callable[[], Any] | None, Any, T]
 
 
@@ -77,7 +77,7 @@ def run_in_slices(
                     return value
             answer = None
             if wanted is None:
-                time.sleep(0)  # else this thread would have the lock again
+                time.sleep(0)  # otherwise this thread would have the lock again
             elif isinstance(wanted, SlicedWork):
                 move(wanted)
             else:
@@ -91,7 +91,7 @@ def run_in_slices(
 def split_in_slices(
     lock: threading.Lock, work: Callable[[Sequence[Key]], Sequence[T]], keys: Sequence[Key]
 ) -> list[T]:
-    """Return what `work` makes of each key.
+    """Return the result of `work` for each key.
 
     It runs under the lock for as many keys at a time as a slice has steps.
     """

@@ -1,16 +1,15 @@
-"""Define the tiers below RAM, which pages are read from and written to.
+"""Define the tiers below RAM, from which pages are read and to which they are written.
 
-    RAM --lacks--> disk --lacks--> other members --lacks--> ...
+    RAM --misses--> disk --misses--> other members --misses--> ...
 
     find     keys  -> sources     without the RAM tier's lock, so it may wait
-             slots are taken under the lock, for what RAM still lacks
-    read     loads -> bytes       without the lock; each page is checked and reported as it arrives
+             slots are taken under the lock, for pages that RAM still lacks
+    read     loads -> bytes       without the lock; each page is verified and reported on arrival
     offer    pages -> taken       write-behind: under the lock, so it never waits
 
-Tiers are asked in order, each for the keys that those before it lack. A source is whatever its tier
-needs to read the page; nobody else looks into it. An error of a tier is a miss there, never an
-error of the request: `find` leaves the key out, `read` does not report the page as intact, and the
-next tier is asked.
+Tiers are asked in order, each for the keys that the previous ones lack. A source has whatever its
+tier needs to read the page. An error of a tier is a miss there, never an error of the request:
+`find` leaves the key out, `read` does not report the page as intact, and the next tier is asked.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from node.memory.page import Page
 class Query(NamedTuple):
     """Keys that a tier is asked for.
 
-    `touch`: asking is a use.
+    `touch`: the query counts as a use.
     """
 
     namespace: Namespace
@@ -48,23 +47,23 @@ class Source(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A page with a slot, and where its bytes come from."""
+    """A page with a slot, and the source of its bytes."""
 
     page: Page
     source: Source
 
 
 class LowerTier(abc.ABC):
-    """Thread-safe.
+    """A tier below RAM. Thread-safe.
 
-    `name` is that of the metrics. A tier that `reads_parts` fills pages of a `PartialPage`.
+    `name` is its name in metrics. A tier that `reads_parts` can fill pages of a `PartialPage`.
     """
 
     name: ClassVar[str]
     reads_parts: ClassVar[bool] = False
 
     def is_asked(self, near: bool) -> bool:
-        """Return whether to ask it at all.
+        """Return whether to ask this tier at all.
 
         `near`: the request wants pages of other members, too.
         """
@@ -72,10 +71,9 @@ class LowerTier(abc.ABC):
 
     @abc.abstractmethod
     def find(self, query: Query) -> dict[bytes, Source]:
-        """Return where the pages of these keys are, as far as they can be had until the deadline.
+        """Return where the pages of these keys are, as far as found until the deadline.
 
-        What a source names stays readable until it is given to `read` or `release`. No lock is
-        held.
+        A source stays readable until it is passed to `read` or `release`. No lock is held.
         """
 
     @abc.abstractmethod
@@ -91,13 +89,13 @@ class LowerTier(abc.ABC):
         No lock is held.
 
         `arrived` is called, by any thread, for each page whose bytes are intact; the others are
-        misses. `gone` tells that nobody waits any more. When this ends, however it ends, nobody
+        misses. `gone` tells that the caller has left. After this returns or raises, no thread
         writes to a slot and all sources are released.
         """
 
     # Most tiers keep nothing for their sources.
     def release(self, sources: Iterable[Source]) -> None:  # noqa: B027
-        """Give back sources that are not read.
+        """Release sources that are not read.
 
         May be called under the RAM tier's lock.
         """
@@ -133,7 +131,7 @@ class LowerTierInfo(NamedTuple):
 
 
 class LocalTier(LowerTier):
-    """Describe the tier that is part of this node and asked under the RAM tier's lock.
+    """The tier that is part of this node and is asked under the RAM tier's lock.
 
     It knows its pages without waiting. This class has none: it stands in for a missing disk.
     """
@@ -159,7 +157,7 @@ class LocalTier(LowerTier):
         assert not loads, "nothing to read"
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
-        """Return that no page is here."""
+        """Return False for each page."""
         return [False] * len(prefix_hashes)
 
     def safe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
@@ -167,7 +165,7 @@ class LocalTier(LowerTier):
         return [False] * len(prefix_hashes)
 
     def touch(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None:
-        """Note a use of the pages, a chain's head first."""
+        """Mark the pages as used, a chain's head first."""
 
     def info(self, digest: bytes, prefix_hash: bytes) -> LowerTierInfo | None:
         """Return None: no page is here."""
@@ -195,7 +193,7 @@ class LocalTier(LowerTier):
         return 0
 
     def pin(self, digest: bytes, prefix_hashes: Sequence[bytes], ttl_s: int) -> list[bool]:
-        """Keep pages for `ttl_s`; return True for each that is there.
+        """Keep pages for `ttl_s`; return True for each that exists.
 
         0 ends pins: True for each that was pinned.
 

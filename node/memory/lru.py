@@ -10,27 +10,26 @@ from typing import Generic, TypeVar
 from node.memory.lock_slices import StepBudget
 from node.memory.page import Page
 
-# Those that were met where the next one to go is looked for, and may not go now: each is stepped
-# over once.
+# Held pages found at the LRU end, set aside so that eviction skips each only once.
 #
 #     aside (in use)        returned            oldest -> ... -> newest
-#       1  3  4               2  5                 what has its place there still
+#       1  3  4               2  5                 pages in their usual order
 #
-# Whoever looks for the oldest puts what is in use aside, with a number. When its use ends it is
-# returned: older than all that kept their places, and among its like in the order of their
-# numbers. So the order stays exact, however many are in use.
+# A search for the oldest page sets held ones aside, with a number. When its use ends, a page is
+# returned: older than all in the usual order, and sorted by number among the returned ones. So the
+# order stays exact, however many pages are held.
 
 T = TypeVar("T")
 
 
 class HeldEntries(Generic[T]):
-    """Not thread-safe."""
+    """Entries set aside by a search for the oldest. Not thread-safe."""
 
     __slots__ = ("_number", "_numbers", "_returned")
 
     def __init__(self) -> None:
         self._numbers: dict[T, int] = {}  # negative once returned
-        self._returned: list[tuple[int, T]] = []  # heap; one that has left is out of date
+        self._returned: list[tuple[int, T]] = []  # a heap; entries that were removed are outdated
         self._number = 0
 
     def __contains__(self, thing: T) -> bool:
@@ -43,12 +42,12 @@ class HeldEntries(Generic[T]):
         return len(self._numbers)
 
     def put(self, thing: T) -> None:
-        """Set aside the oldest of all, which may not be evicted now."""
+        """Set aside the oldest page, which may not be evicted now."""
         self._number += 1
         self._numbers[thing] = self._number
 
     def give_back(self, thing: T) -> bool:
-        """Let a page be evicted again.
+        """Make a page evictable again.
 
         Return False if it was not set aside.
         """
@@ -60,17 +59,14 @@ class HeldEntries(Generic[T]):
         return True
 
     def discard(self, thing: T) -> bool:
-        """Forget a page that is in the order again, or gone.
+        """Forget a page that is in the usual order again, or removed.
 
         Return False if it was not set aside.
         """
         return self._numbers.pop(thing, None) is not None
 
     def oldest(self, may_go: Callable[[T], bool], looked_at: Callable[[], bool]) -> T | None:
-        """Return the oldest returned entry that may go; `looked_at` limits the search.
-
-        Asks `looked_at` before each that it drops whether to go on.
-        """
+        """Return the oldest returned entry that may be evicted; `looked_at` limits the search."""
         while self._returned:
             number, thing = self._returned[0]
             is_here = self._numbers.get(thing) == -number
@@ -94,7 +90,7 @@ class HeldEntries(Generic[T]):
 
 
 class LruList:
-    """Pages of one slot size that may be evicted once nobody holds them.
+    """Pages of one slot size that may be evicted once they are not held.
 
     A page is in at most one list.
     """
@@ -104,9 +100,9 @@ class LruList:
     def __init__(self) -> None:
         self._root = root = Page.__new__(Page)  # sentinel: root.newer is the oldest page
         root.newer = root.older = root
-        # Held pages that would be in the way of who looks for the oldest
+        # Held pages that a search for the oldest would visit again and again
         self._aside: HeldEntries[Page] = HeldEntries()
-        self.count = 0  # those aside included
+        self.count = 0  # including set-aside pages
 
     def push_newest(self, page: Page) -> None:
         """Add a page as the newest."""
@@ -154,7 +150,7 @@ class LruList:
         newest.newer = root.older = page
 
     def oldest(self, budget: StepBudget) -> Page | None:
-        """Return the oldest page that nobody holds; None: there is none, or the slice is over."""
+        """Return the oldest page that is not held; None if there is none, or the slice is over."""
         if self._aside and (page := self._aside.oldest(_may_go, budget.take)) is not None:
             return page
         root = self._root
@@ -169,14 +165,14 @@ class LruList:
         return None
 
     def give_back(self, page: Page) -> bool:
-        """End the use of a page by its last reader.
+        """End the last hold of a page.
 
-        Return whether it was aside, and may be the oldest now.
+        Return whether it was set aside, and may be the oldest now.
         """
         return self._aside.give_back(page)
 
     def oldest_first(self) -> Iterator[Page]:
-        """Yield all pages but those aside.
+        """Yield all pages but set-aside ones.
 
         Meanwhile only the page being visited may be unlinked.
         """
@@ -188,7 +184,7 @@ class LruList:
             page = following
 
     def pages(self) -> list[Page]:
-        """Return all pages; those aside first, in no order."""
+        """Return all pages; set-aside ones first, in no order."""
         return [*self._aside, *self.oldest_first()]
 
     def __contains__(self, page: Page) -> bool:
@@ -205,7 +201,7 @@ def _may_go(page: Page) -> bool:
     return not page.holds
 
 
-COPIES_FIRST_MS = 1 << 62  # so much older a copy counts than it is
+COPIES_FIRST_MS = 1 << 62  # added to a copy's age
 
 
 def rank_ms(page: Page) -> int:

@@ -14,11 +14,11 @@ from kvstore.layout import slot_nbytes
 from kvstore.messages import namespace_message
 from node.memory.tenant_usage import TenantAccount
 
-# Why a page is not here any more: remembered for a while, so that a miss can be explained.
+# Why a page was removed: remembered for a while, to explain a miss.
 
 # Pages remembered, in two generations of this many; about 80 bytes each, so 10 MB when full.
 GENERATION_COUNT_MAX = 65_536
-FREED = 2  # entries of an older generation, with each page remembered
+FREED = 2  # entries of an older generation freed with each new one
 
 
 class MissReasons:
@@ -31,9 +31,7 @@ class MissReasons:
         self._count_max = count_max
         self._new: dict[int, str] = {}
         self._old: dict[int, str] = {}
-        self._gone: dict[
-            int, str
-        ] = {}  # a generation on its way out: freed bit by bit, not at once
+        self._gone: dict[int, str] = {}  # an outdated generation: freed bit by bit, not at once
 
     def remember(self, digest: bytes, prefix_hash: bytes, reason: str) -> None:
         """Remember why a page left: 'evicted', 'removed', 'expired' or 'corrupt'."""
@@ -56,7 +54,7 @@ class MissReasons:
         return {reason: found.count(reason) for reason in set(found)}
 
 
-# What happened, in numbers.
+# Counters of a namespace.
 
 
 @dataclass(slots=True)
@@ -106,7 +104,7 @@ class Counters:
 
 
 class Space(Protocol):
-    """What a page needs of its namespace (`node.memory.page.NamespaceIndex`)."""
+    """The properties of a namespace that a page needs (`node.memory.page.NamespaceIndex`)."""
 
     value: Namespace
     digest: bytes
@@ -134,19 +132,19 @@ class State(enum.IntEnum):
                         (from disk, from another node; fails: DOOMED)
     """
 
-    WRITING = 0  # a writer owns the slot; nobody else may look
+    WRITING = 0  # a writer owns the slot; no other thread may read it
     VISIBLE = 1
-    DOOMED = 2  # nobody can find it (any more), but the slot waits for its readers
-    LOADING = 3  # on its way from the tier below, or from another node; readers may wait for it
+    DOOMED = 2  # it can not be found (any more), but the slot waits for its readers
+    LOADING = 3  # being read from a lower tier; readers may wait for it
 
 
 class Page:
-    """A slot of the RAM tier and what is in it.
+    """A slot of the RAM tier and its page.
 
-    Slots, not a dict: 200,000 of these must be small.
+    With __slots__, because 200,000 of these must be small.
 
-    `holds` counts reads in progress: a held page keeps its slot whatever happens. `used_ms` and
-    `stored_ms` are the tier's clock; pages of one batch share the int object.
+    `holds` counts running reads: a held page keeps its slot in any case. `used_ms` and `stored_ms`
+    are the tier's clock; pages of one batch share the int object.
     """
 
     __slots__ = (
@@ -174,23 +172,24 @@ class Page:
         self.offset = -1
         self.checksum = b""
         self.leaves = b""  # only of a page that has several (`kvstore.checksum`)
-        self.expiry_s = 0  # since the epoch; 0: no time to live
+        self.expiry_s = 0  # since the epoch; 0: never
         self.state = State.WRITING
         self.holds = 0
         self.is_copy = is_copy  # other members of the cluster own it
         self.stored_ms = self.used_ms = now_ms
-        self.order: Any = None  # a `pools.SizeOrder`, which imports this file, if it may be evicted
+        # a `pools.SizeOrder`, if it may be evicted; untyped, because pools imports this file
+        self.order: Any = None
         self.older: Page | None = None
         self.newer: Page | None = None
 
 
-# Namespaces of a node: who may share which pages, and what became of each lookup.
+# Namespaces of a node: their pages, and counters of lookups.
 
-# All descriptions together. With them, NodeStatus and ListNamespaces tell of every namespace in one
+# All descriptions together. So NodeStatus and ListNamespaces describe every namespace in one
 # message: 1 MiB + namespaces_max (at most 2,048) x 230 bytes of digest and counters < 2 MiB.
 DESCRIPTIONS_NBYTES_MAX = 1 << 20
-SHRUNK = 8  # a namespace of an eighth of the pages that it had gives memory back
-PAGES_SMALL = 512  # not worth it, until it is empty
+SHRUNK = 8  # a namespace with an eighth of its former pages frees memory
+PAGES_SMALL = 512  # smaller ones only when they are empty
 
 
 class NamespaceIndex:
@@ -199,17 +198,15 @@ class NamespaceIndex:
     def __init__(self, value: Namespace, account: TenantAccount[Any], peer: str = "") -> None:
         self.value = value
         self.account = account
-        self.peer = (
-            peer  # the client that opened it; empty if restored from disk or opened by another node
-        )
+        # the client that opened it; empty if restored from disk or opened by another node
+        self.peer = peer
         self.digest = value.digest
         self.page_nbytes = value.stored_nbytes
         self.slot_nbytes = slot_nbytes(self.page_nbytes)
         self.pages: dict[bytes, Page] = {}
         self._peak_count = 0
-        self.busy = (
-            0  # batches at work on it, which let others have their turn: it can not be forgotten
-        )
+        # batches that work on it and let other threads run in between: it can not be forgotten
+        self.busy = 0
         self.counters = Counters()
         self.described_nbytes: int = namespace_message(value).ByteSize()
 
@@ -220,9 +217,9 @@ class NamespaceIndex:
         self._peak_count = max(self._peak_count, len(self.pages))
 
     def drop(self, page: Page) -> None:
-        """Take a page out.
+        """Remove a page.
 
-        A dict never shrinks by itself, so a small namespace gets a new one.
+        A dict never shrinks by itself, so a namespace that became small gets a new one.
         """
         del self.pages[page.prefix_hash]
         if len(self.pages) * SHRUNK < self._peak_count and (
@@ -232,7 +229,7 @@ class NamespaceIndex:
             self._peak_count = len(self.pages)
 
     def loading(self, prefix_hash: bytes) -> Page | None:
-        """Return the page if it is on its way from a lower tier."""
+        """Return the page if it is being read from a lower tier."""
         page = self.pages.get(prefix_hash)
         return page if page is not None and page.state is State.LOADING else None
 
@@ -243,10 +240,9 @@ class NamespaceIndex:
     def count_lookup(
         self, present: list[bool], absent: list[bytes], miss_reasons: MissReasons
     ) -> None:
-        """Count what a lookup found and why it missed.
+        """Count the results of a lookup and why it missed.
 
-        `absent` holds keys that are here in no state; others that are not present are being
-        written.
+        `absent` holds keys that are here in no state; other missing ones are being written.
         """
         counters, count, hits = self.counters, len(present), present.count(True)
         counters.pages_asked += count
@@ -259,32 +255,30 @@ class NamespaceIndex:
 
 
 class Namespaces:
-    """The namespaces that were opened.
+    """The open namespaces.
 
-    Bounded; an empty one makes room for a new one.
-
-    Not thread-safe; the tier's lock guards it.
+    Bounded; an empty one is closed for a new one. Not thread-safe; the tier's lock guards it.
     """
 
     def __init__(self, count_max: int, page_nbytes_max: int) -> None:
         self._count_max = count_max
         self._page_nbytes_max = page_nbytes_max
         self._by_digest: dict[bytes, NamespaceIndex] = {}
-        # Of a tenant, in the RAM tier that these are of
+        # Account of a tenant in the RAM tier of these namespaces
         self.account_of: Callable[[str], TenantAccount[Any]]
         # The owner whose share a namespace counts to, by its tenant and the peer that opened it;
         # empty: no owner.
         self.owner_of: Callable[[str, str], str] = lambda tenant, peer: peer
-        self.below_count: Callable[[bytes], int] = lambda digest: 0  # pages in the tier below
-        self.forgotten = Counters()  # of namespaces that made room, so that totals never shrink
+        self.below_count: Callable[[bytes], int] = lambda digest: 0  # pages in the local lower tier
+        self.forgotten = Counters()  # of closed namespaces, so that totals never shrink
 
     def open(
         self, value: Namespace, digest: bytes, peer: str = "", restored: bool = False
     ) -> tuple[NamespaceIndex, bool]:
         """Open a namespace; return it and whether it is new.
 
-        `digest` is what the caller will use. One owner (`owner_of`) may have half of all
-        namespaces; an empty `peer` has no such limit. A `restored` one has pages below and always
+        `digest` is the one that the caller will use. One owner (`owner_of`) may have half of all
+        namespaces; an empty `peer` has no such limit. A `restored` one has pages on disk and always
         fits, as it did before.
         """
         if digest != value.digest:
@@ -329,7 +323,7 @@ class Namespaces:
             known.peer = peer
 
     def _make_room_of_owner(self, new: NamespaceIndex) -> None:
-        """Forget empty namespaces of the new one's owner, who may have half of the limit.
+        """Close empty namespaces of the new one's owner, who may have half of the limit.
 
         Namespaces without an owner (restored, or from other nodes, on a node without tenants) are
         subtracted from the limit first. Otherwise a peer that opens its half after each restart
@@ -359,7 +353,7 @@ class Namespaces:
         nbytes_max: int,
         whose: str,
     ) -> None:
-        """Forget empty namespaces of those, first opened first, until one more fits."""
+        """Close empty namespaces of those, first opened first, until one more fits."""
         described = new.described_nbytes + sum(index.described_nbytes for index in there)
         count = len(there) + 1
         for index in there:
@@ -372,7 +366,7 @@ class Namespaces:
         if count > count_max or described > nbytes_max:
             there_now = f"{count - 1} namespaces {whose} with pages are open, described by "
             there_now += f"{described - new.described_nbytes} bytes"
-            if not whose:  # who asks is not told how much others have
+            if not whose:  # a caller must not learn how much others have
                 there_now = "there is no room for one more namespace"
             raise Exhausted(
                 f"{there_now}; allowed are {count_max} (namespaces_max) and {nbytes_max} bytes of "
@@ -388,7 +382,7 @@ class Namespaces:
         return index
 
     def close(self, digest: bytes) -> bool:
-        """Forget an empty namespace.
+        """Close an empty namespace.
 
         Return False if it has pages, or is busy.
         """
@@ -404,7 +398,7 @@ class Namespaces:
         return list(self._by_digest.values())
 
 
-# What a writer has between asking and committing, and a reader until it releases.
+# State of a put between its request and its commit, and of a get until its release.
 
 
 class PutStatus(enum.IntEnum):
@@ -427,10 +421,10 @@ class Reservation:
     verdicts: list[int] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
     chain: list[Page] = field(default_factory=list)
-    is_full: bool = False  # there is no room for one more
+    is_full: bool = False  # no slot for one more
 
     def write(self, pages: Sequence[Page]) -> None:
-        """Add the verdicts of the next keys, which are those of new pages."""
+        """Add the status of the next keys, which are those of new pages."""
         self.verdicts += [PutStatus.WRITE] * len(pages)
         self.chain += pages
 

@@ -1,6 +1,6 @@
-"""Track pins: when they end, and how much RAM they keep from others.
+"""Track pins: when they end, and how much RAM they keep from other pages.
 
-Pure: no clock of its own.
+No clock of its own.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from node.memory.page import Page
 from node.memory.tenant_usage import Packed
 from node.slab import SlotAllocator
 
-# Of the RAM, what pinned pages take when they lie together. The rest follows the traffic.
+# Share of the RAM for the blocks of pinned pages. The rest follows the traffic.
 PINNED_SHARE = 0.5
 
 
@@ -58,7 +58,7 @@ class Pins:
         return self.nbytes - size.need(size.count) + size.need(size.count + more_count)
 
     def some_sizes(self, count: int) -> list[int]:
-        """Return some slot sizes of pinned pages, others with each call."""
+        """Return some slot sizes of pinned pages, different ones with each call."""
         sizes = list(islice(self._sizes, count))
         for size in sizes:
             self._sizes[size] = self._sizes.pop(size)
@@ -89,9 +89,9 @@ class Pins:
             del self._sizes[slot_nbytes]
 
     def ended(self, now_ms: int, entries_max: int) -> list[Page]:
-        """Unpin and return pages whose pin has ended, within so many entries.
+        """Unpin and return pages whose pin has ended.
 
-        So many are looked at; another call goes on.
+        It visits so many entries; another call continues.
         """
         pages = self._ends.take(now_ms, entries_max)
         for page in pages:

@@ -1,8 +1,8 @@
 """Keep the eviction order in one pool per tenant with a quota, and one for all others.
 
-Of each slot size copies, then others, in order of use; and which size has the oldest. Not
-thread-safe: the tier's lock guards it. No call takes longer the more pages, sizes, holds or pins
-there are.
+Each pool has, for each slot size, copies and then other pages in LRU order, and knows which size
+has the oldest page. Not thread-safe: the tier's lock guards it. No call takes longer the more
+pages, sizes, holds or pins there are.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ PINS_ENDED = 256  # at a time
 
 
 class SizeOrder:
-    """The use order of a pool's pages of one slot size: copies go first, then the node's own.
+    """LRU order of a pool's pages of one slot size: copies are evicted first, then the node's own.
 
     Not thread-safe.
     """
@@ -33,7 +33,7 @@ class SizeOrder:
         self.pool = pool
         self._copies = LruList()
         self._own = LruList()
-        self.is_known = False  # to those who compare sizes
+        self.is_known = False  # to the comparison of sizes
 
     @property
     def count(self) -> int:
@@ -66,30 +66,27 @@ class SizeOrder:
                 self.pool.came_back(page)
 
     def oldest_copy(self, budget: StepBudget) -> Page | None:
-        """Return the oldest copy that nobody holds; None: there is none, or the slice is over."""
+        """Return the oldest copy that is not held; None if there is none, or the slice is over."""
         return self._copies.oldest(budget) if self._copies.count else None
 
     def oldest(self, budget: StepBudget) -> Page | None:
-        """Return the least recently used page that is not held; None within the budget.
-
-        None: there is none, or the turn is over.
-        """
+        """Return the oldest page that is not held; None if there is none, or the slice is over."""
         copy = self.oldest_copy(budget)
         if copy is not None or (self._copies.count and budget.over):
             return copy
         return self._own.oldest(budget)
 
     def give_back(self, page: Page) -> bool:
-        """End the use of a page by its last reader.
+        """End the last hold of a page.
 
-        Return whether it was aside, and may be the oldest now.
+        Return whether it was set aside, and may be the oldest now.
         """
         return self._list(page).give_back(page)
 
     def oldest_first(self) -> Iterator[Page]:
-        """Yield all pages but those aside.
+        """Yield all pages but set-aside ones.
 
-        Nothing may change meanwhile, but the page being visited may be unlinked.
+        Meanwhile only the page being visited may be unlinked.
         """
         yield from self._copies.oldest_first()
         yield from self._own.oldest_first()
@@ -112,9 +109,9 @@ class SizeOrder:
 
 
 class EvictionPool:
-    """The pages of one tenant that has a quota, or of all who have none.
+    """The pages of one tenant that has a quota, or of all without one.
 
-    `turn` is that of whoever has the lock.
+    `budget` is that of the current slice.
     """
 
     def __init__(self, budget: StepBudget) -> None:
@@ -122,7 +119,7 @@ class EvictionPool:
         self._lists: dict[int, SizeOrder] = {}  # by slot size
         self._ages = OldestBySize(self._oldest_ms, lambda: budget.over)
 
-    # ---- a page's life -------------------------------------------------------------------
+    # ---- life of a page ------------------------------------------------------------------------
 
     def admit(self, pages: Sequence[Page]) -> None:
         """Add pages of one size, the newest last.
@@ -142,7 +139,7 @@ class EvictionPool:
         self._make_known(lru, page)
 
     def _list(self, pages: Sequence[Page]) -> SizeOrder:
-        """Return the order of these pages' size, which they are going to be in."""
+        """Return the order of these pages' size, to which they are added."""
         size = pages[0].namespace.slot_nbytes
         lru = self._lists.get(size)
         if lru is None:
@@ -162,7 +159,7 @@ class EvictionPool:
             self._make_known(lru, page)
 
     def withdraw(self, page: Page) -> None:
-        """Take out a page that may not be evicted any more, or was."""
+        """Remove a page that may not be evicted any more, or was."""
         size = page.namespace.slot_nbytes
         lru = self._lists[size]
         lru.unlink(page)
@@ -172,15 +169,15 @@ class EvictionPool:
             self._ages.discard(size)
 
     def give_back(self, page: Page) -> None:
-        """Let a page be evicted that nobody holds any more."""
+        """Make a page evictable whose last hold has ended."""
         lru = self._lists[page.namespace.slot_nbytes]
         if lru.give_back(page):
             self._make_known(lru, page)
 
-    # ---- who is oldest -------------------------------------------------------------------
+    # ---- oldest pages --------------------------------------------------------------------------
 
     def oldest_first(self, slot_nbytes: int) -> Iterator[Page]:
-        """Yield pages of this size, but for held ones that were in the way.
+        """Yield pages of this size, except set-aside ones.
 
         Nothing may change meanwhile.
         """
@@ -188,9 +185,9 @@ class EvictionPool:
         return lru.oldest_first() if lru is not None else iter(())
 
     def oldest(self, slot_nbytes: int) -> Page | None:
-        """Return the oldest page of a slot size that is not held; None within the budget.
+        """Return the oldest page of a slot size that is not held.
 
-        None: there is none, or the turn is over.
+        Return None if there is none, or the slice is over.
         """
         lru = self._lists.get(slot_nbytes)
         return lru.oldest(self._budget) if lru is not None else None
@@ -203,7 +200,7 @@ class EvictionPool:
         return ours is None or bool(self._ages.older(rank_ms(ours), slot_nbytes, 1))
 
     def eldest(self, slot_nbytes: int, count: int) -> list[Page]:
-        """Return some of the oldest pages of a slot size that nobody holds, the oldest first."""
+        """Return some of the oldest pages of a slot size that are not held, the oldest first."""
         first = self.oldest(slot_nbytes)
         if first is None:
             return []
@@ -212,7 +209,7 @@ class EvictionPool:
 
     def _oldest_ms(self, size: int) -> int | None:
         page = self.oldest(size)
-        # All are held: the first that is given back says so
+        # All are held: the first one released reports it
         if page is None and not self._budget.over:
             self._lists[size].is_known = False
         return rank_ms(page) if page is not None else None
@@ -254,10 +251,9 @@ class EvictionPool:
 
 
 class UseOrder:
-    """Which pages may be evicted, in the pool of which tenant, and which are pinned.
+    """Evictable pages by tenant's pool, and pinned pages.
 
-    A visible page is in the pool of its tenant, a pinned one in none. `turn` is that of whoever has
-    the lock.
+    A visible page is in the pool of its tenant, a pinned one in none.
     """
 
     def __init__(self, slots: SlotAllocator, budget: StepBudget) -> None:
@@ -265,7 +261,7 @@ class UseOrder:
         self.accounts: TenantUsage[EvictionPool] = TenantUsage(slots, lambda: EvictionPool(budget))
         self.pins = Pins(slots)
 
-    # ---- a page's life -------------------------------------------------------------------
+    # ---- life of a page ------------------------------------------------------------------------
 
     def admit(self, page: Page) -> None:
         """Add a page that became visible, or is not pinned any more, as the newest."""
@@ -274,7 +270,7 @@ class UseOrder:
     def admit_new(self, pages: Sequence[Page], chain: Sequence[Page], now_ms: int) -> None:
         """Add new pages of a chain.
 
-        All of the chain, of which others may be here, is used now, tail first.
+        The whole chain, of which some pages may exist already, is used now, tail first.
         """
         if not pages:
             self.touch(reversed(chain), now_ms)
@@ -310,7 +306,7 @@ class UseOrder:
                 page.used_ms = now_ms
 
     def withdraw(self, page: Page) -> None:
-        """Take out a page that is not visible any more, and its pin."""
+        """Remove a page that is not visible any more, and its pin."""
         order: SizeOrder | None = page.order
         if order is not None:
             order.pool.withdraw(page)
@@ -318,7 +314,7 @@ class UseOrder:
             self.pins.discard(page)
 
     def give_back(self, page: Page) -> None:
-        """Let a visible page be evicted that nobody holds any more."""
+        """Make a visible page evictable whose last hold has ended."""
         order: SizeOrder | None = page.order
         if order is not None:
             order.pool.give_back(page)
@@ -377,7 +373,7 @@ class UseOrder:
         return True
 
     def expire_pins(self, now_ms: int) -> int:
-        """End some of the pins whose time is over, and return how many.
+        """End some of the expired pins, and return how many.
 
         The next calls end the rest.
         """

@@ -2,12 +2,11 @@
 
     find    which tier has it              without the lock
     begin   a slot, state LOADING          under the lock (`RamTier.acquire`)
-    read    bytes into the slot            without the lock; a page that one tier fails at is asked
-                                           of the next
+    read    bytes into the slot            without the lock; if one tier fails, the next is asked
     end     VISIBLE, or a miss for all     under the lock
 
-If only parts of a page are wanted, a tier that can reads these into a smaller slot, for that one
-caller.
+If only parts of a page are wanted, a tier that supports it reads these into a smaller slot, for
+that one caller.
 """
 
 import bisect
@@ -24,23 +23,22 @@ from kvstore.layout import SLOT_ALIGN_NBYTES
 from node.memory.lower_tier import Load, LocalTier, LowerTier, Query, Source
 from node.memory.page import Counters, NamespaceIndex, Page, Space, State
 
-# Parts of a page, in a slot that has room for no more.
+# Parts of a page, in a slot of their size.
 #
 #     page    | 0 | 1 | 2 | 3 | 4 |       ranges lie in 1, 3 and 4
-#     slot    | 1 | 3 | 4 |               of one read, which nobody else can find; free when that
-#                                         ends
+#     slot    | 1 | 3 | 4 |               of one read, which can not be found; freed at its end
 #
-# What a checksum's leaf covers is the least that can be verified (`kvstore.checksum`), and what
-# is read from there begins and ends at multiples of SLOT_ALIGN_NBYTES.
+# A leaf of the checksum covers the smallest part that can be verified (`kvstore.checksum`), and
+# reads begin and end at multiples of SLOT_ALIGN_NBYTES.
 
-# Of a page, beyond which all of it is read: that costs little more, and then it is in RAM.
+# Share of a page beyond which all of it is read: that costs little more, and then it is in RAM.
 SHARE_MAX = 0.75
 
 Range = tuple[int, int]
 
 
 class PartialPage:
-    """Wrap a `Space` for pages of which only the parts with certain ranges are read.
+    """A `Space` for pages of which only the parts with certain ranges are read.
 
     `ranges` are (offset, nbytes).
     """
@@ -56,7 +54,7 @@ class PartialPage:
         self.numbers = sorted(parts_of(self.page_nbytes, ranges))
         self.runs: list[
             tuple[int, int]
-        ] = []  # of the page, (start, end): one after the other in the slot
+        ] = []  # (start, end) in the page: one after the other in the slot
         for number in self.numbers:
             start, end = cuts(self.page_nbytes)[number]
             self._add(
@@ -74,7 +72,7 @@ class PartialPage:
         self.runs.append((start, end))
 
     def place(self, offset: int) -> int:
-        """Return where a byte of these parts is in the slot."""
+        """Return the position of a byte of these parts in the slot."""
         run = bisect.bisect_right(self._starts, offset) - 1
         assert offset < self.runs[run][1], f"byte {offset} of the page is not in these parts"
         return self._places[run] + offset - self._starts[run]
@@ -90,20 +88,20 @@ def parts_wanted(space: Space, ranges: Sequence[Range]) -> PartialPage | None:
     return PartialPage(space, ranges)
 
 
-FIND_SHARE = 0.5  # of a request's time, to find out which tier has what; the rest is for reading
-# How long a reader waits for pages that others load, all of them together; how often it looks
-# whether that is of any use still.
+# of a request's time to find out which tier has which page; the rest is for reading
+FIND_SHARE = 0.5
+# How long a reader waits for all pages that others load, and how often it checks whether to go on.
 LOAD_S_MAX = 10.0
 LOOK_S = 0.2
 
 
 @dataclass(slots=True)
 class Acquired:
-    """What a caller asked for, and the pages that it holds.
+    """Requested keys, and the pages that the caller holds.
 
-    `pages`: one or None per key. `loads`: those that the caller must read before it, or anyone, may
-    look at them. `private`: those of them that no other caller can find, because only parts are
-    read, or because the key is being written here. `sources`: of keys that have no slot yet.
+    `pages`: one or None per key. `loads`: those that the caller must read before any thread may use
+    them. `private`: those of them that no other caller can find, because only parts are read, or
+    because the key is being written here. `sources`: of keys that have no slot yet.
     """
 
     digest: bytes
@@ -119,13 +117,11 @@ class Acquired:
 
 
 class Promotion:
-    """Part of the RAM tier.
+    """The promoting part of the RAM tier.
 
-    `lower` returns the tiers below it, in order. Takes the RAM tier's `lock` where it says so.
-
-    `place` makes pages with slots, as far as there are any, and `lend` gives pages slots for a
-    while. `settle` takes a page that has arrived, or that does not arrive, out of those being
-    written. `offer` shows pages to the lower tiers.
+    `lower` returns the tiers below it, in order. Takes the RAM tier's `lock` where documented.
+    `place` makes pages with slots, as far as possible; `lend` gives pages temporary slots. `settle`
+    ends the state of a page that has arrived or failed. `offer` offers pages to the lower tiers.
     """
 
     def __init__(
@@ -146,9 +142,7 @@ class Promotion:
         self._clock_ms = clock_ms
         self._settle = settle
         self._offer = offer
-        self._tiers: dict[
-            Page, LowerTier
-        ] = {}  # of each page in state LOADING, where it comes from
+        self._tiers: dict[Page, LowerTier] = {}  # of each page in state LOADING, its source
 
     # ---- without the lock ----------------------------------------------------------------
 
@@ -161,7 +155,7 @@ class Promotion:
     ) -> dict[bytes, Source]:
         """Return a source for each key that a lower tier has; only tiers behind `after` are asked.
 
-        `near`: the time of a request that wants pages of other members, too.
+        `near`: the deadline of a request that wants pages of other members, too.
         """
         deadline = Deadline(FIND_SHARE * (_left_s(near) if near else LOAD_S_MAX))
         tiers = self._lower()
@@ -190,7 +184,7 @@ class Promotion:
         return set(prefix_hashes) - left.keys()
 
     def read(self, acquired: Acquired, gone: Callable[[], bool]) -> list[Page | None]:
-        """Read what this caller has to, wait for what others read.
+        """Read the pages that this caller must read, and wait for those that others read.
 
         Return the pages whose bytes may be used.
         """
@@ -216,7 +210,7 @@ class Promotion:
                     and not gone()
                 ):
                     unread |= self._next_sources(failed, near, tier)
-        finally:  # if one broke, nobody may wait for the others
+        finally:  # if one read raised, the others must not stay pending
             release(load.source for load in unread.values())
             for page in missing.copy():
                 self.end(page, intact=False)
@@ -229,7 +223,7 @@ class Promotion:
     def _next_sources(
         self, pages: Sequence[Page], near: Deadline, after: LowerTier
     ) -> dict[Page, Load]:
-        """Return where else those pages are that one tier had, but could not read."""
+        """Return other sources of pages that one tier had, but could not read."""
         whole = {
             page.prefix_hash: page for page in pages if not isinstance(page.namespace, PartialPage)
         }
@@ -270,13 +264,13 @@ class Promotion:
             return bool(page.checksum) and page.state is not State.LOADING
 
     def cancel(self, acquired: Acquired) -> None:
-        """Read nothing of it: whoever waits for these pages has a miss."""
+        """Read nothing: callers that wait for these pages get a miss."""
         release(load.source for load in acquired.loads)
         for load in acquired.loads:
             self.end(load.page, intact=False)
 
     def end(self, page: Page, intact: bool) -> None:
-        """Make a page that was read visible, or a miss for all who wait for it."""
+        """Make a page that was read visible, or a miss for all waiting callers."""
         with self._lock:
             if page.state is State.LOADING:
                 self._settle(page, intact)
@@ -294,7 +288,7 @@ class Promotion:
     ) -> Page | None:
         """Give a found page a slot and queue it for the caller's read; None without a slot.
 
-        A private page is only this caller's: its slot waits for that one reader.
+        A private page belongs to this caller only: its slot has that one reader.
         """
         source, now_ms = acquired.sources[prefix_hash], self._clock_ms()
         if is_private:
@@ -324,7 +318,7 @@ class Promotion:
         return any(tier.is_asked(near is not None) for tier in self._lower())
 
     def give_up(self, loads: Sequence[Load]) -> None:
-        """Forget pages that nobody is going to read."""
+        """Forget pages that will not be read."""
         release(load.source for load in loads)
         for load in loads:
             if load.page.state is State.LOADING:

@@ -15,14 +15,14 @@ def remove_namespace(tier: RamTier, digest: bytes, zero: bool = False) -> int:
     """
     index = tier.namespace(digest)
     removed = _remove_all(tier, index, zero) + tier.below.remove_namespace(digest)
-    # Again, for what was loaded from below meanwhile; it is counted already.
+    # Again, for pages loaded from below meanwhile; they are counted already.
     _remove_all(tier, index, zero)
     return removed
 
 
 def _remove_all(tier: RamTier, index: NamespaceIndex, zero: bool) -> int:
     counts: list[int] = []
-    # Held, or their slots would be free at once, and zeroed under the lock.
+    # Held: otherwise their slots would be free at once, and zeroed under the lock.
     held: list[Page] = []
 
     def remove(pages: list[Page]) -> None:
@@ -40,8 +40,8 @@ def _remove_all(tier: RamTier, index: NamespaceIndex, zero: bool) -> int:
 def _zero_removed(tier: RamTier, pages: list[Page]) -> None:
     """Zero and release removed pages that the caller holds, and empty the list.
 
-    Nobody finds a removed page, so one that only the caller holds stays so, and its slot is zeroed
-    without the lock. The slot of another one is zeroed when its last reader releases it.
+    A removed page can not be found, so one that only the caller holds stays so, and its slot is
+    zeroed without the lock. The slot of another one is zeroed when its last reader releases it.
     """
     if not pages:
         return

@@ -1,4 +1,4 @@
-"""Visit all slots of the arena in slices, and check the RAM tier's invariants. Pure."""
+"""Visit all slots of the arena in slices, and check the RAM tier's invariants. No I/O."""
 
 import threading
 import time
@@ -9,12 +9,12 @@ from kvstore.keys import short
 from node.memory.page import NamespaceIndex, Page, Space, State
 from node.slab import SlotAllocator
 
-SLOTS = 256  # looked at under one lock
-UNITS = 4096  # places without such slots, passed over under one lock
+SLOTS = 256  # visited under one lock
+UNITS = 4096  # areas without such slots, skipped under one lock
 
 
 class SlotScan:
-    """Goes through slots: all of them, or those of the size of a namespace's pages.
+    """Visit slots: all of them, or those of the size of a namespace's pages.
 
     The tier's lock guards `next`.
     """
@@ -49,10 +49,10 @@ class SlotScan:
 
 
 class PageScan:
-    """Goes through the pages that can be found by their keys: of a namespace, or of all.
+    """Visit the pages that can be found by their keys: of a namespace, or of all.
 
-    Each page that is there from the first `next` to the last is seen; one that moves to where the
-    scan has been is in a list of `watchers` meanwhile. The tier's lock guards `next` and `close`.
+    Each page that exists from the first `next` to the last is visited; if it moves behind the scan
+    meanwhile, it is in a list of `watchers`. The tier's lock guards `next` and `close`.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class PageScan:
                 self.close()
 
     def close(self) -> None:
-        """Hear of no more moves.
+        """Receive no more moves.
 
         Not by `remove`: the list of another scan may be equal to this one's.
         """
         self._watchers[:] = [others for others in self._watchers if others is not self._moved]
 
     def _findable(self, owners: Sequence[Page]) -> list[Page]:
-        """Return those that are not forgotten, not aborted, and no place for a page that moves."""
+        """Return those that are not forgotten, not aborted, and not the target of a move."""
         return [
             page
             for page in owners
@@ -123,7 +123,7 @@ class PageScan:
 
 
 class Counted(NamedTuple):
-    """Pages, as the tier's counters have them."""
+    """Counters of pages in the tier."""
 
     writing: int
     visible: int

@@ -1,13 +1,13 @@
 """Account each tenant's use of a tier, and order tenants for eviction.
 
     over its quota      first, after a quota was lowered
-    without a quota     then, all of them together as one: they have what the others leave
-    within its quota    last, and only if the quotas together are more than there is: whoever has
-                        most of its own
+    without a quota     then, all of them together as one: they share the rest
+    within its quota    last, and only if the quotas exceed the tier: the tenant that has most of
+                        its quota first
 
-A tenant at its quota gives up its own oldest page for each new one. So nobody who is within its
-quota loses anything to another. Bytes are those of the blocks that a tenant's pages need when they
-lie together: a page of each of many sizes counts as what it keeps from others.
+A tenant at its quota evicts its own oldest page for each new one. So a tenant within its quota
+loses nothing to another. Bytes are those of the blocks that a tenant's pages need when packed: a
+page of each of many sizes counts as much as it keeps from others.
 """
 
 import weakref
@@ -18,12 +18,11 @@ from typing import Generic, NamedTuple, TypeVar
 from kvstore.errors import Exhausted
 from node.slab import SlotAllocator
 
-# What slots of one size keep from others when they lie together: the blocks that they need. Pure;
-# the disk's too.
+# Blocks that slots of one size need when packed. For RAM and disk.
 
 
 class Packed:
-    """`count` slots of one size, as they would lie in as few blocks as can be."""
+    """`count` slots of one size, packed into as few blocks as possible."""
 
     __slots__ = ("block_nbytes", "count", "per_block")
 
@@ -39,19 +38,19 @@ class Packed:
 
 Pool = TypeVar("Pool")
 
-GRADES = 32  # how much of its quota a tenant has, in steps
+GRADES = 32  # steps of the share of its quota that a tenant uses
 OVER = GRADES + 1
 
 
 class Limits(NamedTuple):
-    """Of one tenant in one tier; 0: none."""
+    """Limits of one tenant in one tier; 0: none."""
 
     nbytes: int = 0
     pins: int = 0
 
 
 class Use(NamedTuple):
-    """What a tenant has of one tier, and how often it was refused there."""
+    """A tenant's use of one tier, and how often it was refused there."""
 
     nbytes: int = 0
     pins: int = 0
@@ -63,9 +62,9 @@ NOTHING = Use()
 
 
 class TenantAccount(Generic[Pool]):
-    """Of one tenant.
+    """Account of one tenant.
 
-    `pool` is where its pages that may go are; all tenants without a quota share one.
+    `pool` has its evictable pages; all tenants without a quota share one.
     """
 
     __slots__ = (
@@ -183,10 +182,10 @@ class TenantAccount(Generic[Pool]):
 
 
 class TenantUsage(Generic[Pool]):
-    """Of all tenants that have namespaces here.
+    """All tenants that have namespaces here.
 
     Not thread-safe: the tier's lock guards it. No call takes longer the more pages there are; only
-    who goes next after those without a quota takes longer the more tenants have one.
+    the search among tenants with a quota takes longer the more of them there are.
     """
 
     def __init__(self, slots: SlotAllocator, make_pool: Callable[[], Pool]) -> None:
@@ -198,7 +197,7 @@ class TenantUsage(Generic[Pool]):
             weakref.WeakValueDictionary()
         )
         self._grades: list[dict[TenantAccount[Pool], None]] = [{} for _ in range(OVER + 1)]
-        self._graded = 0  # bit g: there is one of grade g
+        self._graded = 0  # bit g: there is a tenant of grade g
         self.promised_nbytes = 0  # all quotas together
 
     @property
@@ -265,7 +264,7 @@ class TenantUsage(Generic[Pool]):
             self._graded |= 1 << grade
         account.grade = grade
 
-    # ---- who goes first ------------------------------------------------------------------
+    # ---- order of eviction ---------------------------------------------------------------------
 
     def first(self, asking: TenantAccount[Pool]) -> Pool:
         """Return the pool to evict from first for a page of `asking`."""
@@ -279,7 +278,7 @@ class TenantUsage(Generic[Pool]):
         if not asking.nbytes_max:
             return
         if self.promised_nbytes <= self._slots.region_nbytes:
-            yield asking.pool  # the others have a promise that can be kept
+            yield asking.pool  # the others have a guarantee that can be kept
             return
         for account in self._graded_from(GRADES, asking.grade + 1):
             yield account.pool

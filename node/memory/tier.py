@@ -1,14 +1,14 @@
 """Keep pages in RAM: which page is in which slot, which are held, which is evicted next.
 
-It deals in offsets, never in bytes (`copy` moves a slot for it, `zero` clears one) and takes its
-clock as an argument, so the same code runs in a simulation. One lock, held for the length of a
-batch's bookkeeping and never for a transfer: between `reserve` and `commit` the writer alone may
-touch a slot, between `acquire` and `release` the slot can not change or go, whatever is removed or
-evicted meanwhile. What may take long (making room, going through all pages) is done in slices
-(`lock_slices`): docs/decisions/0015 says what each takes at most.
+It works with offsets, never with bytes (`copy` moves a slot for it, `zero` clears one), and takes
+its clock as an argument, so the same code runs in a simulation. One lock, held for the bookkeeping
+of a batch and never for a transfer: between `reserve` and `commit` only the writer may touch a
+slot, between `acquire` and `release` the slot can not change or be freed. Long work (making room,
+visiting all pages) is done in slices (`lock_slices`): docs/decisions/0015 has the longest hold of
+each.
 
     put    reserve (slots, WRITING) -> bytes -> commit (VISIBLE) or abort
-    get    acquire (held) -> `promotion.read`, of what came from a lower tier -> bytes -> release
+    get    acquire (held) -> `promotion.read`, if a lower tier has it -> bytes -> release
 """
 
 import threading
@@ -37,15 +37,15 @@ from node.memory.scan import Counted, PageScan, violations
 from node.memory.tenant_usage import Limits
 from node.slab import SlotAllocator
 
-# Each may take others: a page that goes for it, a place that is looked for
+# Each may need more steps: an eviction, a search for a block
 KEYS_A_SLICE = STEPS // 4
 
 
 class RamTier:
-    """Thread-safe.
+    """The RAM tier. Thread-safe.
 
-    `clock_ms` gives whole milliseconds that never go back, `clock_s` whole seconds since the epoch
-    that do not jump, for times to live that outlast the process.
+    `clock_ms` gives whole monotonic milliseconds, `clock_s` whole seconds since the epoch without
+    jumps, for times to live that outlast the process.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class RamTier:
     ) -> None:
         self.slots = slots
         self.below = LocalTier()
-        # Asked in this order for what is neither in RAM nor below.
+        # Asked in this order for pages that are neither in RAM nor in the local lower tier.
         self.remote: tuple[LowerTier, ...] = ()
         self.clock_s = clock_s
         self.namespaces = namespaces
-        self.namespace = namespaces.find  # by its digest: one look into a dict, which needs no lock
+        self.namespace = namespaces.find  # by its digest: one dict access, which needs no lock
         self.clock_ms = clock_ms
         self.lock = threading.Lock()
         self._copy = copy
@@ -77,7 +77,7 @@ class RamTier:
         self.promotion = Promotion(
             self.lock, lower, self._place, lend, self._end_load, self._offer, clock_ms
         )
-        self._order = self.eviction.order  # of pages that may be evicted, and who is pinned
+        self._order = self.eviction.order  # evictable pages, and pins
         namespaces.account_of = self._order.accounts.of
         self._unwanted: set[Page] = set()  # being written, and removed meanwhile
         self.writing_count = 0
@@ -96,10 +96,10 @@ class RamTier:
             return self.namespaces.open(value, digest, peer)
 
     def set_limits(self, limits: Callable[[str], Limits], promised_nbytes: int) -> None:
-        """Set the `limits` of each tenant, and their bytes all together.
+        """Set the tenants' `limits`, and the sum of their bytes.
 
-        What is more than a quota goes when room is needed. Pages whose tenant gets or loses a quota
-        change their pool.
+        Pages beyond a quota are evicted when space is needed. Pages whose tenant gets or loses a
+        quota change their pool.
         """
         with self.lock:
             changed = self._order.accounts.set_limits(limits, promised_nbytes)
@@ -112,7 +112,7 @@ class RamTier:
                 (p.used_ms, p) for p in pages if p.namespace.account in changed
             ),
         )
-        # Each goes before those that were used later
+        # Each is moved before those that were used later
         moving.sort(key=lambda entry: entry[0], reverse=True)
         split_in_slices(self.lock, self._order.regroup, moving)
 
@@ -123,7 +123,7 @@ class RamTier:
 
         With `touch` it is a use and not a question, so hits and misses are not counted.
         """
-        if touch:  # the tail first, and others in between
+        if touch:  # the tail first, with other threads in between
             tail = split_in_slices(
                 self.lock,
                 lambda some: self._lookup(digest, some[::-1], touch)[::-1],
@@ -198,8 +198,8 @@ class RamTier:
 
         Raises Exhausted if there is space for none.
 
-        `copies`: keys that other members own. A page that is a copy here and none any more becomes
-        the node's own.
+        `copies`: keys that other members own. A page that was a copy here and is none any more
+        becomes the node's own.
         """
         work = self._reserve(digest, prefix_hashes, page_nbytes, copies)
         return run_in_slices(self.lock, self.eviction.budget, work, self._move)
@@ -246,7 +246,7 @@ class RamTier:
             if result.is_full and result.verdicts.count(PutStatus.FULL) == len(prefix_hashes):
                 raise Exhausted(self.eviction.refusal(index, self.held_count, self.writing_count))
             return result
-        except BaseException:  # a caller who is never told of them can not give them back
+        except BaseException:  # a caller that gets no result can not release them
             self._take_back(result)
             raise
         finally:
@@ -263,7 +263,7 @@ class RamTier:
         for is_copy, some in groupby(lacking, result.copies.__contains__):
             hashes = list(some)
             placed = self._place(index, hashes, result.now_ms, is_copy)
-            result.pages += placed  # now: a caller who is never told of them can not give them back
+            result.pages += placed  # now: a caller that gets no result can not release them
             if len(placed) < len(hashes):
                 break
         return result.pages[first:]
@@ -271,7 +271,7 @@ class RamTier:
     def _place_rest(
         self, result: Reservation, asked: Sequence[tuple[bytes, bool]], placed: Sequence[Page]
     ) -> Work[None]:
-        """Place the others one by one, as room is made, and add the verdicts."""
+        """Place the others one by one, as room is made, and add the statuses."""
         index, first = result.namespace, len(result.pages) - len(placed)
         new = {page.prefix_hash: page for page in placed}
         for prefix_hash, is_below in asked:
@@ -284,19 +284,19 @@ class RamTier:
                 else:
                     made = yield from self.eviction.make_room(index, result.now_ms, is_copy)
                     result.is_full = not made
-                    page = index.pages.get(prefix_hash)  # others had their turn
+                    page = index.pages.get(prefix_hash)  # other threads may have run
             if page is not None and prefix_hash in new:
                 result.write([page])
             else:
                 result.add_status(page, is_below)
-        # In the order of the verdicts, by which the writer finds them: a page that was here may
-        # have gone for those that came at once, and has been given a new place behind them.
+        # In the order of the statuses, by which the writer finds them: a page that existed may have
+        # been evicted for those that were placed at once, and was placed again behind them.
         result.pages[first:] = [new[prefix_hash] for prefix_hash, _ in asked if prefix_hash in new]
 
     def _place(
         self, index: NamespaceIndex, prefix_hashes: Sequence[bytes], now_ms: int, is_copy: bool
     ) -> list[Page]:
-        """Make pages of the keys, from the first on, as far as there are slots for them."""
+        """Make pages for the keys, from the first on, as far as there are slots for them."""
         pages = [Page(index, prefix_hash, now_ms, is_copy) for prefix_hash in prefix_hashes]
         placed = pages[: self.eviction.place(pages)]
         index.add(placed)
@@ -317,7 +317,7 @@ class RamTier:
     def commit(self, reservation: Reservation, checksums: Sequence[bytes], ttl_s: int = 0) -> int:
         """Make the reserved pages visible, for `ttl_s` seconds, 0: no limit.
 
-        The chain is the newest, head last.
+        The chain becomes the newest, its head last.
         """
         expiry_s = self.clock_s() + ttl_s if ttl_s else 0
         writing, visible, pages = State.WRITING, State.VISIBLE, reservation.pages
@@ -342,7 +342,7 @@ class RamTier:
             return stored
 
     def abort(self, reservation: Reservation) -> None:
-        """Give the reserved slots back; nothing of them was ever visible."""
+        """Release the reserved slots; none was ever visible."""
         with self.lock:
             self._take_back(reservation)
             reservation.namespace.counters.pages_put_aborted += len(reservation.pages)
@@ -368,7 +368,7 @@ class RamTier:
             return [page.prefix_hash for page in pages[taken:]]
 
     def _offer(self, pages: list[Page]) -> None:
-        """Let each lower tier take pages to write them later."""
+        """Offer pages to each lower tier, which writes them later."""
         if pages:
             for tier in (self.below, *self.remote):
                 self.hold_all(pages[: tier.offer(pages, urgent=False)])
@@ -393,9 +393,9 @@ class RamTier:
     ) -> Acquired:
         """Hold a page or None per key, until `release`; it counts as a use.
 
-        What lower tiers have gets a slot, and the caller reads it (`promotion.read`).
-        `wanted_nbytes`: bytes of each page that the caller is going to read, for the counters.
-        `parts`: all that it wants of what is not in RAM. `near`: its time, if it wants pages of
+        Pages of lower tiers get a slot, and the caller reads them (`promotion.read`).
+        `wanted_nbytes`: bytes of each page that the caller will read, for the counters. `parts`:
+        the parts wanted of pages that are not in RAM. `near`: its deadline, if it wants pages of
         other members, too.
         """
         acquired = Acquired(digest, prefix_hashes, prefix_only, parts, near)
@@ -434,7 +434,7 @@ class RamTier:
             pages[first:] = [None] * (len(pages) - first)
 
     def _promote_all(self, acquired: Acquired, lacking: Collection[bytes]) -> Work[None]:
-        """Ask lower tiers for pages, and give those that they have slots."""
+        """Ask lower tiers for pages, and give found ones slots."""
         index, pages = acquired.index, acquired.pages
         index.busy += 1
         try:
@@ -448,7 +448,7 @@ class RamTier:
                         pages[position] = page
                     elif acquired.prefix_only:
                         break
-        except BaseException:  # a caller who is never told of them can not release them
+        except BaseException:  # a caller that gets no result can not release them
             self.promotion.give_up(acquired.loads)
             self.let_go([page for page in pages if page is not None])
             raise
@@ -457,7 +457,7 @@ class RamTier:
             release(acquired.sources.values())
 
     def _promote(self, acquired: Acquired, prefix_hash: bytes) -> Work[Page | None]:
-        """Return an arrived page, or one with a slot for this caller to fill; None: a miss."""
+        """Return an arrived page, or one with a slot for this caller to fill; None for a miss."""
         index, parts = acquired.index, acquired.parts
         while True:
             page = acquired.private.get(prefix_hash) or self.live(index, prefix_hash)
@@ -465,7 +465,7 @@ class RamTier:
             source = acquired.sources.get(prefix_hash)
             if page is not None or source is None or not source.tier.is_there(source):
                 return page
-            # What is being written here may take long, and parts are of no use to others.
+            # A page that is being written here may take long, and parts are useless to others.
             space = parts if parts is not None and source.tier.reads_parts else index
             is_private = space is parts or prefix_hash in index.pages
             page = self.promotion.begin(acquired, space, prefix_hash, is_private)
@@ -552,7 +552,7 @@ class RamTier:
             if page is not None and page.state is State.LOADING:
                 self.promotion.forget(page)
             elif page is not None and page.state is State.WRITING:
-                self._unwanted.add(page)  # the bytes may have been on their way before the removal
+                self._unwanted.add(page)  # its bytes may have been on their way before the removal
             removed.append(page is not None and page.state is State.VISIBLE)
             if removed[-1] and page is not None:
                 self._forget(page, "removed")
@@ -566,10 +566,10 @@ class RamTier:
                 self._forget(page, "corrupt")
 
     def _forget(self, page: Page, reason: str, successor: Page | None = None) -> None:
-        """Take a visible page out; its slot follows, or goes to its successor, when unread."""
+        """Remove a visible page; its slot is freed, or passed to its successor, when unread."""
         index = page.namespace
         index.drop(page)
-        if reason != "evicted" or not page.is_copy:  # which its owners have
+        if reason != "evicted" or not page.is_copy:  # its owners have it
             self.miss_reasons.remember(index.digest, page.prefix_hash, reason)
             index.counters.pages_evicted += reason == "evicted"
         self.visible_count -= 1
@@ -588,8 +588,8 @@ class RamTier:
     ) -> None:
         """Call `visit`, under the lock, with all pages of this namespace or, with None, of all.
 
-        A page that is there throughout is visited; one that comes or goes meanwhile perhaps. `then`
-        is called after each visit, without the lock.
+        A page that exists throughout is visited; one that is added or removed meanwhile perhaps.
+        `then` is called after each visit, without the lock.
         """
         PageScan(self.slots, self.eviction.watchers, index).run(self.lock, visit, then)
 

@@ -1,5 +1,5 @@
-"""Serve clients: transports, connections, sessions, and the meaning of each request.
+"""Serve clients: transports, connections, sessions, and the implementation of each request.
 
-in: frames and gRPC calls; out: replies, and reservations and holds on pages of `node.memory` and
-`node.disk`.
+Input are frames and gRPC calls; output are replies, and reservations and holds on pages of
+`node.memory` and `node.disk`.
 """

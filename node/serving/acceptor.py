@@ -1,7 +1,7 @@
 """Accept connections that carry frames, limit them, give each a thread, drain them.
 
-accept --> place --> thread: `Connection.serve`
-           full: the longest idle leaves
+accept --> slot --> thread: `Connection.serve`
+           full: the longest idle one is closed
 """
 
 import abc
@@ -27,17 +27,17 @@ from node.serving.limits import NO_QUOTAS, ConnectionLimiter, Limit, QuotaLimits
 log = logging.getLogger(__name__)
 
 BACKLOG = 128
-DESCRIPTORS_LEFT_MIN = 32  # are left to others: gRPC's connections, scrapes, files
+DESCRIPTORS_LEFT_MIN = 32  # left for other uses: gRPC's connections, scrapes, files
 # at a stop, for threads whose sockets were shut down; one that waits for a disk is left behind
 LEAVE_S = 1.0
-LEAVING_MAX = 16  # connections that had to leave and whose threads have not ended yet
+LEAVING_MAX = 16  # evicted connections whose threads have not ended yet
 
 
 class ConnectionServer(abc.ABC):
-    """Accepts on a listening socket from `start` on, a thread per connection.
+    """Accept on a listening socket from `start` on, with a thread per connection.
 
-    Full means that the connection leaves that has been idle for longest, of the peer that comes if
-    that has its share.
+    If it is full, the longest idle connection is closed; if the new client's peer has its share,
+    that peer's longest idle one.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ConnectionServer(abc.ABC):
             try:
                 sock, address = self._listener.accept()
             except BlockingIOError:
-                continue  # who was there has gone again
+                continue  # the client has left again
             except OSError as error:
                 if not self._stopping:
                     self._accept_failed(error)
@@ -117,7 +117,7 @@ class ConnectionServer(abc.ABC):
         if error.errno in OUT_OF_DESCRIPTORS:
             self._places.drop_idle()
             self._spare.shed(self._listener)
-        threading.Event().wait(0.05)  # one that leaves needs a moment
+        threading.Event().wait(0.05)  # an evicted connection needs a moment
 
     def _admit(self, sock: socket.socket, address: Any) -> None:
         if few_left(sock.fileno(), DESCRIPTORS_LEFT_MIN) and not self._places.drop_idle():
@@ -126,13 +126,13 @@ class ConnectionServer(abc.ABC):
             )
         connection = self.connection(sock, address)
         connection.place = place = self._places.enter(connection.peer, connection.socket.shutdown)
-        place.idle()  # it has said nothing yet
+        place.idle()  # it has sent nothing yet
         self._begin(connection)
 
     def _begin(self, connection: Connection) -> None:
         """Start a connection's thread. Raises Exhausted."""
         with self._changed:
-            # One leaves as fast as one comes, or their threads would add up.
+            # New connections wait for evicted ones to end, or threads would accumulate.
             self._changed.wait_for(
                 lambda: len(self._connections) < self._places.cap.total + LEAVING_MAX, 1.0
             )
@@ -179,21 +179,17 @@ class ConnectionServer(abc.ABC):
     def begin(self, connection: Connection) -> bool:
         """Note that a request was received.
 
-        Return False if the server stops or the connection had to leave: the request must not be
+        Return False if the server stops or the connection was evicted: the request must not be
         served then.
         """
         if connection.busy:
             return True
-        connection.busy = (
-            True  # without the lock: whoever stops says so first, then looks who is busy
-        )
+        # without the lock: a stop sets its flag first, then checks which are busy
+        connection.busy = True
         return not self._stopping and (connection.place is None or connection.place.busy())
 
     def done(self, connection: Connection) -> bool:
-        """Note that a request has ended; return False if the server stops.
-
-        False: the server stops, wait for nothing more.
-        """
+        """Note that a request has ended; return False if the server stops."""
         connection.busy = False
         stopping = self._stopping
         if stopping:
@@ -210,7 +206,7 @@ class ConnectionServer(abc.ABC):
             for connection in self._connections:
                 if not connection.busy:
                     connection.socket.shutdown()
-        with contextlib.suppress(OSError):  # who made connections is gone
+        with contextlib.suppress(OSError):  # the gateway is gone
             self._listener.shutdown(socket.SHUT_RDWR)
         if self._acceptor.is_alive():
             self._acceptor.join(2.0)

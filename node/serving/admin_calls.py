@@ -16,13 +16,13 @@ from node.serving.limits import SCRUB_NBYTES_MAX, SCRUB_S_MAX, Charge
 from node.serving.session import Content
 from node.serving.status import clamp_to_field
 
-# Verify pages: compare all copies of a page that this node has with its checksum.
+# Verify pages: compare all copies of a page on this node with its checksum.
 
 _HEALTH = {True: pb.PAGE_INTACT, False: pb.PAGE_DROPPED, None: pb.PAGE_ABSENT}
 
 
 class Verifying:
-    """Verifies pages in place: reading a copy on disk evicts nothing from RAM.
+    """Verify pages in place: reading a copy on disk evicts nothing from RAM.
 
     Thread-safe.
     """
@@ -42,9 +42,8 @@ class Verifying:
     ) -> pb.VerifyReply:
         """Return the state of each page.
 
-        A page that can not be read is an error, not absent.
-
-        `check` is called before each page and may raise.
+        An unreadable page is an error, not absent. `check` is called before each page and may
+        raise.
         """
         good = []
         for prefix_hash in prefix_hashes:
@@ -71,13 +70,13 @@ class Verifying:
         return on_disk if in_ram is None else in_ram and on_disk is not False
 
 
-# What a member is asked about its cluster: which pages a member owns, to sweep, to drain.
+# Calls about the cluster: which pages a member owns, rebalance, drain.
 
 
 class ClusterCalls:
-    """Thread-safe.
+    """Serve calls about the cluster. Thread-safe.
 
-    Each raises InvalidRequest at a node that is alone.
+    Each raises InvalidRequest at a node without a cluster.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -131,14 +130,14 @@ class ClusterCalls:
             )
 
 
-# Which pages there are: of a namespace, and of keys that somebody has.
+# List pages of a namespace, and describe pages by key.
 
 LIST_LIMIT_MAX = 8192  # pages in one List reply: about 160 bytes each, well below a message
 LIST_LIMIT = 1000
 
 
 class Listing:
-    """Thread-safe."""
+    """Serve list and stat. Thread-safe."""
 
     def __init__(self, inventory: Inventory, cluster: ClusterCalls, batch_keys_max: int) -> None:
         self._inventory = inventory
@@ -169,7 +168,7 @@ def _message(info: PageInfo) -> pb.PageStat:
 
 
 class Waiting(Protocol):
-    """Who asks; `gone`: nobody waits for the answer any more."""
+    """A caller; `gone`: it has left."""
 
     @property
     def gone(self) -> Callable[[], bool]:
@@ -177,7 +176,7 @@ class Waiting(Protocol):
 
 
 class DiskCalls:
-    """Thread-safe.
+    """Serve calls about the disk. Thread-safe.
 
     Each raises InvalidRequest at a node without a disk.
     """
@@ -193,7 +192,7 @@ class DiskCalls:
         return pb.FlushReply(pages_on_disk=self._durability.disk.records.count)
 
     def scrub(self, request: pb.ScrubRequest, caller: Waiting) -> pb.ScrubReply:
-        """Verify pages within limits of bytes and time; the caller goes on from the cursor."""
+        """Verify pages within limits of bytes and time; the caller continues from the cursor."""
         nbytes_max = min(request.nbytes_max or SCRUB_NBYTES_MAX, SCRUB_NBYTES_MAX)
         end = time.monotonic() + SCRUB_S_MAX
 

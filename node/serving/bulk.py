@@ -1,6 +1,6 @@
 """Serve bulk TCP: page bytes move directly between socket and arena.
 
-put   request -> verdicts -> page bytes -> commit -> reply       (reserved until commit)
+put   request -> statuses -> page bytes -> commit -> reply       (reserved until commit)
 get   request -> reply + page bytes                              (held until sent)
 """
 
@@ -21,15 +21,15 @@ from node.serving.service import Service
 from node.serving.session import Session
 from node.tls import Certificates, Shown, describe_certificate
 
-# How long a transfer may take.
+# Time limits of a transfer.
 
 
 class Pace:
-    """Limit the time of a transfer in two ways.
+    """Two time limits of a transfer.
 
-    Every CHUNK_NBYTES must arrive within `stall_s`, so that a dead client is noticed. All of it
-    must arrive within `stall_s` and its bytes at a lowest rate, so that nobody keeps slots by
-    trickling; this limit does not renew.
+    Every CHUNK_NBYTES must arrive within `stall_s`, so that a dead client is noticed. The whole
+    transfer must keep a minimum rate, beside `stall_s`, so that a trickling client can not keep
+    slots; this limit does not renew.
     """
 
     def __init__(self, nbytes: int, stall_s: float) -> None:
@@ -38,7 +38,7 @@ class Pace:
         self._end = time.monotonic() + self.limit_s
 
     def next_s(self) -> float:
-        """Return how many seconds the next CHUNK_NBYTES, or what is left, has.
+        """Return how many seconds the next CHUNK_NBYTES, or the rest, has.
 
         Raises TimeoutError.
         """
@@ -49,7 +49,7 @@ class Pace:
 
 
 class BulkServer(ConnectionServer):
-    """Listens from the constructor on; `start` begins to serve."""
+    """The server of the bulk port: it listens from the constructor on; `start` begins to serve."""
 
     def __init__(
         self,
@@ -84,12 +84,12 @@ class BulkServer(ConnectionServer):
         return BulkConnection(frames, name, caller, self._service, self._stall_s)
 
     def refusal(self, error: KVStoreError) -> bytes:
-        """Return what to send; TLS has no words for it before a handshake."""
+        """Return the bytes to send; before a TLS handshake, an alert."""
         return super().refusal(error) if self._certificates is None else NO_PLACE
 
 
 class BulkConnection(Connection):
-    """A transfer that stalls or trickles (`Pace`) ends the connection."""
+    """A connection over TCP. A transfer that stalls or trickles (`Pace`) ends it."""
 
     @property
     def client_certificate(self) -> Shown | None:
@@ -102,7 +102,7 @@ class BulkConnection(Connection):
         return super().greet()
 
     def transfer(self, op: str) -> Transfer | None:
-        """Return what serves a put or get; None for other operations. Raises ProtocolError."""
+        """Return the handler of a put or get; None for other operations. Raises ProtocolError."""
         if op == "put":
             return self._put
         if op == "get":
@@ -122,7 +122,7 @@ class BulkConnection(Connection):
             commit = self._received(slots)
             self.send("commit", self.service.commit_put(session, commit))
         finally:
-            session.abort()  # of what was not committed
+            session.abort()  # releases uncommitted slots
 
     def _received(self, slots: Sequence[memoryview]) -> Any:
         try:
@@ -157,7 +157,7 @@ class BulkConnection(Connection):
     def payload(
         self, nbytes: int, pieces: Iterator[memoryview]
     ) -> tuple[int, Iterator[memoryview]]:
-        """Return how many bytes of a get cross, and which."""
+        """Return how many bytes of a get are sent, and which."""
         return nbytes, pieces
 
     def _get(self, session: Session, request: pb.GetRequest) -> None:

@@ -1,11 +1,10 @@
 """Serve one connection that carries frames, on its own thread.
 
-    first frame --> who it is --> session --> [ request --> reply ]... --> the client hangs up,
-    stalls, breaks the rules
-                                                                           or must leave
+    first frame --> authentication --> session --> [ request --> reply ]... --> end
 
-`node.serving.bulk` and `node.serving.shm` say what a connection does with the requests that move
-pages, `node.serving.acceptor` where it comes from.
+It ends when the client hangs up, stalls or breaks the protocol, or when the connection is evicted.
+`node.serving.bulk` and `node.serving.shm` handle the requests that move pages,
+`node.serving.acceptor` accepts connections.
 """
 
 import abc
@@ -45,8 +44,7 @@ from node.serving.service import Service
 from node.serving.session import Session
 from node.tls import Shown
 
-# When the process has no descriptor left: one is kept in reserve, so that there is always one to
-# answer with.
+# A reserve descriptor, so that a node without free descriptors can still answer.
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +52,14 @@ PLENTY = 1 << 13
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
-_highest = 0  # of the descriptors that `few_left` was asked about
+_highest = 0  # highest descriptor that `few_left` has seen
 
 
 def few_left(fd: int, count: int) -> bool:
     """Return whether fewer than `count` descriptors are left; `fd` was opened just now.
 
-    It is the lowest that was free, so as long as none came near the limit there are enough. Once
-    one did, they are counted: a low one may have filled the only gap.
+    It is the lowest free one, so as long as none came near the limit there are enough. Once one
+    did, they are counted: a low one may have filled the only gap.
     """
     global _highest
     _highest = max(_highest, fd)
@@ -69,13 +67,14 @@ def few_left(fd: int, count: int) -> bool:
     if _highest + count < allowed:
         return False
     try:
-        return allowed - (len(os.listdir("/proc/self/fd")) - 1) < count  # one was to look
+        # without the descriptor of this listing
+        return allowed - (len(os.listdir("/proc/self/fd")) - 1) < count
     except OSError:
         return True
 
 
 class SpareDescriptor:
-    """Thread-safe.
+    """A descriptor in reserve. Thread-safe.
 
     While it is lent, there is none in reserve.
     """
@@ -96,7 +95,7 @@ class SpareDescriptor:
                 self._fd = _open()
 
     def shed(self, listener: socket.socket) -> None:
-        """Accept a waiting connection and close it, or `accept` would fail again at once."""
+        """Accept a waiting connection and close it; otherwise `accept` would fail again at once."""
         with self.lent(), contextlib.suppress(OSError):
             listener.accept()[0].close()
 
@@ -138,19 +137,19 @@ Transfer = Callable[[Session, Any], None]
 
 
 class Door(Protocol):
-    """The server that accepted a connection, which is told when it is busy."""
+    """The server that accepted a connection; connections report to it when they are busy."""
 
     def begin(self, connection: "Connection") -> bool:
         """Note that a request was received.
 
-        False: the server stops, or this connection had to leave, and the request belongs to nothing
-        that was begun before.
+        Return False if the server stops or this connection was evicted: then the request is not
+        served.
         """
 
     def done(self, connection: "Connection") -> bool:
-        """Note that what was begun is finished.
+        """Note that a request and its follow-up have ended.
 
-        False: the server stops, wait for nothing more.
+        Return False if the server stops: then nothing more is received.
         """
 
     def change_share(self, connection: "Connection") -> None:
@@ -160,8 +159,8 @@ class Door(Protocol):
 class Connection(abc.ABC):
     """One client connection; all methods but `socket.shutdown` run in its own thread.
 
-    A connection is a session from its first valid frame on: when it ends, in whatever way, `end`
-    gives back what the session has. `peer` is whose share it counts to.
+    A connection is a session from its first valid frame on: at its end, `end` releases everything
+    that the session holds. `peer`: key that limits count it by.
     """
 
     maps_arena: ClassVar[bool] = False
@@ -180,21 +179,20 @@ class Connection(abc.ABC):
         self.caller = caller
         self.place: ConnectionSlot | None = None
         self._edge = service.traffic.of_wire(caller.wire)
-        self._trace: Trace | None = None  # of the request that was received last
+        self._trace: Trace | None = None  # of the last request
         self._request_nbytes = 0  # taken from the budget for large requests
-        self._request_peer = (
-            ""  # from whose share; who asks may be another by the time it is given back
-        )
+        # peer whose budget it was; the caller may have another one by the time it is returned
+        self._request_peer = ""
         sock.admit = self._admit
 
-    # ---- what differs --------------------------------------------------------------------
+    # ---- differences between transports --------------------------------------------------------
 
     @abc.abstractmethod
     def transfer(self, op: str) -> Transfer | None:
-        """Return what serves an operation that moves pages; None for other operations."""
+        """Return the handler of an operation that moves pages; None for other operations."""
 
     def greet(self) -> tuple[bytes, int]:
-        """Receive the first frame, in the time that was armed."""
+        """Receive the first frame, within the armed time."""
         return self.socket.recv_frame(self.first_nbytes_max)
 
     @property
@@ -238,7 +236,7 @@ class Connection(abc.ABC):
                 )
             return now
 
-        # A process has a share of its own
+        # A process has its own share
         share = "" if self.maps_arena else gate.access.share(principal)
         self.caller = replace(self.caller, peer=share or self.peer, who=still, at=self.peer)
         if share:
@@ -261,7 +259,7 @@ class Connection(abc.ABC):
         session.close()
 
     def close(self) -> None:
-        """Close the socket and return what the connection has taken."""
+        """Close the socket and return everything that the connection has taken."""
         self.socket.close()
         self._give_back()
 
@@ -294,13 +292,13 @@ class Connection(abc.ABC):
         finally:
             server.done(self)
             if self.place is not None:
-                # what is left to be given back takes this place as long as it lasts
+                # the slot stays taken while the session is cleaned up
                 self.place.busy()
             self.end(session)
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
-        """Tell the client why its connection ends, while frames are received."""
+        """Report the error that ends the connection, while frames are received."""
         try:
             yield
         except (KVStoreError, OSError) as error:
@@ -318,9 +316,9 @@ class Connection(abc.ABC):
         return error
 
     def _wait_request(self) -> Request | None:
-        # A slow reply before may have left less, and waiting would spin
+        # A slow reply before may have left less time, and waiting would spin
         self.socket.arm(self.stall_s)
-        try:  # as in `refusing`, which costs a microsecond
+        try:  # as `refusing`, inlined because that costs a microsecond
             frame = self.socket.wait_frame(self.header_nbytes_max, self.stall_s)
             return None if frame is None else self.parse(*frame)
         except InvalidRequest as error:  # all of it was received: the next frame begins behind it
@@ -331,7 +329,7 @@ class Connection(abc.ABC):
             raise self.told(error) from error
 
     def serve_request(self, session: Any, op: str, request: Any) -> None:
-        """Answer a request, or say why not, as a part of the trace that it came with."""
+        """Answer a request, or send its error, within the trace that it carries."""
         began_ns = monotonic_ns()
         is_traced = self._trace is not None or tracing.tracer is not None
         with tracing.serving(op, self._trace) if is_traced else tracing.NOTHING:
@@ -341,7 +339,7 @@ class Connection(abc.ABC):
                     transfer(session, request)
                 else:
                     self.send(op, self._answer(op, request))
-                if op in TIMED and op != "release":  # which is not answered
+                if op in TIMED and op != "release":  # it has no reply
                     self._edge.answered(op, began_ns)
             except KVStoreError as error:
                 self._edge.failed(op, error)
@@ -355,9 +353,9 @@ class Connection(abc.ABC):
             self._give_back()
 
     def _serve_follow(self, server: Door, session: Session, request: pb.FollowRequest) -> bool:
-        """Serve a follow request; return False if the connection must leave or the server stops.
+        """Serve a follow request; return False if the connection was evicted or the server stops.
 
-        While it waits for a view the connection counts as idle, so it may have to leave, and a stop
+        While it waits for a view the connection counts as idle, so it may be evicted, and a stop
         does not wait for it.
         """
         try:
@@ -442,7 +440,7 @@ class Connection(abc.ABC):
         self.send("error", message_of(error, last))
 
     def say_last(self, error: KVStoreError) -> None:
-        """Send why this ends to a client that may not be listening any more."""
+        """Send the reason of the end to a client that may not listen any more."""
         with contextlib.suppress(OSError):
             self.socket.arm(SAY_LAST_S)
             self.socket.send_frame(
@@ -463,7 +461,7 @@ def ready(fd: int | socket.socket, events: int) -> bool:
 def caller_at(sock: socket.socket, peer: str, wire: str) -> Caller:
     """Return the caller at a socket.
 
-    It is gone when it has hung up, also behind bytes not received yet.
+    It is gone when it has hung up, even if received bytes are unread.
     """
     return Caller(peer, lambda: ready(sock, select.POLLRDHUP), wire=wire)
 

@@ -1,16 +1,15 @@
 """Erase a tenant: remove its pages, zero them in RAM, destroy its keys, scan for the rest.
 
-    remove   its namespaces in RAM and on disk; its pages in the writer's queue and on their way to
-             other members
-    RAM      the slots of removed pages are zeroed before other pages get them; one that is still
-             read or written, when that ends
+    remove   its namespaces in RAM and on disk; its pages in the writer's queue and in replication
+    RAM      the slots of removed pages are zeroed before other pages get them; slots in use, when
+             that use ends
     disk     its namespaces' rows and their former versions, with the wrapped page keys: the rows'
              files are rewritten and scanned
 
 Page bytes on the disk are not overwritten: on an SSD that proves nothing. On an encrypted disk they
 are noise without their key. On a plain disk they may stay on the medium until other pages are
-written there, and the reply says so. A put of the tenant that is under way ends without a page. One
-that begins later is a new page and stays.
+written there, and the reply says so. A running put of the tenant ends without a page. A later one
+is a new page and stays.
 """
 
 import hashlib
@@ -34,13 +33,13 @@ log = logging.getLogger(__name__)
 
 FORGET_S = 60.0
 BUSY_S = 10.0  # for slots that are in use
-LOOK_S = 0.05  # between two looks at them
+LOOK_S = 0.05  # between two checks of them
 
 
 class Erasure:
-    """Thread-safe.
+    """Serve `forget`. Thread-safe.
 
-    `stops` says whether the node does.
+    `stops` says whether the node stops.
     """
 
     def __init__(
@@ -56,12 +55,12 @@ class Erasure:
         self._durability = durability
         self._replicator = replicator
         self._stops = stops
-        self.cluster: Registry | None = None  # of a node that is registered
+        self.cluster: Registry | None = None  # of a registered node
 
     def forget(self, request: pb.ForgetRequest, caller: Caller) -> pb.ForgetReply:
         """Remove and erase a tenant's namespaces.
 
-        Raises Exhausted if the disk fails or time is too short; what is removed stays removed.
+        Raises Exhausted if the disk fails or time is too short; removed pages stay removed.
         """
         if not request.tenant:
             raise InvalidRequest(
@@ -93,10 +92,10 @@ class Erasure:
     def _erase(
         self, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]
     ) -> None:
-        """Finish what the removal began, and count what is left."""
+        """Finish the removal, and count the rest."""
         try:
-            self._durability.settle()  # pages that waited to be written are let go of
-        finally:  # of a disk that is stopped, too
+            self._durability.settle()  # releases pages that waited to be written
+        finally:  # also with a stopped disk
             self._wait_for_slots(digests, reply, end, gone)
         if self._disk is not None:
             self._erase_rows(self._disk, digests, reply)
@@ -157,10 +156,7 @@ class Erasure:
             reply.keys_destroyed = dropped.spaces
 
     def _close_namespaces(self, digests: Sequence[bytes]) -> int:
-        """Forget empty namespaces and miss reasons; return how many still have pages.
-
-        Returns how many have pages.
-        """
+        """Forget empty namespaces and miss reasons; return how many still have pages."""
         with self._tier.lock:
             self._tier.miss_reasons.forget()
             return len([digest for digest in digests if not self._tier.namespaces.close(digest)])

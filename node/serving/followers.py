@@ -1,7 +1,6 @@
 """Let connections wait for the next view of the cluster (the `follow` frame).
 
-    connection thread   poll(its socket, the signal) until there is a view, the client hangs up, or
-                        time is over
+    connection thread   polls its socket and the signal until a view, a hang-up, or the time limit
     a new view          sets the signal, which wakes all waiters; later ones wait for a new signal
 
 Waiters sleep until something happens: nothing polls at an interval.
@@ -21,20 +20,16 @@ from node.serving.limits import FOLLOW_S_MAX, FOLLOWERS_MAX, Budget, make_limit
 
 
 class Followers:
-    """The waiters, and their limit.
-
-    Thread-safe.
-    """
+    """The waiters, and their limit. Thread-safe."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._budget = Budget(
             make_limit("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them")
         )
-        self._lock = threading.Lock()  # of the signal
-        self._signal: _Signal | None = (
-            None  # that somebody may wait for; None: nobody has since the last view
-        )
+        self._lock = threading.Lock()  # guards the signal
+        # for the current waiters; None without any since the last view
+        self._signal: _Signal | None = None
         membership.on_view(self._heard)
 
     @property
@@ -49,9 +44,9 @@ class Followers:
             signal.set()
 
     def view(self, known: int) -> pb.View | None:
-        """Return the view; None: there is none yet, or its number is `known`.
+        """Return the view; None if there is none yet, or its number is `known`.
 
-        Raise InvalidRequest if the node is in no cluster.
+        Raises InvalidRequest if the node has no cluster.
         """
         view = self._membership.view
         if view is None and not self._membership.joining:
@@ -61,13 +56,14 @@ class Followers:
     def wait(self, peer: str, known: int, seconds: float, sock: FrameSocket) -> pb.View | None:
         """Wait for a view whose number is not `known`, and return it.
 
-        None: none came within `seconds`, at most FOLLOW_S_MAX, or the client sent something or hung
-        up. Raise Exhausted if too many wait already.
+        Return None if none came within `seconds`, at most FOLLOW_S_MAX, or if the client sent
+        something or hung up. Raises Exhausted if too many wait already.
         """
         end = time.monotonic() + min(seconds, FOLLOW_S_MAX)
         with self._budget.lent(peer):
             while True:
-                signal = self._next_signal()  # before the look, so that none comes in between
+                # before the check, so that no view is missed in between
+                signal = self._next_signal()
                 view = self.view(known)
                 left_s = end - time.monotonic()
                 if view is not None or left_s <= 0 or not signal.wait(sock, left_s):
@@ -100,7 +96,8 @@ class _Signal:
     def wait(self, sock: FrameSocket, seconds: float) -> bool:
         """Wait.
 
-        Return True when it is set; False when something happens at the socket, or time is over.
+        Return True when it is set; False when something happens at the socket, or at the time
+        limit.
         """
         if not sock.quiet:
             return False

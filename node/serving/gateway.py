@@ -1,12 +1,11 @@
 """Serve the connections of a gateway, which forwards the calls of gRPC clients (`node.gateway`).
 
-    on_behalf   the caller of the requests that follow: address, token, names of its certificate;
-                not answered
-    request     of that caller, as on the bulk wire; page bytes travel behind it
+    on_behalf   the caller of the next requests: address, token, certificate names; no reply
+    request     of that caller, as over bulk TCP; page bytes follow
 
-Each request is admitted by the caller's credential, and counts to that caller's limits. A token
-proves itself; address and certificate names are the gateway's word, which the node believes
-(docs/SECURITY.md, "Gateways").
+Each request is admitted by the caller's credential, and counts to that caller's limits. The node
+verifies tokens itself; it trusts the gateway for addresses and certificate names (docs/SECURITY.md,
+"Gateways").
 """
 
 import contextlib
@@ -36,20 +35,18 @@ log = logging.getLogger(__name__)
 
 WIRE = "grpc"
 ON_BEHALF = pb.BulkRequest.ON_BEHALF_FIELD_NUMBER
-ADMITTED = ("follow", "reflection")  # calls that a gateway answers by itself
+ADMITTED = ("follow", "reflection")  # calls that a gateway answers itself
 CONNECTIONS_MAX = 1 << 12  # of one gateway, however many calls it may have
-CONNECTIONS_MORE = (
-    256  # beside those of calls: who asks to follow or to reflect, and those that just end
-)
-STALL_MORE_S = (
-    2.0  # a gateway ends calls that stall; the node does so a little later, should the gateway hang
-)
+# beside those of calls: admissions of follow and reflection, and ending calls
+CONNECTIONS_MORE = 256
+# a gateway ends stalled calls; the node does so a little later, in case the gateway hangs
+STALL_MORE_S = 2.0
 
 
 def connections_max(threads: int) -> int:
-    """Return the connections of one gateway: one per forwarded call, and as many that just end.
+    """Return the connections of one gateway: one per forwarded call, and as many for ending calls.
 
-    `threads` is grpc_threads, of which each allows four calls. A connection costs the node a thread
+    `threads` is grpc_threads, each of which allows four calls. A connection costs the node a thread
     and a descriptor.
     """
     return min(CONNECTIONS_MAX, 8 * threads + CONNECTIONS_MORE)
@@ -59,10 +56,7 @@ class GatewayCalls:
     """Limits on calls over gRPC, shared by all gateways of the node."""
 
     def __init__(self, service: Service, threads: int) -> None:
-        """Prepare limits. grpc_threads admits 3/4 as many transfers and four times as many calls.
-
-        It admits 3/4 as many transfers, and four times as many calls.
-        """
+        """Prepare limits: 3/4 as many transfers as grpc_threads, and four times as many calls."""
         self.connections_max = connections_max(threads)  # of each gateway
         remedy = "make fewer at a time"
         more = f"{remedy}, or raise grpc_threads"
@@ -72,8 +66,8 @@ class GatewayCalls:
             service.tenants.quoted("connections", "connections"),
         )
         self.transfers = Budget(make_limit("gRPC transfers", transfers, more))
-        # Of them, those that may wait for the disk or for other members: however long these hang,
-        # the others are left for pages in RAM.
+        # Those of them that may wait for the disk or for other members: if these hang, other
+        # transfers are still served from RAM.
         self.durable = Budget(make_limit("gRPC durable puts", max(1, transfers // 2), more))
         self.loads = Budget(make_limit("gRPC gets from disk", max(1, transfers * 3 // 4), remedy))
 
@@ -111,9 +105,7 @@ class GatewayDoor(ConnectionServer):
                 return
             if not data:
                 return
-            for (
-                fd
-            ) in fds:  # none: there was no descriptor left for it, and the gateway finds it closed
+            for fd in fds:  # none was free, so the gateway finds its end closed
                 self._take(fd)
 
     def _take(self, fd: int) -> None:
@@ -135,9 +127,7 @@ class GatewayDoor(ConnectionServer):
             self._begin(self.connection(sock, ""))
         except Exhausted as error:
             self._refuse(sock, error)
-        except (
-            Exception
-        ):  # a gateway that is faulty must not end the thread that takes its connections
+        except Exception:  # a faulty gateway must not end the thread that accepts its connections
             log.exception("%s: a connection could not be served", self._name)
             sock.close()
 
@@ -159,7 +149,7 @@ class GatewayConnection(BulkConnection):
         self._calls = calls
         self._gone = unknown.gone
         self._access: Access = service.authorizer.access
-        self._identities = self._access.identities  # those in force when the caller was taken
+        self._identities = self._access.identities  # those in force when the caller was set
         self._told: pb.OnBehalfRequest | None = None
 
     def serve(self, server: Any) -> None:
@@ -175,7 +165,7 @@ class GatewayConnection(BulkConnection):
                 if not server.done(self):
                     return
         except ConnectionResetError:
-            pass  # as it ends whenever the gateway has no use for it, or a caller has left
+            pass  # the normal end, when the gateway does not need it or a caller has left
         finally:
             server.done(self)
 
@@ -189,11 +179,11 @@ class GatewayConnection(BulkConnection):
                 self._take_caller(request[1])
                 continue
             if self._told is not None and self._access.identities is not self._identities:
-                self._take_caller(self._told)  # who it is may have another tenant now
+                self._take_caller(self._told)  # its identity may have another tenant now
             return request
 
     def _take_caller(self, told: pb.OnBehalfRequest) -> None:
-        """Make the caller that the gateway named the one of the next requests."""
+        """Set the caller of the next requests to the one that the gateway named."""
         self._told, self._identities = told, self._access.identities
         at = _peer_at(told.address)
         names = tuple(told.names)
@@ -205,7 +195,7 @@ class GatewayConnection(BulkConnection):
 
         peer = at
         if not self._access.open:
-            with contextlib.suppress(KVStoreError):  # each request says so
+            with contextlib.suppress(KVStoreError):  # each request repeats the error
                 peer = self._access.share(who()) or at
         self.caller = Caller(peer, self._gone, who=who, at=at, wire=WIRE)
         self.peer = peer
@@ -222,8 +212,8 @@ class GatewayConnection(BulkConnection):
     def parse(self, header: bytes, payload_nbytes: int) -> Request:
         """Parse a request; a caller's invalid one does not end the connection.
 
-        An invalid statement of the gateway about a caller does, or the next request might be taken
-        for another caller's.
+        An invalid frame of the gateway about a caller does, or the next request might be taken for
+        another caller's.
         """
         try:
             return super().parse(header, payload_nbytes)
@@ -240,7 +230,7 @@ class GatewayConnection(BulkConnection):
             raise InvalidRequest("a request that is no message of the schema") from error
 
     def transfer(self, op: str) -> Transfer:
-        """Return what forwards an operation."""
+        """Return the handler of a forwarded operation."""
         return partial(self._forwarded, op)
 
     def _forwarded(self, op: str, _: object, request: Any) -> None:

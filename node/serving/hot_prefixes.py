@@ -1,10 +1,10 @@
 """Find the most requested prefixes: a sketch of bounded size over sampled lookups.
 
-About one lookup in `every` is looked at, at intervals that are made up as it goes, so that no
-pattern of requests hides from it. Of these the first page of what was found is counted: the head of
-its chain. When the table is full a new head takes the place of the least counted one and that one's
-count (space-saving): a count is too high by `error` at most, and what is found more often than one
-in `size` of the lookups is always there. Counts are halved now and then.
+About one lookup in `every` is sampled, at random intervals, so that no pattern of requests hides
+from it. The first found page, the head of the chain, is counted. When the table is full, a new head
+replaces the least counted one and takes over its count (space-saving): a count is too high by at
+most `error`, and prefixes found in more than one of `size` lookups are always present. Counts are
+halved now and then.
 """
 
 import math
@@ -17,15 +17,13 @@ from typing import NamedTuple
 EVERY = 64
 SIZE = 256
 HALVED_S = 600.0
-HEAD_NBYTES = (
-    8  # of a prefix hash that are kept: enough to tell heads apart, too few to ask for a page
-)
+HEAD_NBYTES = 8  # of a prefix hash: enough to distinguish heads, too few to request a page
 
 
 class HotPrefix(NamedTuple):
-    """Describe a frequently requested prefix.
+    """A frequently requested prefix.
 
-    `lookups` is estimated, of which `error` may belong to others; `pages` is the mean found by one.
+    `lookups` is estimated, of which `error` may belong to others; `pages` is the mean number found.
     """
 
     namespace: bytes
@@ -45,7 +43,7 @@ class _Entry:
 
 
 class HotPrefixes:
-    """Thread-safe; what is not looked at takes no lock."""
+    """The sketch. Thread-safe; unsampled lookups take no lock."""
 
     def __init__(
         self,

@@ -2,12 +2,12 @@
 
 Each connection has one thread and carries one request.
 
-    accept ── place ── thread ── TLS ── head ── body ── respond ── reply or event stream
-             (limit)             └──── deadline ────┘             └── deadline ──┘
+    accept ── slot ── thread ── TLS ── head ── body ── respond ── reply or event stream
+             (limit)            └──── deadline ────┘             └── deadline ──┘
 
-`ThreadingHTTPServer` starts a thread for every client that connects, and its time-outs are per
-`recv`. Here the number of connections is limited in all and per client, and each has deadlines that
-no trickle extends. `BaseHTTPRequestHandler` parses the requests.
+`ThreadingHTTPServer` starts a thread for every client that connects, and its timeouts are per
+`recv`. Here connections are limited in total and per client, and each has deadlines that a
+trickling client can not extend. `BaseHTTPRequestHandler` parses the requests.
 """
 
 import contextlib
@@ -52,9 +52,9 @@ log = logging.getLogger(__name__)
 
 HEAD_NBYTES_MAX = 8 << 10
 BODY_NBYTES_MAX = 4 << 10
-BACKLOG = 1024  # a client that meets a full backlog tries again after a second
-STOP_S = 2.0  # time that running requests get at a stop
-HURRIED_S = 0.25  # time of a connection that is served by the accepting thread
+BACKLOG = 1024  # a client that meets a full backlog retries after a second
+STOP_S = 2.0  # for running requests at a stop
+HURRIED_S = 0.25  # for a connection that the accepting thread serves
 _DRAINED_NBYTES_MAX = 64 << 10
 _DRAIN_S = 1.0
 
@@ -108,15 +108,13 @@ class Response(NamedTuple):
 
 
 class Disconnected(Exception):
-    """The client left, was too slow, or had to make room for another one."""
+    """The client left, was too slow, or was evicted for another one."""
 
 
 class HttpConnection:
     """One accepted connection, used by its own thread.
 
-    Other threads may only call `hang_up`.
-
-    `end` is the time by which the current request or reply must be over, whatever the client does.
+    Other threads may only call `hang_up`. `end` is the deadline of the current request or reply.
     """
 
     def __init__(
@@ -132,7 +130,7 @@ class HttpConnection:
         self._closed = False
 
     def hang_up(self) -> None:
-        """Make all that its thread waits for fail at once.
+        """Make all waits of its thread fail at once.
 
         The socket stays open: its number could be another file's while the thread still uses it.
         """
@@ -148,10 +146,11 @@ class HttpConnection:
             self.sock.close()
         if self.place is not None:
             self.place.close()
-            self.place = None  # it refers to this object: a cycle would live until a collection
+            # it refers to this object: a cycle would live until a garbage collection
+            self.place = None
 
     def has_head(self) -> bool:
-        """Return whether a whole head is here already, without waiting."""
+        """Return whether a whole head has arrived already, without waiting."""
         if isinstance(self.sock, ssl.SSLSocket):
             return False
         with contextlib.suppress(OSError):
@@ -161,7 +160,7 @@ class HttpConnection:
         return False
 
     def handshake(self) -> Asker:
-        """Start TLS where the node has it, and return who the client is."""
+        """Do the TLS handshake if the node uses TLS, and return the client."""
         if not isinstance(self.sock, ssl.SSLSocket):
             return Asker(self.peer, ())
         with _disconnects():
@@ -177,14 +176,14 @@ class HttpConnection:
             return self.sock.recv(HEAD_NBYTES_MAX)
 
     def receive_more(self) -> bytes:
-        """Raise Disconnected at the end of what the client sends."""
+        """Receive; raise Disconnected if the client sends no more."""
         data = self.receive()
         if not data:
             raise Disconnected("the request does not end")
         return data
 
     def send(self, data: bytes, seconds: float) -> None:
-        """Send all of `data` in this time."""
+        """Send all of `data` within this time."""
         self.end = time.monotonic() + seconds
         left = memoryview(data)
         with _disconnects():
@@ -195,7 +194,7 @@ class HttpConnection:
     def start_stream(self, content_type: str, seconds: float) -> None:
         """Send the head of a reply that ends with its connection.
 
-        A client that takes nothing loses its connection after `seconds`.
+        A client that does not receive is disconnected after `seconds`.
         """
         with _disconnects():
             # The kernel would buffer hours of small events for a client that is gone silently.
@@ -216,7 +215,7 @@ class HttpConnection:
         return not self.wait(0.0)
 
     def drain(self) -> None:
-        """Take what a refused client still sends.
+        """Receive the rest of a refused request.
 
         A close with unread bytes would reset the connection, and the client would not see the
         reply.
@@ -237,7 +236,7 @@ class HttpConnection:
 
 @dataclass(frozen=True)
 class Request:
-    """`headers` have their names in lower case."""
+    """A request. `headers` have their names in lower case."""
 
     method: str
     path: str
@@ -254,7 +253,7 @@ Respond = Callable[[Request], Response | None]
 class _Handler(BaseHTTPRequestHandler):
     """One request and its reply.
 
-    The whole head is there before any of it is parsed.
+    The whole head has arrived before any of it is parsed.
     """
 
     protocol_version = "HTTP/1.1"
@@ -288,7 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
             connection.place.busy()
         response = self.server.answer(request)
         if connection.place is not None:
-            connection.place.idle()  # a client that takes its reply slowly makes room for others
+            connection.place.idle()  # a client that receives its reply slowly may be evicted
         if response is not None:
             connection.send(_message(response, self.command != "HEAD"), HTTP_REPLY_S_MAX)
 
@@ -302,8 +301,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.raw_requestline = self.rfile.readline()
         if not self.parse_request():
             return None
-        # The parser takes the rest of a head for a body where a line is no header, such as
-        # "Host : a". Some proxies read such a line, so it could hide a Host from the check below
+        # The parser takes the rest of a head for a body after a line that is no header, such as
+        # "Host : a". Some proxies accept such a line, so it could hide a Host from the check below
         # (RFC 9112, 5.1).
         if self.request_version == "HTTP/0.9" or self.headers.defects or self.headers.get_payload():
             return None
@@ -335,27 +334,24 @@ class _Handler(BaseHTTPRequestHandler):
         self.refusal = text(why, status)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Send an error page without the parser's message, which would repeat the client's text.
-
-        Its messages repeat what the client sent, so they are left out.
-        """
+        """Send an error page without the parser's message, which would repeat the client's text."""
         self._refuse(int(code), http.HTTPStatus(code).phrase)
 
     def handle_expect_100(self) -> bool:
-        """Send no reply before the reply.
+        """Send no interim reply.
 
         A body is so small that clients rarely ask.
         """
         return True
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: clients choose how often they ask."""
+        """Log nothing: clients choose how often they send requests."""
 
 
 class HttpServer:
-    """Binds in the constructor and serves from then on.
+    """The server: it binds in the constructor and serves from then on.
 
-    `stop` ends all of it.
+    `stop` ends everything.
     """
 
     def __init__(
@@ -366,16 +362,13 @@ class HttpServer:
         certificates: Certificates | None = None,
         trusts_host: Callable[[str], bool] = lambda host: True,
     ) -> None:
-        """Listen. Without `certificates` it serves HTTP; `trusts_host` decides on Host headers.
-
-        `trusts_host` says whether to answer a Host.
-        """
+        """Listen. Without `certificates` it serves HTTP; `trusts_host` decides on Host headers."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self.trusts_host = trusts_host
-        # One thread at a time parses. So many clients get no more of the interpreter than one.
+        # One thread at a time parses, so that many clients get no more of the GIL than one.
         self.parsing = threading.Lock()
         self._respond = respond
         self._certificates = certificates
@@ -385,7 +378,7 @@ class HttpServer:
             )
         )
         self._spare = SpareDescriptor()
-        # Needs no descriptor, and waits where `accept` would fail for want of one.
+        # Needs no descriptor, and waits where `accept` would fail for lack of one.
         self._poll = select.poll()
         self._poll.register(self._listener, select.POLLIN)
         self._lock = threading.Lock()
@@ -411,7 +404,7 @@ class HttpServer:
         self._spare.close()
 
     def answer(self, request: Request) -> Response | None:
-        """Return the reply to a request, whatever goes wrong with it."""
+        """Return the reply to a request, also after any error."""
         try:
             return self._respond(request)
         except KVStoreError as error:
@@ -450,7 +443,7 @@ class HttpServer:
     def _serve_without_descriptor(self) -> None:
         """Serve one connection with the descriptor in reserve.
 
-        When no descriptor is left, metrics are what an operator wants to see.
+        When no descriptor is left, an operator needs the metrics.
         """
         with self._spare.lent(), contextlib.suppress(OSError):
             sock, address = self._listener.accept()
@@ -470,7 +463,8 @@ class HttpServer:
         except Exhausted:
             connection.close()
             return
-        # Idle connections make room, the oldest first. One whose head is here is answered first.
+        # Idle connections are evicted, the oldest first. One whose head has arrived is answered
+        # first.
         if not connection.has_head():
             connection.place.idle()
         thread = threading.Thread(
@@ -480,7 +474,7 @@ class HttpServer:
             self._threads[connection] = thread
         try:
             thread.start()
-        except RuntimeError:  # this process may have no more threads: metrics tell that
+        except RuntimeError:  # this process can start no more threads: metrics show that
             connection.hurried, connection.end = True, time.monotonic() + HURRIED_S
             self._serve(connection)
 

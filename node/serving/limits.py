@@ -1,11 +1,11 @@
 """Limit connections, calls and bytes in flight, per peer and in total.
 
-Each has a cap in all and a share for one peer, half of it, so that no peer takes the last of
-anything (docs/operations.md, "Limits"). A tenant is one peer, wherever its callers are, and its
-quota may be less than that share.
+Each resource has a limit in total and one for a peer, half of it, so that no peer can exhaust it
+(docs/operations.md, "Limits"). A tenant is one peer, from all of its addresses, and its quota may
+be less than that half.
 
-    Budget   amounts: taken at once or refused at once, by name
-    Places   a connection or a call each: full means that whoever has been idle for longest leaves
+    Budget              amounts by name: taken at once or refused at once
+    ConnectionLimiter   connections or calls: if full, the longest idle one is evicted
 """
 
 import ipaddress
@@ -25,16 +25,15 @@ from kvstore.pb import kvstore_pb2 as pb
 from node.auth.quotas import tenant_of
 from node.config import NodeConfig
 
-# The cost of a request in its tenant's byte rate: bytes sent or received, or bytes read and
-# hashed for it.
+# The cost of a request in its tenant's byte rate: bytes transferred, or bytes read and hashed.
 
 
 def _nothing(nbytes: int) -> None:
-    """Charge nobody."""
+    """Charge no tenant."""
 
 
 class Charge:
-    """Charges one request the larger of two sums: page bytes transferred, and page bytes processed.
+    """Charge one request the larger of two sums: page bytes transferred, and page bytes processed.
 
     Processed means read from disk, fetched from another member, or hashed. A plain get reads a page
     once and sends it once, so it costs the page's bytes. Processing is charged before it is done,
@@ -68,24 +67,24 @@ class Charge:
 NO_CHARGE = Charge()
 
 
-# A transfer must be over after its bytes at this rate and `stall_s`, however steadily it trickles.
+# A transfer must end within its bytes at this rate plus `stall_s`, however steadily it trickles.
 TRANSFER_NBYTES_PER_S_MIN = 1 << 20
 
-# A connection, or a call over gRPC, that has not sent all of its first request by then is ended.
+# Time limit of a connection, or a call over gRPC, for its first request.
 REQUEST_S_MAX = 10.0
 
-# Requests on their way and decoded, of more than REQUEST_NBYTES_FREE; keys and ranges as Python
-# objects take up to eight times what they have on the wire: 16 of the largest messages (2 MiB) at a
+# Requests in flight and decoded, of more than REQUEST_NBYTES_FREE; keys and ranges as Python
+# objects take up to eight times their size on the wire: 16 of the largest messages (2 MiB) at a
 # time.
 REQUEST_NBYTES_FREE = 64 << 10
-# Of what a gateway tells of a caller: its token, which gRPC limits, or the names in its
+# Of a gateway's statement about a caller: its token, which gRPC limits, or the names in its
 # certificate.
 ON_BEHALF_NBYTES_MAX = 48 << 10
 REQUEST_NBYTES_FACTOR = 8
 REQUESTS_NBYTES_MAX = 256 << 20
 
 # Calls that work on many pages or namespaces, or wait for the disk: how many at a time, each at
-# most the half for one peer. What is left out needs microseconds, or is bounded by its connection.
+# most the half for one peer. Other calls need microseconds, or are bounded by their connection.
 LONG_CALLS = {
     "list": 8,
     "verify": 4,
@@ -103,8 +102,8 @@ LONG_CALLS = {
 SCRUB_NBYTES_MAX = 256 << 20  # of one call, which also ends after
 SCRUB_S_MAX = 5.0
 
-# Of one namespace; of all together node.memory.page says. Some 100 bytes for each plane of each
-# group of layers, so 128 layers that all differ fit.
+# Of one namespace; node.memory.page limits all together. Some 100 bytes for each plane of each
+# group of layers, so 128 different layers fit.
 DESCRIPTION_NBYTES_MAX = 32 << 10
 
 REFLECTION_STREAMS_MAX = 8
@@ -113,9 +112,9 @@ HEALTH_CALLS_MAX = 64
 HEALTH_WATCH_S_MAX = 3600.0
 FOLLOWERS_MAX = 1024
 FOLLOW_S_MAX = 60.0
-# Of scrapes, probes and browsers. Only the console's calls, reads and watchers (below) can be busy
-# for long. All of them are fewer than the half that one peer may have, so a scrape always finds a
-# place.
+# For scrapes, probes and browsers. Only the console's calls, reads and watchers (below) can be busy
+# for long. All of them are fewer than the half that one peer may have, so a scrape always gets a
+# connection.
 HTTP_CONNECTIONS_MAX = 64
 HTTP_REQUEST_S_MAX = 5.0
 HTTP_REPLY_S_MAX = 30.0
@@ -138,7 +137,7 @@ def peer_of(host: str) -> str:
 
 @dataclass(frozen=True)
 class Limit:
-    """`what` and `remedy` are for the message of a refusal."""
+    """A limit; `what` and `remedy` are for the message of a refusal."""
 
     what: str
     total: int
@@ -146,10 +145,7 @@ class Limit:
     remedy: str
 
     def refusal(self, peer: str, used: int, used_by_peer: int, most: int = 0) -> Exhausted:
-        """Return the error of an exceeded limit; a tenant learns only about itself.
-
-        A tenant is told of itself only.
-        """
+        """Return the error of an exceeded limit; a tenant learns only about itself."""
         if tenant_of(peer):
             whose = "for one tenant" if most == self.per_peer else "by its quota"
             return Exhausted(
@@ -188,19 +184,19 @@ NO_QUOTAS = QuotaLimits()
 
 
 class PerPeerQueue:
-    """One call of each peer is at it; its others wait.
+    """Run one call of each peer at a time; its other calls wait.
 
-    So a peer with a hundred connections has no more of the interpreter than one with a single one.
-    Thread-safe; remembers only peers that are at it.
+    So a peer with a hundred connections gets no more of the GIL than one with a single one.
+    Thread-safe; remembers only peers with running calls.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[str, deque[threading.Event]] = {}  # of each that has a turn
+        self._waiting: dict[str, deque[threading.Event]] = {}  # of each peer with a running call
 
     @contextmanager
     def turn(self, peer: str) -> Iterator[None]:
-        """Wait for the peer's turn within the block."""
+        """Run the block as the peer's only call."""
         self.begin(peer)
         try:
             yield
@@ -214,7 +210,7 @@ class PerPeerQueue:
             return sum(map(len, self._waiting.values()))
 
     def begin(self, peer: str) -> None:
-        """Begin a turn, which must `end`; 1 µs faster than `turn`."""
+        """Begin the peer's call, which must `end`; 1 µs faster than `turn`."""
         with self._lock:
             waiting = self._waiting.get(peer)
             if waiting is None:
@@ -225,7 +221,7 @@ class PerPeerQueue:
         mine.wait()
 
     def end(self, peer: str) -> None:
-        """End a turn and wake the longest waiting call of the peer."""
+        """End the peer's call and wake the longest waiting one."""
         with self._lock:
             if waiting := self._waiting[peer]:
                 waiting.popleft().set()
@@ -234,7 +230,7 @@ class PerPeerQueue:
 
 
 class Budget:
-    """So much of something.
+    """An amount that is shared by peers.
 
     Thread-safe; remembers only peers that have some.
     """
@@ -249,7 +245,7 @@ class Budget:
     def take(self, peer: str, amount: int = 1) -> None:
         """Take an amount. Raises Exhausted, and takes nothing, beyond the limit.
 
-        Nothing can always be had.
+        An amount of 0 is always granted.
         """
         if not amount:
             return
@@ -263,7 +259,7 @@ class Budget:
             self._by_peer[peer] = used_by_peer + amount
 
     def give(self, peer: str, amount: int = 1) -> None:
-        """Give an amount back."""
+        """Return an amount."""
         if not amount:
             return
         with self._lock:
@@ -286,9 +282,9 @@ class Budget:
 
 
 class ConnectionSlot:
-    """Of one connection or call.
+    """Slot of one connection or call.
 
-    An idle one may be taken away: `leave` is called then, once, and what had the place must end.
+    An idle one may be evicted: `leave` is called then, once, and its user must end.
     """
 
     def __init__(self, places: "ConnectionLimiter", peer: str, leave: Callable[[], None]) -> None:
@@ -296,7 +292,7 @@ class ConnectionSlot:
         self.peer = peer
         self.leave = leave
         self.taken_away = False
-        self.known = False  # whether it has asked for anything yet
+        self.known = False  # whether it has sent a request yet
 
     def idle(self) -> None:
         """Mark the connection as idle: it may be closed for another one.
@@ -306,16 +302,13 @@ class ConnectionSlot:
         self._places.set_idle(self)
 
     def busy(self) -> bool:
-        """Mark the connection as busy; return False if it had to leave meanwhile.
-
-        False: it had to leave meanwhile.
-        """
+        """Mark the connection as busy; return False if it was evicted meanwhile."""
         return self._places.set_busy(self)
 
     def change(self, peer: str) -> None:
         """Count the connection to another peer.
 
-        Raises Exhausted, and stays where it is, if that has its share of busy ones.
+        Raises Exhausted, and changes nothing, if that peer has its share of busy ones.
         """
         self._places.change(self, peer)
 
@@ -325,9 +318,9 @@ class ConnectionSlot:
 
 
 class ConnectionLimiter:
-    """At most so many in all and of one peer.
+    """Limit connections or calls, in total and per peer.
 
-    Thread-safe; everything but a full house is O(1).
+    Thread-safe; O(1) unless it is full.
     """
 
     def __init__(self, cap: Limit, quoted: QuotaLimits = NO_QUOTAS) -> None:
@@ -336,7 +329,7 @@ class ConnectionLimiter:
         self._lock = threading.Lock()
         self._count = 0
         self._counts: dict[str, int] = {}
-        # Of each peer, longest idle first: those that never asked for anything, and the others.
+        # Of each peer, longest idle first: those that never sent a request, and the others.
         self._idle: dict[
             str, tuple[OrderedDict[ConnectionSlot, None], OrderedDict[ConnectionSlot, None]]
         ] = {}
@@ -446,7 +439,7 @@ class ConnectionLimiter:
             pass
 
     def set_busy(self, place: ConnectionSlot) -> bool:
-        """Mark a slot as busy; return False if it was taken away."""
+        """Mark a slot as busy; return False if it was evicted."""
         with self._lock:
             self._not_idle(place)
             place.known = True
@@ -459,10 +452,10 @@ class ConnectionLimiter:
                 self._take_away(place)
 
 
-# How large a request of a kind may be: known from its length, before it is parsed.
+# Limit the size of requests by kind: checked by their length, before they are parsed.
 #
-# Parsing keeps the GIL and makes up to a hundred bytes of each byte. So what no request that is
-# served can need is refused unparsed, and large ones are parsed one at a time.
+# Parsing holds the GIL and makes up to a hundred bytes of each byte. So requests larger than any
+# valid one are refused unparsed, and large ones are parsed one at a time.
 
 _RANGE_WIRE_NBYTES = 24  # two numbers of ten bytes, their tags and a header
 _TYPES = {
@@ -474,15 +467,15 @@ _OPS = {number: op for op, (number, _) in _TYPES.items()}
 
 
 class Requests:
-    """`op` is the field's name in BulkRequest; `data` the request in its wire form.
+    """Parse requests within limits. Thread-safe.
 
-    Thread-safe.
+    `op` is the field's name in BulkRequest; `data` the request in its wire form.
     """
 
     def __init__(self, config: NodeConfig, budget: Budget, turns: PerPeerQueue) -> None:
         self._budget = budget
         self._turns = turns
-        self._parsing = threading.Lock()  # of large ones
+        self._parsing = threading.Lock()  # held for large ones
         keys = config.batch_keys_max * (PREFIX_HASH_NBYTES_MAX + 2) + 1024
         leaves = (
             config.batch_keys_max * (LEAF_SUM_NBYTES + 3)
@@ -505,7 +498,7 @@ class Requests:
     def parsed(self, op: str, data: bytes | memoryview, peer: str) -> Any:
         """Parse a request, a large one in its peer's turn.
 
-        Raises InvalidRequest, or what protobuf raises if it is no such message.
+        Raises InvalidRequest, or protobuf's DecodeError for an invalid message.
         """
         if len(data) > self._nbytes_max[op]:
             raise InvalidRequest(

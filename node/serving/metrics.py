@@ -136,7 +136,7 @@ class NodeCollector:
             "node_status", pb.NodeStatusRequest(), self._caller
         )
         yield GaugeMetricFamily("kvstore_serving", "", status.state != "DRAINING")
-        if status.HasField("ram"):  # who asks is told of the node itself
+        if status.HasField("ram"):  # tenants do not see the node itself
             yield from self._of_node(status)
         yield from self._of_tenants(status)
         yield from self._of_namespaces(status)
@@ -299,7 +299,7 @@ def metrics_text(service: Service) -> Choose:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(NodeCollector(service, caller))
         accept = headers.get("accept", "")
-        # One of two: a version or an escaping that a scraper names would come back in the content
+        # One of two: a version or an escaping named by a scraper would be echoed in the content
         # type.
         encode, content_type = choose_encoder(
             OPENMETRICS if OPENMETRICS.split(";")[0] in accept.lower() else ""
@@ -331,8 +331,8 @@ class MetricsServer(HttpServer):
         self._choose = choose
         self._serving = serving
         self._console = console
-        self._making = threading.Lock()  # of one text at a time
-        # By content type and scope: until when it is good, and the reply.
+        self._making = threading.Lock()  # for one text at a time
+        # By content type and scope: end of validity, and the reply.
         self._cached: dict[Hashable, tuple[float, Response]] = {}
         super().__init__(host, port, self._reply, certificates, trusts_host)
 

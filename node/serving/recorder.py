@@ -1,11 +1,11 @@
 """Record requests as a trace while an administrator listens; pages are only numbered.
 
-lookup, put --- note ---> waiting --- record ---> ids that mean nothing without this recording's key
+    lookup, put --- note ---> waiting --- record ---> ids without meaning outside this recording
 
 A page's id is a MAC of its key, of 8 bytes, under a secret that is made when the recording begins
-and forgotten when it ends: equal pages have equal ids, and nobody can tell from one which prompt it
-is, nor find it in another recording. Ids are made when they are asked for: a lookup costs an append
-more, and one look at an attribute while nobody records.
+and forgotten when it ends: equal pages have equal ids, and an id reveals neither its prompt, nor
+the same page in another recording. Ids are made when they are fetched: a recorded lookup costs an
+append, and an attribute access while nothing is recorded.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ from kvstore.pb import kvstore_pb2 as pb
 from node.memory.page import NamespaceIndex
 
 RECORD_MS_MAX = 24 * 3600 * 1000
-# Some 50 MiB of keys; what comes beyond is dropped: 5 s of 100,000 pages a second
+# Some 50 MiB of keys; more are dropped: 5 s of 100,000 pages a second
 WAITING_PAGES_MAX = 1 << 19
 REPLY_PAGES_MAX = 1 << 17  # 1 MiB of ids, made in 0.2 s
-USE_PAGES = 4  # what a use takes besides, in pages
-ABANDONED_S = 60.0  # nobody has asked for so long: it ends
+USE_PAGES = 4  # cost of a use besides, in pages
+ABANDONED_S = 60.0  # a recording that is not fetched for so long ends
 ID_NBYTES = 8
 
 
@@ -51,9 +51,9 @@ class _Recording:
 
 
 class Recorder:
-    """Thread-safe.
+    """The recorder. Thread-safe.
 
-    `on`: look at it first. `find`: a namespace by its digest; raises UnknownNamespace.
+    `on`: check it first. `find`: a namespace by its digest; raises UnknownNamespace.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Recorder:
         with self._lock:
             recording, now = self._recording, self._clock_s()
             if recording is None or recording.is_abandoned(now):
-                self._recording, self.on = None, False  # with its key, and what waited
+                self._recording, self.on = None, False  # with its key, and waiting uses
             elif now > recording.end_s:
                 return
             elif recording.pages + len(prefix_hashes) + USE_PAGES > WAITING_PAGES_MAX:
@@ -88,7 +88,7 @@ class Recorder:
             return self._begin(request.ms)
         with self._lock:
             recording, now = self._recording, self._clock_s()
-            # What came meanwhile may not have been noted
+            # Later uses may not have been noted
             if recording is not None and recording.is_abandoned(now):
                 recording = self._recording = None
                 self.on = False
@@ -97,7 +97,7 @@ class Recorder:
                     "this recording is over: it was ended, or nobody asked for it for a minute"
                 )
             if request.end:
-                # Else it may come faster than it is fetched
+                # Otherwise uses may come faster than they are fetched
                 recording.end_s = min(recording.end_s, now)
             uses = self._take(recording)
             over = not recording.waiting and (request.end or now > recording.end_s)
@@ -147,7 +147,8 @@ class Recorder:
             at_ms=int(1000 * (use.at_s - recording.begin_s)),
             stored=use.stored,
             page_nbytes=space.page_nbytes,
-            # A rank's page has a share of its tokens' KV: so the pages of all ranks have them once.
+            # A rank's page has a share of its tokens' KV: so the pages of all ranks count each
+            # token once.
             page_tokens=value.layout.page_tokens / (value.tp_size * value.pp_size * value.cp_size),
             pages=[
                 _id(recording.key, use.namespace + prefix_hash) for prefix_hash in use.prefix_hashes

@@ -1,9 +1,9 @@
 """Count durations, tiers of gets, bytes and errors by operation and transport.
 
-    the edge of a wire --> answered: how long; not answered: why      (connections.py, calls.py)
-    begin_get          --> how long until all of its pages are in RAM, and where they were
+    a transport's edge --> answered: how long; not answered: why      (connection.py, call.py)
+    begin_get          --> how long until all pages are in RAM, and which tiers had them
 
-Times are taken at these edges and nowhere else. No label names who asked, or for what.
+Times are taken at these points only. No label names a caller or a page.
 """
 
 import threading
@@ -19,20 +19,19 @@ from kvstore.errors import KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.status import status_code
 
-# Calls that took long, and what they waited for: the newest of them. It says nothing of who
-# asked, nor for what.
+# Slow calls, and what they waited for: the newest ones, without callers and pages.
 
 SLOW_NS = 100_000_000
 KEPT = 32
 STEPS_MAX = 8  # of one thread that are remembered
-# They are meant to take long.
+# Calls that may take long.
 LONG = frozenset(
     ("flush", "scrub", "recover", "drain", "sweep", "forget", "remove_namespace", "record")
 )
 
 
 class Span(NamedTuple):
-    """A part of a call, from `at_ms` on after its begin."""
+    """A part of a call, from `at_ms` after its begin."""
 
     name: str
     at_ms: float
@@ -40,7 +39,7 @@ class Span(NamedTuple):
 
 
 class SlowCall(NamedTuple):
-    """Describe a slow call and its steps."""
+    """A slow call and its steps."""
 
     op: str
     wire: str
@@ -50,9 +49,9 @@ class SlowCall(NamedTuple):
 
 
 class SlowCalls:
-    """Thread-safe.
+    """The newest slow calls. Thread-safe.
 
-    Steps belong to the call that their own thread is at.
+    Steps belong to their own thread's current call.
     """
 
     def __init__(self) -> None:
@@ -84,7 +83,7 @@ class SlowCalls:
         return list(self._calls)
 
 
-# Upper bounds of the buckets in seconds; what takes longer is in a last one of its own.
+# Upper bounds of the buckets in seconds; longer durations are in a last one.
 BOUNDS_S = (
     5e-5,
     1e-4,
@@ -106,8 +105,8 @@ BOUNDS_S = (
 )
 _BOUNDS_NS = tuple(round(1e9 * bound) for bound in BOUNDS_S)
 
-# Requests of the schema. Views are followed as long as somebody listens; gateways ask the others on
-# their own account.
+# Requests of the schema that are timed. Views are followed for as long as clients wish; gateways
+# send the others on their own account.
 TIMED = frozenset(
     field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type
 ) - {
@@ -121,7 +120,7 @@ _FROM = {DISK: "the disk", PEER: "another member"}
 
 
 class Histogram:
-    """Count durations in buckets, without a lock.
+    """A histogram of durations, without a lock.
 
     A lock would cost more than everything else. CPython switches threads only at calls and backward
     jumps, and none lies between reading and writing a count.
@@ -141,10 +140,10 @@ class Histogram:
 
 
 class WireMetrics:
-    """Where requests of one wire come in.
+    """Metrics of one transport.
 
-    A request costs one call here, and that no more than it must: a node sleeps between requests,
-    its code is in no cache then, and takes several times as long as in a loop.
+    A request costs one call here, which must be short: a node sleeps between requests, so its code
+    is not in the CPU cache, and takes several times as long as in a loop.
     """
 
     __slots__ = ("_errors", "_lock", "_slow", "_times", "wire")
@@ -183,33 +182,30 @@ class WireMetrics:
 
 
 class RequestMetrics:
-    """Thread-safe."""
+    """Metrics of all requests. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of what waits
+        self._lock = threading.Lock()  # guards the waiting gets
         self.slow = SlowCalls()
         self._edges: dict[str, WireMetrics] = {}
         self._gets = {tier: Histogram() for tier in (RAM, DISK, PEER)}
         self._waiting = dict.fromkeys((DISK, PEER), 0)
-        self._taken: defaultdict[str, int] = defaultdict(int)  # bytes by wire
+        self._taken: defaultdict[str, int] = defaultdict(int)  # bytes by transport
         self._given: defaultdict[str, int] = defaultdict(int)
 
-    # ---- what happens --------------------------------------------------------------------
+    # ---- counting ------------------------------------------------------------------------------
 
     def of_wire(self, wire: str) -> WireMetrics:
         """Return the metrics of a transport."""
         return self._edges.setdefault(wire, WireMetrics(wire, self.slow))
 
     def count_get(self, tier: str, wire: str, nbytes: int, began_ns: int) -> None:
-        """Count a get whose pages are in RAM now; `tier` is the farthest that had one.
-
-        `tier`: the farthest in which one of them was.
-        """
+        """Count a get whose pages are in RAM now; `tier` is the farthest that had one."""
         self._given[wire] += nbytes
         self._gets[tier].add(monotonic_ns() - began_ns)
 
     def took(self, wire: str, nbytes: int) -> None:
-        """Page bytes that a client wrote."""
+        """Count page bytes that a client wrote."""
         self._taken[wire] += nbytes
 
     @contextmanager
@@ -225,7 +221,7 @@ class RequestMetrics:
             with self._lock:
                 self._waiting[tier] -= 1
 
-    # ---- what is told --------------------------------------------------------------------
+    # ---- reporting -----------------------------------------------------------------------------
 
     def requests(self) -> dict[tuple[str, str], Histogram]:
         """Return answered requests by operation and transport."""
@@ -248,7 +244,7 @@ class RequestMetrics:
         }
 
     def moved(self) -> dict[tuple[str, str], int]:
-        """Page bytes by wire and direction."""
+        """Return page bytes by transport and direction."""
         ways = (("in", self._taken), ("out", self._given))
         return {(wire, way): nbytes for way, moved in ways for wire, nbytes in moved.copy().items()}
 

@@ -51,14 +51,14 @@ from node.serving.status import Status, redact_for_tenant
 from node.serving.write_acks import WriteAcks
 
 log = logging.getLogger(__name__)
-NEAR_S_MAX = 10.0  # for a near node's get or lookup that names no time of its own, or more
+NEAR_S_MAX = 10.0  # for a near node's get or lookup without a time of its own, or with a longer one
 
 
 class Service:
-    """Thread-safe.
+    """The requests of a node. Thread-safe.
 
     Unary requests go through `call`; put and get need a session, because slots stay reserved or
-    held while bytes travel. A session that maps the arena is told offsets and needs no views.
+    held while bytes travel. A session that maps the arena gets offsets and needs no views.
     """
 
     def __init__(
@@ -80,10 +80,11 @@ class Service:
         self.tenants, self.traffic = sessions.tenants, sessions.traffic
         self.instance_id = os.urandom(8)
         self.bulk_port = self.metrics_port = 0
-        self.shm_status: Callable[[], pb.ShmStatus] | None = None  # of a node that serves that wire
-        self.gateway_status: Callable[[], list[pb.GatewayStatus]] = list  # of what serves gRPC
+        self.shm_status: Callable[[], pb.ShmStatus] | None = None  # of a node with shared memory
+        # of the processes that serve gRPC
+        self.gateway_status: Callable[[], list[pb.GatewayStatus]] = list
         self.gateway_ends: Counter[str] = Counter()  # by why
-        self.tls_status: Callable[[], pb.TlsStatus] | None = None  # of a node that speaks TLS
+        self.tls_status: Callable[[], pb.TlsStatus] | None = None  # of a node with TLS
         self.draining = False
         self.peers = peers
         self.membership = peers.membership
@@ -91,7 +92,7 @@ class Service:
         listing = Listing(self._inventory, self.cluster, config.batch_keys_max)
         self.recorder = Recorder(tier.namespace)
         self.hot_prefixes = HotPrefixes()
-        # Of a namespace, and its name
+        # Called with a removed namespace, and the removal's id
         self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None
         self.durability = Durability(tier, disk, config.flush_s)
         self._verifying = Verifying(tier, self.content, self.durability)
@@ -114,7 +115,7 @@ class Service:
     def _handlers(
         self, listing: Listing, disk_calls: DiskCalls
     ) -> dict[str, Callable[[Any, Caller], Any]]:
-        """Return what serves each unary operation."""
+        """Return the handler of each unary operation."""
         return {
             "hello": self._hello,
             "open_namespace": self._open_namespace,
@@ -153,7 +154,7 @@ class Service:
                 return self._unary[op](request, caller)
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close everything that is open."""
         self._status.memory.close()
         self.followers.close()
 
@@ -164,14 +165,14 @@ class Service:
     ) -> tuple[pb.PutReply, list[memoryview]]:
         """Reserve slots.
 
-        Return verdicts and, for each WRITE, the memory that takes the page.
+        Return statuses and, for each WRITE, the memory that takes the page.
         """
         with _Edge("put", session.abort):
             principal = self.authorizer.admit("put", request, session.caller)
             self.tenants.begin(principal, request)
             if self.draining:
                 raise Unavailable("this node is draining and takes no new pages")
-            # A list is faster to go through
+            # A list is faster to iterate
             hashes, page_nbytes = (
                 request.prefix_hashes[:],
                 request.page_nbytes,
@@ -180,7 +181,7 @@ class Service:
             self._check_nbytes(len(hashes) * page_nbytes)
             self.write_acks.check(request)
             session.put_charge = self.tenants.charge(principal)
-            # What a member hands on is this node's own.
+            # A page replicated by a member is this node's own, not a copy.
             copies = (
                 ()
                 if request.forwarded_by
@@ -198,7 +199,7 @@ class Service:
             return pb.PutReply(verdicts=verdicts), self._arena.views(offsets, page_nbytes)
 
     def commit_put(self, session: Session, request: pb.CommitRequest) -> pb.CommitReply:
-        """Make pages visible whose bytes are in place.
+        """Make pages visible whose bytes are complete.
 
         An invalid commit aborts the put.
         """
@@ -227,7 +228,7 @@ class Service:
             began_ns = monotonic_ns()
             principal = self.authorizer.admit("get", request, session.caller)
             self.tenants.begin(principal, request)
-            hashes = request.prefix_hashes[:]  # a list, which is faster to go through
+            hashes = request.prefix_hashes[:]  # a list, which is faster to iterate
             check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=False)
             space = self._tier.namespace(request.namespace)
             page_nbytes = space.page_nbytes
@@ -300,7 +301,7 @@ class Service:
             hello.shm_refused = self.authorizer.access.why_no_arena(principal)
             if not hello.shm_refused:
                 hello.shm_socket, hello.arena_nbytes = self.shm_status().socket, self._arena.nbytes
-        # Who only asks may be this node itself
+        # A hello without a version may come from this node itself
         if request.protocol_version or not self.membership.joining:
             self.membership.add_view(hello)
         return hello
@@ -341,7 +342,7 @@ class Service:
     def _look_further(
         self, request: pb.LookupRequest, prefix_hashes: Sequence[bytes], present: list[bool]
     ) -> None:
-        """Add what other members have to what this node has."""
+        """Add the pages that other members have."""
         missing = list(
             dict.fromkeys(h for h, there in zip(prefix_hashes, present, strict=True) if not there)
         )
@@ -374,7 +375,8 @@ class Service:
     def _remove(self, request: pb.RemoveRequest, caller: Caller) -> pb.RemoveReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
         removed = self._tier.remove(request.namespace, request.prefix_hashes)
-        view = self.membership.view  # as it is now: who joined before may have them from here
+        # the current view: a member that joined before may have pages from here
+        view = self.membership.view
         return pb.RemoveReply(removed=removed, view_number=view.number if view else 0)
 
     def _pin(self, request: pb.PinRequest, caller: Caller) -> pb.PinReply:
@@ -426,7 +428,7 @@ class Service:
         check_removal(request.removal)
         removed = remove_namespace(self._tier, request.namespace)
         with self._tier.lock:
-            # Unless somebody puts pages into it: who asks opens it anew
+            # Unless a page is put into it: the caller opens it again
             self._tier.namespaces.close(request.namespace)
         self.on_removed(request.namespace, request.removal)
         return pb.RemoveNamespaceReply(removed=removed)
@@ -443,17 +445,15 @@ def _limits(config: NodeConfig) -> pb.Limits:
 
 
 def _near_deadline(request: pb.GetRequest | pb.LookupRequest) -> Deadline:
-    """Return the time for asking other members."""
+    """Return the deadline for calls to other members."""
     return Deadline(min(request.wait_ms / 1000 or NEAR_S_MAX, NEAR_S_MAX))
 
 
 class _Edge:
-    """The edge of every request, on every wire.
+    """The outermost step of every request, on every transport.
 
-    It ends a request that fails, not the connection.
-
-    What nobody expected is logged here and answered INTERNAL. `undo` gives back what the session
-    has of it.
+    An error ends the request, not the connection. Unexpected errors are logged here and answered
+    INTERNAL. `undo` releases what the session holds for it.
     """
 
     __slots__ = ("_op", "_undo")
@@ -476,7 +476,7 @@ class _Edge:
             raise self._unexpected(error) from error
 
     def _unexpected(self, error: Exception) -> KVStoreError:
-        # So that the log and who asked name the same
+        # So that the log and the caller name the same id
         trace = current() or named(os.urandom(8).hex())
         with within(trace):
             log.error("%s failed", self._op, exc_info=error)

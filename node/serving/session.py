@@ -29,16 +29,16 @@ from node.serving.limits import NO_CHARGE, Budget, Charge, make_limit
 from node.serving.request_metrics import DISK, PEER, RAM, RequestMetrics
 from node.serving.tenants import Tenants
 
-# Expiry times are kept in 32 bits of seconds since the epoch; a page may be forgotten sooner.
+# Expiry times have 32 bits of seconds since the epoch; a page may be forgotten sooner.
 TTL_S_MAX = 10 * 366 * 24 * 3600
-# Processes may hold the same pages, so that all together may count more than there is.
+# Processes may hold the same pages, so their sum may exceed the RAM.
 HOLDERS_MAX = 64
 
 
 class Content:
-    """The bytes of held pages: where ranges of them are in the arena, and whether they are intact.
+    """The bytes of held pages: positions of ranges in the arena, and verification.
 
-    Thread-safe. A page that does not match its checksum is dropped.
+    Thread-safe. A corrupt page is dropped.
     """
 
     def __init__(self, arena: Arena, tier: RamTier) -> None:
@@ -46,7 +46,7 @@ class Content:
         self._tier = tier
 
     def views(self, pages: Sequence[Page], ranges: Sequence[Range]) -> Iterator[memoryview]:
-        """Return the memory of these ranges of each page; without any, of all of it."""
+        """Return the memory of these ranges of each page; without ranges, of whole pages."""
         if pages and not ranges:
             return iter(
                 self._arena.views([page.offset for page in pages], pages[0].namespace.page_nbytes)
@@ -107,13 +107,13 @@ class Content:
 def _checked_nbytes(page: Page, ranges: Sequence[Range]) -> int:
     """Return how many bytes are hashed to verify ranges: whole leaves, or the page."""
     if isinstance(page.namespace, PartialPage):
-        return 0  # they were verified when they were read from disk
+        return 0  # verified when they were read from disk
     page_nbytes = page.namespace.page_nbytes
     return hashed_nbytes(page_nbytes, ranges) if page.leaves else page_nbytes
 
 
 def places(page: Page, ranges: Sequence[Range]) -> list[int]:
-    """Return where in the arena each of the ranges begins."""
+    """Return the position in the arena of each range."""
     space = page.namespace
     if isinstance(space, PartialPage):
         return [page.offset + space.place(offset) for offset, _ in ranges]
@@ -130,7 +130,7 @@ def offsets_of(pages: Sequence[Page], ranges: Sequence[Range]) -> list[int]:
 
 
 def ttls_ms(pages: Sequence[Page], clock_s: Callable[[], int]) -> list[int]:
-    """Return the time to live left of each page, 0 without one; nothing if none has one."""
+    """Return the remaining time to live of each page, 0 without one; nothing if none has one."""
     expiries_s = [page.expiry_s for page in pages]
     if not any(expiries_s):
         return []
@@ -139,12 +139,11 @@ def ttls_ms(pages: Sequence[Page], clock_s: Callable[[], int]) -> list[int]:
 
 
 class Session:
-    """One put and one get at a time, as a connection has one.
+    """One put and one get at a time, for one connection.
 
-    Used by one thread.
-
-    A reservation belongs to the session until commit or abort, held pages until release; `close`
-    gives back all of it. `maps_arena`: the client finds the bytes by itself, so it is told where.
+    Used by one thread. A reservation belongs to the session until commit or abort, held pages until
+    release; `close` releases everything. `maps_arena`: the client maps the arena, so it gets
+    offsets.
     """
 
     def __init__(
@@ -160,16 +159,14 @@ class Session:
         self._held: list[Page] = []
         self._reserved_nbytes = 0  # taken from the budgets
         self._held_nbytes = 0
-        self.tenant = ""  # of who holds them
+        self.tenant = ""  # of the pages' holder
         self.charge = NO_CHARGE  # of the current get
         self.put_charge = NO_CHARGE  # of the current put
-        self.tier = RAM  # the farthest in which one of them was
+        self.tier = RAM  # the farthest tier that had one of them
         self.put_request = pb.PutRequest()  # of the reservation
-        self.promised: list[
-            bytes
-        ] = []  # of its pages, those that must be durable when it is committed
+        self.promised: list[bytes] = []  # of its pages, those that must be durable at the commit
         self.wait = Wait(0.0, caller.gone)  # for that
-        # Around what waits for disk
+        # Context around waits for the disk
         self.loading: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
     def reserve(
@@ -181,8 +178,7 @@ class Session:
     ) -> Reservation:
         """See `RamTier.reserve`.
 
-        Raises Exhausted if this peer, or all of them, have reserved too much that is not committed
-        yet.
+        Raises Exhausted if this peer, or all of them, have too much reserved and not committed.
         """
         assert self._reservation is None, "a session writes one batch at a time"
         slot = self._tier.namespace(digest).slot_nbytes
@@ -224,23 +220,23 @@ class Session:
     def commit(self, leaves: Sequence[bytes], ttl_s: int) -> int:
         """Make the reserved pages visible.
 
-        Each page's `leaves` stay if it has several, for reads of its parts.
+        Each page's `leaves` are kept if it has several, for reads of its parts.
         """
         assert self._reservation is not None
         pages = self._reservation.pages
         checksums = roots(
             leaves, self._reservation.namespace.digest, [page.prefix_hash for page in pages]
         )
-        if stored_leaves(leaves[0]):  # all are as long
+        if stored_leaves(leaves[0]):  # all have as many
             for page, some in zip(pages, leaves, strict=True):
                 page.leaves = some
         stored = self._tier.commit(self._reservation, checksums, min(ttl_s, TTL_S_MAX))
-        # only now: if that broke, `abort` still knows what there is to give back
+        # only now: if that raised, `abort` still knows what to release
         self._take_reservation()
         return stored
 
     def abort(self) -> None:
-        """Give reserved pages up."""
+        """Release the reserved pages."""
         if self._reservation is not None:
             self._tier.abort(self._take_reservation())
 
@@ -260,10 +256,10 @@ class Session:
         parts: PartialPage | None = None,
         near: Deadline | None = None,
     ) -> list[Page | None]:
-        """See `RamTier.acquire`; what lower tiers have is read.
+        """See `RamTier.acquire`; pages of lower tiers are read.
 
         Raises Exhausted if this process holds too much: where clients map the arena, a hold has no
-        limit of time.
+        time limit.
         """
         if self.maps_arena:
             nbytes = len(prefix_hashes) * self._tier.namespace(digest).slot_nbytes
@@ -284,7 +280,7 @@ class Session:
         return pages
 
     def _load(self, acquired: Acquired) -> list[Page | None]:
-        """Read what lower tiers have, and wait for what other sessions read."""
+        """Read pages of lower tiers, and wait for those that other sessions read."""
         promotion = self._tier.promotion
         with contextlib.ExitStack() as stack:
             try:
@@ -296,11 +292,11 @@ class Session:
                 stack.enter_context(self.loading())
                 stack.enter_context(self._sessions.traffic.waiting(self.tier))
                 stack.enter_context(span("kvstore.load", tier=self.tier))
-            except BaseException:  # or others would wait for these pages
+            except BaseException:  # otherwise others would wait for these pages
                 promotion.cancel(acquired)
                 raise
             pages = promotion.read(acquired, self.gone)
-        # They came in any order: the chain's end must go before its head
+        # They arrived in any order: the chain's end must be evicted before its head
         if self.tier == PEER and acquired.loads:
             self._tier.lookup(acquired.digest, acquired.prefix_hashes, touch=True)
         return pages
@@ -314,7 +310,7 @@ class Session:
             self._sessions.released(self, nbytes)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         self.abort()
         self.release()
         self._sessions.closed(self)
@@ -327,7 +323,7 @@ class Session:
 
 
 class Sessions:
-    """The live sessions, and what all of them together may have.
+    """The live sessions, and their common limits.
 
     Their number is bounded by that of the connections and transfers. Thread-safe.
     """
@@ -341,7 +337,7 @@ class Sessions:
         self._lock = threading.Lock()
         self._live: set[Session] = set()
         ram_nbytes = tier.slots.region_nbytes
-        # The largest batch can always be had, also by one peer alone: its pages, rounded up to
+        # The largest batch is always possible, also for one peer alone: its pages, rounded up to
         # slots.
         batch = min(ram_nbytes, batch_nbytes_max + batch_keys_max * SLOT_ALIGN_NBYTES)
         self.reserved = Budget(

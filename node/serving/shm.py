@@ -1,13 +1,13 @@
 """Serve shared memory, node side: requests over a Unix socket; clients map the arena.
 
-    put      request -> verdicts, offsets        the client writes in place
+    put      request -> statuses, offsets        the client writes in place
     commit   checksums -> reply
-    get      request -> hits, checksums, offsets the client reads in place, for as long as it likes
-    release  not answered: aborts what was not committed, lets go what was read
+    get      request -> hits, checksums, offsets the client reads in place, without a time limit
+    release  no reply: aborts an uncommitted put, releases pages of a get
 
-A client that goes without a release may still be writing: other threads, a GPU's copy engine. Its
-slots stay as they are until its process is gone, which the descriptor says that it sent with its
-hello.
+A client that disconnects without a release may still be writing: other threads, a GPU's copy
+engine. Its slots are kept until its process has ended, which the descriptor sent with its hello
+shows.
 """
 
 import contextlib
@@ -32,14 +32,13 @@ from node.serving.service import Service
 from node.serving.session import Session
 from node.serving.status import clamp_to_field
 
-# The file of a Unix socket: made for its owner only, replaced if its node is dead, removed at the
-# end.
+# The file of a Unix socket: for its owner only, replaced if its node is dead, removed at the end.
 
 
 def default_path(port: int) -> str:
-    """Return a socket path in a directory of this user alone, which is made if missing.
+    """Return a socket path in a directory of this user alone, created if missing.
 
-    In /tmp anybody could have made it to plant a socket. Raises OSError or ConfigError.
+    In /tmp another user could have created it to plant a socket. Raises OSError or ConfigError.
     """
     directory = runtime_dir()
     path = f"{directory}/{port}.sock"
@@ -65,7 +64,7 @@ def listen_on(path: str, backlog: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(path)
-        os.chmod(path, 0o600)  # nobody can connect before `listen`, so nobody can be quicker
+        os.chmod(path, 0o600)  # no client can connect before `listen`
         listener.listen(backlog)
     except BaseException:
         listener.close()
@@ -74,14 +73,14 @@ def listen_on(path: str, backlog: int) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the file that a killed node left behind, on which nobody listens any more."""
+    """Remove the file that a killed node left behind, if nothing listens there."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise FileExistsError(f"{path} is there and is no socket")
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a full backlog is somebody's, too
+        probe.setblocking(False)  # a full backlog means that a process listens
         try:
             probe.connect(path)
         except ConnectionRefusedError:
@@ -93,7 +92,7 @@ def _remove_stale(path: str) -> None:
 
 
 class ShmServer(ConnectionServer):
-    """Listens from the constructor on; `start` begins to serve."""
+    """The server of the Unix socket. It listens once constructed; `start` begins to serve."""
 
     def __init__(
         self, path: str, arena: Arena, service: Service, stall_s: float, connections_max: int
@@ -114,7 +113,7 @@ class ShmServer(ConnectionServer):
     def connection(self, sock: socket.socket, address: Any) -> Connection:
         """Make a connection."""
         frames = DescriptorSocket(sock)
-        # Process 0: all the containers whose processes can not be seen from here.
+        # Process 0: all containers whose processes can not be seen from here.
         caller = caller_at(sock, f"pid {frames.peer.pid}", "shm")
         return ShmConnection(frames, caller, self._service, self._stall_s, self)
 
@@ -131,7 +130,7 @@ class ShmServer(ConnectionServer):
         )
 
     def wait_gone(self, connection: "ShmConnection", process_fd: int, pages: int) -> bool:
-        """Return True when the process is gone, or False when this server stops."""
+        """Return True when the process has ended, or False when this server stops."""
         with self._lock:
             self._orphan_pages[connection] = pages
         try:
@@ -145,8 +144,9 @@ class ShmServer(ConnectionServer):
 
     def stop(self, drain_s: float) -> None:
         """Stop; slots of processes that may still write are not waited for."""
-        with contextlib.suppress(FileNotFoundError):  # somebody was quicker
-            os.unlink(self.path)  # while we listen, nobody else can have put a socket of his there
+        with contextlib.suppress(FileNotFoundError):  # it was removed already
+            # while this server listens, no other process can have put a socket there
+            os.unlink(self.path)
         os.eventfd_write(self._stop_fd, 1)
         super().stop(drain_s)
         if not self.count:
@@ -191,7 +191,7 @@ class ShmConnection(Connection):
         return self.service.authorizer.access.why_no_arena(principal)
 
     def transfer(self, op: str) -> Transfer | None:
-        """Return what serves an operation on mapped pages."""
+        """Return the handler of an operation on mapped pages."""
         if op == "put":
             return self._put
         if op == "get":
@@ -214,7 +214,7 @@ class ShmConnection(Connection):
         try:
             self.send("put", reply)
         except OSError:
-            session.abort()  # a client that did not get all of the reply can not know the slots
+            session.abort()  # a client without the whole reply does not know the slots
             raise
 
     def _commit(self, session: Session, request: pb.CommitRequest) -> None:

@@ -17,9 +17,9 @@ from node.memory.arena import Arena
 from node.memory.inventory import Inventory
 from node.memory.tier import RamTier
 
-# What a tenant is told of a node: what he needs to use it, and of pages his own only.
+# Reduce a status to what a tenant may see: what it needs to use the node, and its own pages.
 
-# Of the node itself: as it is told to everybody.
+# Fields about the node that everybody may see.
 _SAID = (
     "version",
     "instance_id",
@@ -37,7 +37,7 @@ def redact_for_tenant(
 ) -> pb.NodeStatusReply:
     """Reduce a status to what a tenant may see: its namespaces and its use.
 
-    `namespaces`: his.
+    `namespaces`: those of the tenant.
     """
     own = pb.NodeStatusReply(
         namespaces=namespaces, tenants=[use for use in status.tenants if use.tenant == tenant]
@@ -54,8 +54,8 @@ def redact_for_tenant(
     return own
 
 
-# Messages made of numbers that other threads change meanwhile, or that come from clocks: each
-# number is brought into its field's range, because a message refuses one that is not.
+# Build messages from numbers that other threads change meanwhile, or that come from clocks: each
+# number is clamped to its field's range, because protobuf refuses others.
 
 Message = TypeVar("Message")
 
@@ -90,7 +90,7 @@ def _unsigned(kind: Any) -> dict[str, int]:
 
 
 class Status:
-    """Reads counters; changes nothing."""
+    """Status of a node. It reads counters and changes nothing."""
 
     def __init__(
         self, config: NodeConfig, arena: Arena, tier: RamTier, disk: DiskTier | None
@@ -189,7 +189,7 @@ class Status:
 class PrivateMemory:
     """Resident bytes of this process outside shared memory, that is outside the arena.
 
-    Reads a file that stays open: the status must be told even when no descriptor is left.
+    It reads a file that stays open: the status must work even when no descriptor is left.
     """
 
     def __init__(self) -> None:

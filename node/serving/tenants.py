@@ -17,22 +17,19 @@ from node.memory.tier import RamTier
 from node.serving.limits import NO_CHARGE, Charge, QuotaLimits
 from node.serving.status import clamp_to_field
 
-# How many requests, and how many page bytes, a tenant may have in a second: buckets that fill
-# steadily.
+# How many requests, and how many page bytes, a tenant may have per second: token buckets.
 #
-#     requests   one is taken for each, and one more for every KEYS keys; none left: refused
-#     bytes      what a request transfers or processes (`Charge`) is known when it has begun; in
-#                debt: refused
+#     requests   one token each, and one more for every KEYS keys; none left: refused
+#     bytes      the cost of a request (`Charge`) is known after it began; in debt: refused
 #
-# Both may be in debt, so that a batch of any size can be had, and is paid for before the next one.
-#
-# A bucket holds what comes in a second: who has been quiet may have that at once.
+# Both may be in debt, so that a batch of any size is possible, and must be paid for before the next
+# one. A bucket holds the tokens of one second: a tenant that was quiet may use them at once.
 
-KEYS = 256  # a request of so many takes about as long as another of one
+KEYS = 256  # a request of so many takes about twice as long as one with a single key
 
 
 class Rates:
-    """Thread-safe.
+    """Rate limits. Thread-safe.
 
     Remembers only tenants whose quota has a rate. `refused(tenant, what)` counts.
     """
@@ -111,7 +108,7 @@ TOLD_MAX = 256  # tenants in a status: those with a quota first, then those with
 
 
 class Tenants:
-    """Thread-safe."""
+    """Usage and limits of tenants. Thread-safe."""
 
     def __init__(self, quotas: Quotas, tier: RamTier) -> None:
         self.quotas = quotas
@@ -158,7 +155,7 @@ class Tenants:
             else Charge(partial(self.rates.charge, principal.tenant))
         )
 
-    # ---- what is held in shared memory ---------------------------------------------------
+    # ---- held in shared memory -----------------------------------------------------------------
 
     def hold(self, tenant: str, nbytes: int) -> None:
         """Count held bytes. Raises Exhausted, and counts nothing, beyond the quota."""
@@ -182,7 +179,7 @@ class Tenants:
             if not self._held[tenant]:
                 del self._held[tenant]
 
-    # ---- tell ----------------------------------------------------------------------------
+    # ---- status --------------------------------------------------------------------------------
 
     def uses(self) -> list[pb.TenantUse]:
         """Return what tenants with a quota or pages use, up to a number."""

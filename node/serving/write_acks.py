@@ -1,9 +1,8 @@
 """Acknowledge puts: wait for the disk and for replicas, as the request asks.
 
-put --> commit --> handed on to all owners of each page but this node, unless a member forwarded it
-              |                               +--> ack_all: the answer waits until they have it
-              +--> durable: on disk here; where this node is no owner, at the first one: the answer
-              waits for that
+put --> commit --> replicated to all other owners, unless a member forwarded it
+                     +--> ack_all: the reply waits until they have the pages
+                     +--> durable: on disk here, or at the first owner: the reply waits for it
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,10 +22,10 @@ Owners = Mapping[bytes, tuple[str, ...]]  # of each page
 
 
 class _Recipients(NamedTuple):
-    """List the members that get each page, and when.
+    """The members that get each page, and when.
 
-    The put waits for `awaited`; `at_once` get it without being waited for; `after` get it after the
-    answer, because until then the client may have to put the page there itself.
+    The put waits for `awaited`; `at_once` get it without a wait; `after` get it after the reply,
+    because until then the client may have to put the page there itself.
     """
 
     awaited: list[set[str]]
@@ -35,7 +34,7 @@ class _Recipients(NamedTuple):
 
 
 class WriteAcks:
-    """Thread-safe."""
+    """Acknowledge puts. Thread-safe."""
 
     def __init__(self, durability: Durability, sessions: Sessions, peers: Peers) -> None:
         self._durability = durability
@@ -63,13 +62,10 @@ class WriteAcks:
             )
 
     def begin(self, session: Session, request: pb.PutRequest, result: Reservation) -> None:
-        """Begin a checked put; if all of it is stored already, acknowledge it now.
-
-        What is stored already may be all of it: then it is kept now.
-        """
+        """Begin a checked put; if all pages are stored already, acknowledge it now."""
         session.put_request = request
         session.promised = []
-        # What is or will be stored; not another's, or what has no room
+        # Pages that are or will be stored; not another writer's, or refused ones
         if request.durable or request.ack_all:
             session.wait = self._durability.begin_wait(request.wait_ms, session.gone)
             verdicts = zip(request.prefix_hashes, result.verdicts, strict=True)
@@ -106,8 +102,8 @@ class WriteAcks:
                 for some in tickets
             )
         finally:
-            # A caller who puts them elsewhere himself then is told that they exist, and nobody
-            # would hand them on.
+            # A caller that then puts them elsewhere itself learns that they exist, and no member
+            # would replicate them.
             if not any(some.failed for some in tickets):
                 self._replicator.offer(pages, ways.after)
         if not promised:
@@ -180,9 +176,10 @@ class WriteAcks:
         return ways
 
     def _owners(self, put: pb.PutRequest) -> Owners:
-        """Return the owners of each key; this node if nobody else owns them.
+        """Return the owners of each key; this node if there is no other one.
 
-        That is so if it is alone, if a member forwarded the put, or if all members are drained.
+        That is so without a cluster, for a put forwarded by a member, or if all members are
+        drained.
         """
         view, keys, own = self._membership.view, put.prefix_hashes, (self._membership.member,)
         if view is None or put.forwarded_by:

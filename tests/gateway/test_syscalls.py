@@ -126,7 +126,7 @@ def test_a_gateway_may_not_read_the_directory_that_its_node_was_started_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`python -m node.main` in the directory of the data has it among the paths of imports."""
-    before = import_paths()
+    before = import_paths()  # without the directory in which pytest was started
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), "", *sys.path])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "", *before])
     assert import_paths() == before
