@@ -4,8 +4,7 @@
               arena,
               on preallocated files in the same directory, `O_DIRECT` where it works: no rows, no
               eviction, no checksum
-    tier      the node's disk tier in this process and its keeper: `store` in batches as its writer
-              thread
+    tier      the node's disk tier and its I/O process: `store` in batches as its writer thread
               makes them (slot, bytes, row), `begin` and `read` with verification of every page
     RocksDB   BlobDB and SST files, see disk_rivals.py
 

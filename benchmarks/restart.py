@@ -3,8 +3,8 @@
 Rows are made as the disk tier makes them, in random order of keys, slots and uses; the pages
 themselves are not there: a start never reads them, and the scrub that would is off. The limit is
 reading and checking the rows alone, in this process, right before. "cold": the rows' files were
-dropped from the page cache. CPU: what the node used until it served, in user and system mode, all
-threads, without its keeper, which reads the rows meanwhile. Resident bytes: RssAnon of the node
+dropped from the page cache. CPU: user and system time of the node's threads until it serves,
+without its I/O process, which reads the rows meanwhile. Resident bytes: RssAnon of the node
 then, less that of a node with no rows, per page. Aim: ready to serve in 10 s; about 64 resident
 bytes a page.
 

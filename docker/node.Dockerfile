@@ -35,7 +35,7 @@
 # Memory: pages live in an anonymous shared-memory file (memfd), all of it touched at the start. The
 # size of /dev/shm does not bound it, so --shm-size is not needed; the container's memory limit does.
 # Give it ram_nbytes + ram_nbytes/64 + 512 MiB + 384 MiB for each gateway process; the arithmetic is in
-# docker/compose.yaml. The node is process 1 and reaps its children itself, the gateways and the keeper of the disk:
+# docker/compose.yaml. The node is process 1 and reaps its children itself, the gateways and the disk I/O process:
 # each has a thread that waits for it, and none has children of its own.
 ARG BASE=python:3.11-slim-bookworm
 

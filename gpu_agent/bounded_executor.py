@@ -126,7 +126,7 @@ class BoundedExecutor(Generic[Result]):
         except (
             Exception
         ) as error:  # end of a thread's work: the engine needs a result after any error
-            log.exception("a %s job broke", self._name)
+            log.exception("a %s job failed", self._name)
             result = failed(f"internal error: {error!r}")
         with self._lock:
             self._buffers.put(buffer)

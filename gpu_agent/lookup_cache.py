@@ -101,7 +101,7 @@ class LayerBatch:
                 self._over = True
                 self._failed(
                     RuntimeError(
-                        f"{result.pages} of {pages} pages: {result.error or 'the rest is gone'}"
+                        f"{result.pages} of {pages} pages: {result.error or 'the rest is missing'}"
                     )
                 )
 
@@ -237,5 +237,5 @@ class LookupCache:
         try:
             return self._ask(keys)
         except Exception:  # end of a thread's work: the engine needs an answer after any error
-            log.exception("a lookup of %d pages broke", len(keys))
+            log.exception("a lookup of %d pages failed", len(keys))
             return (False,) * len(keys)

@@ -121,7 +121,7 @@ class PemFiles:
             raise error
         if str(error) != self.problem:
             self.problem = str(error)
-            log.warning("%s; what was read before stays in force", error)
+            log.warning("%s; the previous content stays in force", error)
 
     def _read(self) -> Pems:
         roots, chain = self._roots(), self._certificates(self._cert)

@@ -185,7 +185,7 @@ class Client(Admin):
                 if not keep.durable:
                     raise
                 raise Exhausted(
-                    f"it can not promise these pages: {error}"
+                    f"it can not acknowledge these pages: {error}"
                 ) from error  # the other owners may still store them
 
         deadline = self._deadline(timeout_s)
@@ -350,10 +350,9 @@ class Client(Admin):
         if self._page_keys is None or self._page_keys.key_id != namespace.key_id:
             own = f"has {self.key_id}" if self._page_keys else "has none"
             raise ConfigError(
-                f"namespace {namespace.digest.hex()[:12]} is keyed: its pages are sealed with the "
-                "key "
-                f"{namespace.key_id}, and this client {own}; set KVSTORE_PAGE_KEY_FILE to the file "
-                "with that key"
+                f"namespace {namespace.digest.hex()[:12]} is keyed: its pages are signed "
+                f"with the key {namespace.key_id}, and this client {own}; set "
+                "KVSTORE_PAGE_KEY_FILE to the file with that key"
             )
         return self._page_keys.key_for(namespace.digest)
 
@@ -438,8 +437,8 @@ class Client(Admin):
     ) -> Iterator[Slots]:
         if namespace.key_id:
             raise InvalidRequest(
-                "pages of a keyed namespace are sealed and checked in memory of one's own: put and "
-                "get"
+                "pages of a keyed namespace are signed and verified in private memory: use "
+                "put and get"
             )
 
         def run(
@@ -488,7 +487,7 @@ class CorruptionReports:
         if corrupt := found.corrupt:
             self.corrupt_pages += len(corrupt)
             log.error(
-                "%d pages of namespace %s did not match their checksum; treated as misses",
+                "%d pages of namespace %s did not match their checksum: misses",
                 len(corrupt),
                 named,
             )
@@ -496,8 +495,7 @@ class CorruptionReports:
         if forged := found.forged:
             self.forged_pages += len(forged)
             log.error(
-                "%d pages of namespace %s were made or changed by somebody who has not its key; "
-                "treated as misses",
+                "%d pages of namespace %s were made or changed without its key; treated as misses",
                 len(forged),
                 named,
             )
@@ -516,7 +514,7 @@ def _report(
     try:
         link.wire.call(op, request, deadline)
     except KVStoreError as error:
-        log.warning("could not have the node %s such pages: %s", op, error)
+        log.warning("could not make the node %s such pages: %s", op, error)
 
 
 def _full(outcome: PutOutcome) -> bool:

@@ -356,7 +356,7 @@ class PageKeyConfig:
     """
 
     page_key_file: str = setting(
-        "", "file with the secret that pages are sealed with, 64 hex digits; empty: none"
+        "", "file with the secret that signs pages, 64 hex digits; empty: none"
     )
     page_key: str = secret("the same secret itself")
 
@@ -373,9 +373,7 @@ class ClientConfig(PageKeyConfig):
         "address of a node: host:port (gRPC), bulk://host:port (bulk wire) or unix:/path (socket "
         "on this host); for a cluster one or more members: a,b,c",
     )
-    direct: bool = setting(
-        False, "talk to the named node only, even if it is a member of a cluster"
-    )
+    direct: bool = setting(False, "use the named node only, even if it is a member of a cluster")
     wire: str = setting(
         "auto",
         "wire for pages; auto: shared memory on this host, else bulk TCP, else gRPC",
@@ -417,11 +415,11 @@ class ClientConfig(PageKeyConfig):
             self._check_wire(address, parse_address(address).scheme)
         if self.direct and len(self.addresses) > 1:
             raise ConfigError(
-                f"address={self.address} names {len(self.addresses)} nodes, and this is asked of "
-                "one; name that one"
+                f"address={self.address} names {len(self.addresses)} nodes, but this needs "
+                "a single one"
             )
         if self.token and self.token_file:
-            raise ConfigError("token and token_file are both set; one of them says who this is")
+            raise ConfigError("token and token_file are both set; set only one of them")
         if bool(self.tls_cert) != bool(self.tls_key) or (
             (self.tls_cert or self.tls_name) and not self.tls_ca
         ):

@@ -146,7 +146,6 @@ def check_stays_private(token: str, config: ClientConfig, addresses: Sequence[st
     """Raise ConfigError for a token that would cross a network unencrypted."""
     if token and not (config.tls_ca or config.insecure) and not all(map(is_loopback, addresses)):
         raise ConfigError(
-            "a token would cross the network unencrypted; set tls_ca (KVSTORE_TLS_CA), or insecure "
-            "if that is as it "
-            "should be"
+            "a token would cross the network unencrypted; set tls_ca (KVSTORE_TLS_CA), or "
+            "insecure if that is intended"
         )

@@ -49,7 +49,7 @@ class ThreadPool(Executor):
         done: Future[Result] = Future()
         job = functools.partial(_do, [done], functools.partial(function, *arguments, **named))
         if self._pid != os.getpid():
-            raise RuntimeError("the threads of this pool are in the process that was forked")
+            raise RuntimeError("the threads of this pool belong to the parent process")
         # Held while a thread starts, too: no other job may rely on a thread that then fails to
         # start
         with self._lock:

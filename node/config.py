@@ -239,7 +239,7 @@ class NodeConfig:
     )
     zone: str = setting(
         "",
-        "what fails together with this node, such as its rack (etcd)",
+        "failure domain of this node, such as its rack (etcd)",
         when="replicas must lie apart",
     )
     lease_s: int = setting(
@@ -392,7 +392,7 @@ class NodeConfig:
         if not open_to:
             return ""
         if not self.identities:
-            return f"everybody who reaches {open_to} may read, change and remove all"
+            return f"anyone who reaches {open_to} may read, change and remove all pages"
         return (
             "" if self.tls_cert else f"tokens and pages cross the network of {open_to} unencrypted"
         )
@@ -404,9 +404,7 @@ class NodeConfig:
 
     def _check_access(self) -> None:
         if self.token and self.token_file:
-            raise ConfigError(
-                "token and token_file are both set; one of them is this node's towards the others"
-            )
+            raise ConfigError("token and token_file are both set; set only one of them")
         if self.shm_trust and not self.identities:
             raise ConfigError(
                 f"shm_trust={self.shm_trust} names tenants, which only a node with identities has"
@@ -418,8 +416,9 @@ class NodeConfig:
         if self.insecurity and not self.insecure:
             also = f", grpc_host={self.grpc_host}," if len(self._interfaces) > 1 else ""
             raise ConfigError(
-                f"host={self.host}{also} lets others reach this node without authentication: set "
-                "identities, tls_cert and tls_key, or --insecure if strangers may do everything"
+                f"host={self.host}{also} lets others reach this node without "
+                "authentication: set identities, tls_cert and tls_key, or --insecure if "
+                "anyone on the network may do everything"
             )
 
     @property

@@ -234,7 +234,7 @@ class Node:
                 raise ConfigError(
                     f"can not listen on shm_socket={config.shm_socket}: {error}"
                 ) from error
-            log.warning("no shared-memory wire: %s; shm_socket names another place, or none", error)
+            log.warning("no shared memory: %s; set shm_socket to another path, or none", error)
             return None
 
     def _open_disk(self, namespaces: Namespaces) -> DiskTier:
@@ -339,7 +339,7 @@ class Node:
 
     def stop(self) -> None:
         """Drain and close: health first, then running requests for `drain_s`, then everything."""
-        log.info("draining: running requests have %g s", self.config.drain_s)
+        log.info("draining: running requests get %g s", self.config.drain_s)
         self._end()
 
     def _end(self) -> None:

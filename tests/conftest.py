@@ -43,7 +43,7 @@ LONG = (
     "test_demo.py",
     "test_wheel.py",
     "test_reads.py",
-    "test_keeper.py",
+    "test_io_process.py",
     "test_imports.py",
     "test_epochs.py",
     "test_askers.py",

@@ -247,7 +247,7 @@ class HitPolicy:
                 DeadlineExceeded(f"after {seconds:.1f} s"), pause_s / PAUSE_PER_COST
             )
             log.warning(
-                "a load was given up after %.1f s; while loads hang, hits are computed", seconds
+                "a load was abandoned after %.1f s; while loads hang, hits are computed", seconds
             )
 
     def _loads_end(self) -> bool:

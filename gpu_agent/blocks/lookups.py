@@ -164,7 +164,7 @@ def _submitted(
         except (
             Exception
         ) as error:  # end of a thread's work: the request needs an answer after any error
-            log.exception("a lookup broke")
+            log.exception("a lookup failed")
             raise KVStoreError(repr(error)) from error
 
     try:

@@ -72,7 +72,7 @@ class HiCacheConfig:
     """
 
     timeout_per_ki_token_s: float = setting(
-        0.2, "what a load or save gets for each 1024 tokens on top", 0.0, 60.0
+        0.2, "extra time of a load or save for each 1024 tokens", 0.0, 60.0
     )
 
     def __post_init__(self) -> None:

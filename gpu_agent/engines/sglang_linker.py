@@ -62,11 +62,9 @@ class LinkerConfig:
     Environment: KVSTORE_SGLANG_LINKER_HOLD_S.
     """
 
-    hold_s: float = setting(
-        30.0, "how long pages that a lookup promised can not be evicted", 1.0, 3600.0
-    )
+    hold_s: float = setting(30.0, "how long pages found by a lookup are pinned", 1.0, 3600.0)
     timeout_per_ki_token_s: float = setting(
-        0.5, "what a batch of loads gets for each 1024 tokens on top", 0.0, 60.0
+        0.5, "extra time of a batch of loads for each 1024 tokens", 0.0, 60.0
     )
 
     def __post_init__(self) -> None:

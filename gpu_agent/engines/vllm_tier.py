@@ -55,13 +55,13 @@ log.addFilter(NamesRequest())
 _OWN = ("facts", "weights", "locality", "lora")
 # Fields of AgentStats as Prometheus counters, beside those that vLLM keeps of every tier.
 _COUNTERS = {
-    "lookups": "Batches of keys that the store was asked for.",
+    "lookups": "Batches of keys that were looked up in the store.",
     "lookups_failed": "Batches of keys that the store did not answer for in time: misses.",
     "pages_stored": "Pages stored now.",
     "pages_existing": "Pages to store that were stored already.",
     "pages_dropped": "Pages to store that were not: the store failed, was too slow or full.",
     "pages_loaded": "Pages that reached the CPU tier intact.",
-    "pages_forged": "Pages of a keyed namespace without its seal: misses.",
+    "pages_forged": "Pages of a keyed namespace without a valid HMAC: misses.",
     "loads_failed": "Loads that ended early because the store failed or was too slow.",
 }
 

@@ -105,7 +105,7 @@ def _commit(model: str, revision: str, cache: str | None) -> str:
     commit = commit_of(directory, model, revision) if directory else None
     if commit is None:
         raise ConfigError(
-            f"nothing says which weights {model!r} are: it is no directory and no file here, and "
+            f"the weights of {model!r} are unknown: it is neither a directory nor a file here, and "
             + (
                 f"{directory} holds no commit for its revision {revision or 'main'!r}"
                 if directory
@@ -231,9 +231,8 @@ def commit_of(cache: Path, name: str, revision: str) -> str | None:
         return None
     if known > 1 and moved > process_start():
         raise ConfigError(
-            f"{name} moved on to another commit while this engine was starting, and nothing says "
-            "which one it has "
-            "loaded: start it again, or set the option revision"
+            f"{name} moved on to another commit while this engine was starting, and it is "
+            "unknown which one it has loaded: start it again, or set the option revision"
         )
     return commit if _COMMIT.fullmatch(commit) and (snapshots / commit).is_dir() else None
 

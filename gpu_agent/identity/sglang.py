@@ -96,10 +96,9 @@ def weights(
     )
     if not vouched and form not in _FROM_ITS_PATH:
         raise ConfigError(
-            f"SGLang loads weights by {form!r}, from elsewhere than {args.model_path}, so that "
-            "nothing says which they "
-            "are; set the option revision (a commit, a date), and another one after every change "
-            "of the weights"
+            f"SGLang loads weights by {form!r}, from elsewhere than {args.model_path}, so "
+            "their version is unknown; set the option revision (a commit, a date), and "
+            "another one after every change of the weights"
         )
     facts = {name: getattr(args, name) for name in _ARGUMENTS}
     facts["config"] = config_digest(config)

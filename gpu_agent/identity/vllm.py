@@ -76,8 +76,8 @@ def not_shareable(vllm_config: Any) -> str:
         # where KV depends on more than the tokens: MLA on a CPU without AMX (other answers, and no
         # error), batch-invariant kernels.
         return (
-            "no prefix caching of its own (if nobody turned it off, vLLM did: see its log; "
-            "--enable-prefix-caching)"
+            "no prefix caching of its own (if you did not turn it off, vLLM did: see its "
+            "log; --enable-prefix-caching)"
         )
     return ""
 
@@ -98,10 +98,9 @@ def weights_of(vllm_config: Any, identity: Identity, from_hub: bool = True) -> I
     model, form = vllm_config.model_config, str(vllm_config.load_config.load_format)
     if not identity.revision and form not in _FROM_ITS_PLACE:
         raise ConfigError(
-            f"vLLM loads weights by {form!r}, from elsewhere than {model.model}, so that nothing "
-            "says which they are; "
-            "set the option revision (a commit, a date), and another one after every change of the "
-            "weights"
+            f"vLLM loads weights by {form!r}, from elsewhere than {model.model}, so their "
+            "version is unknown; set the option revision (a commit, a date), and another "
+            "one after every change of the weights"
         )
     place = getattr(model, "model_weights", "") or model.model
     return named(identity, place, model.revision or "", _cache(vllm_config, from_hub))

@@ -106,7 +106,7 @@ class ArenaLock:
                 self._device.unregister(address_of(memory))
             del self._kept[address_of(memory)]
         except (ConfigError, RuntimeError) as error:
-            log.warning("the memory of the node's earlier run can not be given back: %s", error)
+            log.warning("the memory of the node's previous run can not be released: %s", error)
 
 
 def _unlock_all(device: Device, kept: dict[int, memoryview]) -> None:

@@ -286,7 +286,7 @@ class StagedTransfer:
                 )
             except RuntimeError as error:
                 raise ConfigError(
-                    f"no room for 4 x {buffer_nbytes} bytes on {device.device}: {error}"
+                    f"no memory for 4 x {buffer_nbytes} bytes on {device.device}: {error}"
                 ) from error
             # Waits for drains of both lanes, which must not wait for each other. Concurrent jobs
             # share it.

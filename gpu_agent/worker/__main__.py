@@ -66,7 +66,7 @@ def main(descriptor: int) -> None:
     except KVStoreError as error:
         log.error("%s", error)
     except Exception:  # end of the process: after any error, the engine starts another
-        log.exception("a process beside the engine broke")
+        log.exception("a worker process failed")
     # Without the interpreter's shutdown, which waits for threads that may be waiting for a node.
     logging.shutdown()
     os._exit(code)

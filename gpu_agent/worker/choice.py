@@ -30,15 +30,14 @@ def lookup_backend_for(client: ClientConfig, on_gpu: bool, where: str) -> Lookup
             if where == "process":
                 raise
             log.warning(
-                "lookups run inside the engine's process and slow it, another can not be started: "
-                "%s",
+                "lookups run inside the engine's process and slow it; another process can "
+                "not be started: %s",
                 error,
             )
         else:
             if not lookups.await_ready(READY_S):
                 log.warning(
-                    "the process of the lookups is not ready after %.0f s; until then there is no "
-                    "hit",
+                    "the lookup process is not ready after %.0f s; until then there are no hits",
                     READY_S,
                 )
             return lookups
@@ -61,8 +60,8 @@ def agent_backend_for(
             if where == "process":
                 raise
             log.warning(
-                "the agents run inside the engine's process and slow it, no other can have its "
-                "memory: %s",
+                "the agents run inside the engine's process and slow it; its memory can "
+                "not be shared: %s",
                 error,
             )
     return LocalBackend(groups, client, config)

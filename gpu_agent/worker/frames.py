@@ -161,7 +161,7 @@ def header(data: bytes | bytearray) -> tuple[int, Kind]:
     try:
         return nbytes, Kind(number)
     except ValueError as error:
-        raise ProtocolError(f"a frame of kind {number}, which nobody knows") from error
+        raise ProtocolError(f"a frame of unknown kind {number}") from error
 
 
 def facts_frame(kind: Kind, facts: Mapping[str, Any]) -> bytes:

@@ -95,7 +95,7 @@ class ProcessLookups:
         if not (self._child.listens and self._child.ready):
             self._child.poll()  # the calling thread may be the only one that polls
         if not (self._child.listens and self._child.ready):
-            done.set_exception(Unavailable("the process that asks the store is not ready"))
+            done.set_exception(Unavailable("the lookup process is not ready"))
             return done
         alone = not self._awaited
         self._next += 1
@@ -133,7 +133,7 @@ class ProcessLookups:
                 self._child.replace(
                     f"it was named {NAMESPACES_MAX} namespaces, most of them of former epochs"
                 )
-                raise Exhausted("the process that asks the store is started anew")
+                raise Exhausted("the lookup process is restarted")
             self._numbers[namespace.digest] = number
             self._namespaces.append(namespace)
             self._child.tell(frames.facts_frame(Kind.ADD, {"namespace": _hex(namespace)}))
@@ -153,11 +153,11 @@ class ProcessLookups:
     def on_message(self, kind: Kind, body: bytes) -> None:
         """Take an answer. Raises ProtocolError for anything else."""
         if kind is not Kind.ANSWER:
-            raise ProtocolError(f"the process that asks the store sent {kind.name}")
+            raise ProtocolError(f"the lookup process sent {kind.name}")
         answer = frames.parse_answer(body)
         if answer.question not in self._asked:
             raise ProtocolError(
-                f"an answer to question {answer.question}, which was not asked or has its answer"
+                f"an answer to lookup {answer.question}, which does not exist or has its answer"
             )
         _, counts, _ = self._asked[answer.question]
         if not answer.status and tuple(map(len, answer.groups)) != counts:
@@ -165,7 +165,7 @@ class ProcessLookups:
                 f"an answer for {tuple(map(len, answer.groups))} keys to a question for {counts}"
             )
         if any(there.strip(b"\0\1") for there in answer.groups):
-            raise ProtocolError("an answer that says neither yes nor no of a key")
+            raise ProtocolError("an answer with an invalid byte for a key")
         done = self._end(answer.question)
         if answer.status:
             done.set_exception(from_status(answer.status, answer.error or ""))
@@ -181,7 +181,7 @@ class ProcessLookups:
         """Fail all lookups; return how many there were."""
         asked, self._asked, self._awaited = self._asked, {}, 0
         for done, _, _ in asked.values():
-            done.set_exception(Unavailable("the process that asks the store died"))
+            done.set_exception(Unavailable("the lookup process died"))
         return len(asked)
 
 

@@ -362,7 +362,7 @@ class ProcessBackend:
                 del self._agents[agent.number]
                 self._child.tell(frames.number_frame(Kind.RETIRE, agent.number))
         self._staged.drop(
-            "its namespace is not used any more", lambda save: save.agent not in self._agents
+            "its namespace is no longer used", lambda save: save.agent not in self._agents
         )
 
     def close(self) -> None:
@@ -375,7 +375,7 @@ class ProcessBackend:
     def check(self) -> list[str]:
         """Return violated invariants; empty if all is well."""
         if self._child.pid is None and len(self._orders):
-            return [f"{len(self._orders)} orders are under way in a process that is not there"]
+            return [f"{len(self._orders)} orders are under way in a process that does not exist"]
         return []
 
     # ---- the agents' calls -----------------------------------------------------------------
@@ -407,7 +407,7 @@ class ProcessBackend:
             )
         job = new_save()
         job.gathered.set_result(None)
-        job.done.set_result(SaveResult(0, 0, len(keys), "the agents' process is not there"))
+        job.done.set_result(SaveResult(0, 0, len(keys), "the agents' process does not exist"))
         return job
 
     def _order(self, pages: int, job: SaveJob) -> tuple[int, float]:

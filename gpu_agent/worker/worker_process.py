@@ -204,7 +204,7 @@ class WorkerProcess:
             self._looked_at = now
             self._listen(self._channel)
         if self._channel is not None and self._stands_still(now):
-            self._end("it stands still")
+            self._end("it makes no progress")
         if self._channel is None and self._process.poll() is not None:
             self._reap()
 

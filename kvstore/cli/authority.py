@@ -201,7 +201,7 @@ def _write(
     paths = folder / f"{file}.pem", folder / f"{file}.key"
     there = [path for path in paths if path.exists()]
     if there and not force:
-        raise ConfigError(f"{there[0]} is there already; --force replaces it")
+        raise ConfigError(f"{there[0]} exists already; --force replaces it")
     form = serialization.PrivateFormat.PKCS8
     secret = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
     try:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DirOption = Annotated[
     Path, typer.Option("--dir", metavar="DIR", help="Folder of the authority and its files.")
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
 DAYS_MAX = 36500.0
 
 
@@ -31,7 +31,7 @@ def ca(
     run: Invocation,
     folder: DirOption = Path("certs"),
     name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="What it is called.")
+        str, typer.Option("--name", metavar="NAME", help="Its common name.")
     ] = "kvstore development CA",
     days: Annotated[float, _days("ten years")] = 3650.0,
     force: ForceOption = False,
@@ -56,7 +56,7 @@ def ca(
 def node(
     run: Invocation,
     hosts: Annotated[
-        list[str], typer.Argument(metavar="HOST...", help="Names and addresses it is reached by.")
+        list[str], typer.Argument(metavar="HOST...", help="Its host names and addresses.")
     ],
     folder: DirOption = Path("certs"),
     file: Annotated[
@@ -83,9 +83,7 @@ def node(
 
 def client(
     run: Invocation,
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Who it is, as the node's identities have it.")
-    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name in the node's identities.")],
     folder: DirOption = Path("certs"),
     file: Annotated[
         str, typer.Option("--file", metavar="NAME", help="NAME.pem, NAME.key; else its name.")

@@ -48,8 +48,8 @@ LOOK_S = 0.5
 MemberArgument = Annotated[
     str, typer.Argument(metavar="MEMBER", help="Its id; see `kvstore cluster`.")
 ]
-EndOption = Annotated[bool, typer.Option("--end", help="It serves again.")]
-DryOption = Annotated[bool, typer.Option("--dry-run", help="Only say what would be moved.")]
+EndOption = Annotated[bool, typer.Option("--end", help="Cancel the drain.")]
+DryOption = Annotated[bool, typer.Option("--dry-run", help="Only report what would be moved.")]
 MEMBER_ROWS, NAMESPACE_ROWS_MIN = 8, 2
 
 
@@ -126,7 +126,7 @@ def drain(run: Invocation, member: MemberArgument, end: EndOption = False) -> in
         told = client.drain(end)
         registry = client.node_status().peers.registry
         if registry not in REGISTRIES:
-            note(f"nobody hears of it before etcd can be asked again: {registry}")
+            note(f"other members learn of it when etcd answers again: {registry}")
         with progress(f"draining {member}", 1.0) as report:
             while not (end or told.over):
                 count = told.pages_handed + told.pages_left
@@ -146,8 +146,8 @@ def drain(run: Invocation, member: MemberArgument, end: EndOption = False) -> in
         )
     if told.pages_left and not end:
         note(
-            "nobody has taken what is left: add members or memory and drain it again, or stop it "
-            "and lose these pages"
+            "no member accepted the remaining pages: add members or memory and drain it "
+            "again, or stop it and lose these pages"
         )
         return ExitCode.EXHAUSTED
     return ExitCode.OK
@@ -185,7 +185,7 @@ def rebalance(run: Invocation, dry_run: DryOption = False) -> int:
         emit({"dry_run": dry_run, "members": members, **away_json(away)})
     elif dry_run:
         show(
-            ("MEMBER", "WOULD FETCH", "BYTES", "COULD NOT ASK"),
+            ("MEMBER", "WOULD FETCH", "BYTES", "NOT REACHED"),
             [
                 (member, f"{pages:,}", human_nbytes(nbytes), " ".join(of) or "-")
                 for member, pages, nbytes, of in rows
@@ -193,7 +193,7 @@ def rebalance(run: Invocation, dry_run: DryOption = False) -> int:
         )
     else:
         print(
-            f"{len(rows)} members look for their pages; `kvstore cluster rebalance --dry-run` says "
+            f"{len(rows)} members rebalance; `kvstore cluster rebalance --dry-run` shows "
             "what is left"
         )
     incomplete = any(told.away for told in done.values())

@@ -110,7 +110,9 @@ _cluster.command("rebalance")(command(cluster.rebalance))
 app.add_typer(_cluster, name="cluster")
 
 _tokens = typer.Typer(
-    rich_markup_mode=None, no_args_is_help=True, help="Who may do what, in the file of identities."
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Manage identities and their rights in the identities file.",
 )
 _tokens.command("add")(command(tokens.add))
 _tokens.command("list")(command(tokens.list_))
@@ -119,7 +121,7 @@ app.add_typer(_tokens, name="tokens")
 
 _certs = typer.Typer(
     rich_markup_mode=None,
-    help="Make certificates of nodes and clients, with an authority of one's own.",
+    help="Make certificates for nodes and clients, signed by your own authority.",
 )
 _certs.command("ca")(command(certs.ca))
 _certs.command("node")(command(certs.node))

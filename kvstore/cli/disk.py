@@ -123,9 +123,11 @@ def forget(
     run: Invocation,
     tenant: Annotated[
         str,
-        typer.Option("--tenant", metavar="NAME", help="Whose pages and descriptions are erased."),
+        typer.Option(
+            "--tenant", metavar="NAME", help="Tenant whose pages and namespaces are erased."
+        ),
     ],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> int:
     """Erase all that a tenant has: removed, zeroed in RAM, and its disk keys destroyed.
 
@@ -166,9 +168,7 @@ def forget(
         )
     for reason in told.why:
         note(f"{reason}; run it again")
-    code = report_failures(
-        away, "; what it has of this tenant is there: run it again when it answers"
-    )
+    code = report_failures(away, "; its pages of this tenant remain: run it again when it answers")
     return code or (ExitCode.EXHAUSTED if told.left else ExitCode.OK)
 
 

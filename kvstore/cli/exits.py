@@ -84,7 +84,8 @@ class Root(TyperGroup):
         if sys.stdout is None:  # the output would be lost without an error
             sys.exit(
                 self._fail(
-                    "stdout is closed; send it to /dev/null if nobody wants it", ExitCode.UNWRITTEN
+                    "stdout is closed; redirect it to /dev/null if it is not needed",
+                    ExitCode.UNWRITTEN,
                 )
             )
         sys.exit(self._run(given, *rest, **options))
@@ -109,7 +110,7 @@ class Root(TyperGroup):
         except Unwritten as error:
             silence(sys.stdout)
             return self._fail(
-                f"{error}; what the command has done beside stays done", ExitCode.UNWRITTEN
+                f"{error}; the rest of the command was carried out", ExitCode.UNWRITTEN
             )
 
     def _fail(self, message: str, code: ExitCode, kind: str = "") -> int:

@@ -33,7 +33,7 @@ WireOption = Annotated[
         "--wire",
         envvar="KVSTORE_WIRE",
         metavar="auto|shm|bulk|grpc",
-        help="How pages travel; auto takes the best it can.",
+        help="Transport for pages; auto takes the best one.",
     ),
 ]
 
@@ -152,8 +152,8 @@ def replay_command(
             address = stack.enter_context(throwaway_node(capacity, page_nbytes)).address
         elif capacity_pages is not None:
             note(
-                f"--capacity-pages is the size of a throwaway node, but {address} is replayed "
-                "against as it is"
+                "--capacity-pages is the size of a throwaway node; with an address, that "
+                "node is used as it is"
             )
         client = stack.enter_context(run.client(wire, address, **tls))
         on_progress = stack.enter_context(progress("replaying", count))
@@ -220,7 +220,7 @@ def record(
         float, typer.Option("--seconds", metavar="S", help="How long; at most a day.")
     ] = 600.0,
     max_bytes: Annotated[
-        str, typer.Option("--max-bytes", metavar="SIZE", help="End when it has come to so much.")
+        str, typer.Option("--max-bytes", metavar="SIZE", help="End at this size.")
     ] = "1GiB",
 ) -> int:
     """Record what a node is asked, as a trace.
@@ -267,10 +267,13 @@ def record(
     if recording.nbytes >= most:
         note(f"--max-bytes {max_bytes} were reached before the time was over")
     if recording.dropped:
-        note(f"{recording.dropped:,} requests found no room at the node and are not in the trace")
+        note(
+            f"{recording.dropped:,} requests exceeded the node's memory for recordings and are "
+            "missing in the trace"
+        )
     if not recording.nbytes:
         raise Failure(
-            f"nobody asked this node for a page in {seconds:g} s; {output} is not written",
+            f"no client asked this node for a page in {seconds:g} s; {output} is not written",
             code or ExitCode.MISS,
         )
     _show_recording(run, recording, output)

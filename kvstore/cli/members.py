@@ -28,7 +28,7 @@ Statuses = Mapping[str, pb.NodeStatusReply | KVStoreError]  # by address
 
 Result = TypeVar("Result")
 NO_ANSWER = "NO ANSWER"
-NOT_TOLD = "what members store, hand on and fetch is told to who is of all tenants"
+NOT_TOLD = "what members store, replicate and fetch is shown to identities of all tenants only"
 
 # On a narrow terminal the first columns stay.
 COLUMNS = (
@@ -226,7 +226,7 @@ def copies_line(peers: pb.PeersStatus) -> str:
     """Return the line about copies of other members' pages."""
     return (
         f"copies of others' pages {peers.copy_count:,}, {human_nbytes(peers.copy_nbytes)}  "
-        f"fetched {peers.pages_fetched:,}  could not be had {peers.pages_fetch_failed:,}"
+        f"fetched {peers.pages_fetched:,}  could not be fetched {peers.pages_fetch_failed:,}"
     )
 
 
@@ -254,7 +254,7 @@ def rebalance_left(peers: pb.PeersStatus) -> str:
     """Return what the last rebalance left undone; empty if nothing."""
     reasons = (
         (peers.sweep_pages_full, "found no room"),
-        (peers.sweep_pages_failed, "could not be had"),
+        (peers.sweep_pages_failed, "could not be fetched"),
     )
     return ", ".join(f"{count:,} pages {why}" for count, why in reasons if count)
 
@@ -298,14 +298,15 @@ def troubles(view: View, statuses: Statuses) -> list[str]:
             continue
         if status.HasField("disk") and status.disk.state != "SERVING":
             said[
-                f"{member.id}: DISK STOPPED: {status.disk.reason}; mend it, then: kvstore recover"
+                f"{member.id}: DISK STOPPED: {status.disk.reason}; repair it, then: kvstore recover"
             ] = None
         if status.peers.registry not in ("", *REGISTRIES):
-            said[f"{member.id}: its registry can not be asked {status.peers.registry}"] = None
-        said |= dict.fromkeys(f"not of the view: {line}" for line in status.peers.apart)
+            said[f"{member.id}: its registry does not answer: {status.peers.registry}"] = None
+        said |= dict.fromkeys(f"outside the view: {line}" for line in status.peers.apart)
     if view.replicas > len(view.members):
         said[
-            f"{view.replicas} replicas are wanted of {len(view.members)} members: there are fewer"
+            f"{view.replicas} replicas are configured, but there are only "
+            f"{len(view.members)} members"
         ] = None
     return list(said)
 

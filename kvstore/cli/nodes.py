@@ -90,7 +90,7 @@ def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
         f"{human_nbytes(limits.page_nbytes_max)} a page"
     )
     if not whole:
-        lines.append("tiers, connections and members are told to who is of all tenants")
+        lines.append("tiers, connections and members are shown to identities of all tenants only")
     out = console()
     for line in lines:
         out.print(line, markup=False, soft_wrap=True)
@@ -144,9 +144,8 @@ def _shm_lines(shm: pb.ShmStatus) -> list[str]:
     lines = [f"shared memory at {shm.socket}  connections {shm.client_count}"]
     if shm.orphan_count:
         lines.append(
-            f"{shm.orphan_page_count:,} pages of {shm.orphan_count} lost connections are kept: "
-            "their processes live "
-            "and may still write to them"
+            f"{shm.orphan_page_count:,} pages of {shm.orphan_count} lost connections are "
+            "kept: their processes still run and may write to them"
         )
     return lines
 
@@ -182,7 +181,7 @@ def _tier_lines(reply: pb.NodeStatusReply) -> list[str]:
 
 def _tls_lines(reply: pb.NodeStatusReply) -> list[str]:
     if not reply.HasField("tls"):
-        return ["TLS off: whoever is on the way reads and changes all that is sent"]
+        return ["TLS off: anyone on the network path can read and change all traffic"]
     tls = reply.tls
     lines = [f"TLS on, with{'' if tls.client_certificates else 'out'} certificates of clients"]
     for one in tls.certificates:
@@ -194,7 +193,7 @@ def _tls_lines(reply: pb.NodeStatusReply) -> list[str]:
                 f"{'HAS EXPIRED' if left_ms <= 0 else 'expires in ' + human_ms(left_ms)}: renew it"
             )
     if tls.problem:
-        lines.append(f"the files of TLS as they are now are not in force: {tls.problem}")
+        lines.append(f"the current TLS files are not in use: {tls.problem}")
     return lines
 
 
@@ -222,7 +221,9 @@ def _disk_lines(disk: pb.DiskStatus) -> list[str]:
         f"{disk.pages_scrubbed:,}",
     ]
     if disk.state != "SERVING":
-        lines.append(f"DISK STOPPED: {disk.reason}. RAM serves on; mend it, then: kvstore recover")
+        lines.append(
+            f"DISK STOPPED: {disk.reason}. RAM still serves; repair it, then: kvstore recover"
+        )
     return lines
 
 

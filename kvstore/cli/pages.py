@@ -225,7 +225,7 @@ def rm(
     namespace: NamespaceOption = None,
     model: ModelOption = None,
     every: AllOption = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> int:
     """Remove pages, pinned ones too.
 
@@ -257,9 +257,7 @@ def rm(
         emit({"namespace": space.digest.hex(), **counts, **away_json(None if alone else away)})
     else:
         print(f"removed {removed} of {asked} pages")
-    code = report_failures(
-        away, "; what it has of these pages may come back: remove them again when it answers"
-    )
+    code = report_failures(away, "; its copies may return: remove them again when it answers")
     return code or (ExitCode.OK if removed else ExitCode.MISS)
 
 
@@ -330,7 +328,7 @@ def _named_namespace(
 def confirm(question: str) -> None:
     """Ask for confirmation. Raises InvalidRequest without a terminal, Failure for a no."""
     if not sys.stdin.isatty():
-        raise InvalidRequest(f"{question} Nobody is there to ask; add --yes")
+        raise InvalidRequest(f"{question} There is no terminal to confirm on; add --yes")
     if not typer.confirm(question, err=True):
         raise Failure("nothing was removed", ExitCode.USAGE)
 

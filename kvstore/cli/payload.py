@@ -46,9 +46,7 @@ def get(
     tokens_file: TokensFileOption = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Where the bytes go; - or none is stdout."
-        ),
+        typer.Option("--output", "-o", metavar="FILE", help="Output file; - or none is stdout."),
     ] = None,
     layer: Annotated[
         int | None, typer.Option("--layer", metavar="N", help="Only this layer of each page.")
@@ -178,7 +176,7 @@ def _read(
                 reason, code = "does not match its checksum", ExitCode.CORRUPT
             elif stats.forged_pages:
                 reason, code = (
-                    "was made or changed by somebody who has not its key",
+                    "was made or changed without its key",
                     ExitCode.CORRUPT,
                 )
             raise Failure(f"page {prefix_hash.hex()} {reason}; the output ends before it", code)

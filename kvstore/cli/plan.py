@@ -124,10 +124,10 @@ def plan(
     ] = 1,
     near_share: NearOption = 0.0,
     window_s: Annotated[
-        float, typer.Option("--window", metavar="S", help="Peak rates are of so long.")
+        float, typer.Option("--window", metavar="S", help="Time window of peak rates.")
     ] = 60.0,
     disk_gb_per_s: Annotated[
-        float, typer.Option("--disk-gb-per-s", metavar="X", help="What the disks do, in all.")
+        float, typer.Option("--disk-gb-per-s", metavar="X", help="Read rate of all disks together.")
     ] = 2.0,
     one_in: SampleOption = None,
     limit: Annotated[
@@ -202,8 +202,8 @@ def _show(plan: Plan, words: Sequence[str]) -> None:
         print(f"assumed: {assumed}")
     if plan.sampled < 1:
         print(
-            f"from {percent(plan.sampled)} of the pages; ± is one standard error; bounds are "
-            "besides a little too low"
+            f"from {percent(plan.sampled)} of the pages; ± is one standard error; bounds "
+            "are also slightly too low"
         )
     print()
     rows = [_cells(plan, row) for row in plan.rows]
@@ -253,7 +253,7 @@ def _speed(rate: Rate) -> str:
 def recommendation(plan: Plan) -> list[str]:
     """Return the recommendation as sentences."""
     if not plan.endless:
-        return ["No page is asked for a second time: no store would save anything on this trace."]
+        return ["No page is requested twice: no store would save anything on this trace."]
     return [
         *_of_size(plan),
         _of_ram(plan),
@@ -275,18 +275,16 @@ def _points(share: float) -> str:
 def _of_size(plan: Plan) -> Iterator[str]:
     knee, wanted = human_nbytes(plan.nearly_all_nbytes), human_nbytes(plan.wanted_nbytes)
     yield (
-        f"A store that never forgets would hit {percent(plan.endless)} of the pages; the rest is "
-        "asked for once. "
-        f"The knee is at {knee}, {plan.nearly_all_pages:,} pages: "
-        f"{percent(NEARLY_ALL * plan.endless)}. "
-        f"Beyond {wanted} nothing is gained."
+        f"A store that never forgets would hit {percent(plan.endless)} of the pages; the "
+        f"rest is requested once. The knee is at {knee}, {plan.nearly_all_pages:,} pages: "
+        f"{percent(NEARLY_ALL * plan.endless)}. Beyond {wanted} nothing is gained."
     )
     ram, worst = (
         plan.ram_beside_disk_nbytes,
         f"more than {plan.disk_gb_per_s:g} GB/s in the worst {plan.window_s:g} s",
     )
     if ram is None:
-        yield "The trace has no times, so what links and disks must bear can not be told."
+        yield "The trace has no times, so the load on links and disks is unknown."
     elif ram < LITTLE * plan.nearly_all_nbytes:
         yield f"Of those {knee} nearly all may be disk: disks would have to read no {worst}."
     elif ram < plan.nearly_all_nbytes:
@@ -367,9 +365,8 @@ def _of_policy(rows: Sequence[Row]) -> str:
     if row.disk_nbytes:
         size += f" and disk of {human_nbytes(row.disk_nbytes)}"
     return (
-        f"With {size} the store hits {percent(row.hit_rate)}, and who knew the future "
-        f"{percent(row.bound)}: "
-        "a better policy could gain a part of that, no policy more."
+        f"With {size} the store hits {percent(row.hit_rate)}, and an optimal policy "
+        f"{percent(row.bound)}: no policy could gain more."
     )
 
 

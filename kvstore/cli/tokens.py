@@ -33,7 +33,7 @@ NameArgument = Annotated[
 TenantOption = Annotated[
     str,
     typer.Option(
-        "--tenant", metavar="TENANT", help="Whose pages; * for an operator or a node: all tenants'."
+        "--tenant", metavar="TENANT", help="Its tenant; * for an operator or a node: all tenants."
     ),
 ]
 
@@ -44,7 +44,7 @@ def add(
     file: FileOption,
     tenant: TenantOption,
     role: Annotated[
-        str, typer.Option("--role", metavar="read|write|node|admin", help="What it may do.")
+        str, typer.Option("--role", metavar="read|write|node|admin", help="Its role.")
     ] = "write",
     models: Annotated[
         str,
@@ -97,7 +97,8 @@ def add(
     identities.add(file, line, tell)
     if not run.as_json:
         told = (
-            "; this token is not told again. Clients have it in KVSTORE_TOKEN or KVSTORE_TOKEN_FILE"
+            "; this token is not shown again. Clients read it from KVSTORE_TOKEN or "
+            "KVSTORE_TOKEN_FILE"
             if token
             else ""
         )
@@ -131,7 +132,7 @@ def list_(run: Invocation, file: FileOption) -> None:
     else:
         note(f"{file} names nobody")
     for problem in found.problems:
-        note(f"{file}, {problem}; nodes leave it out")
+        note(f"{file}, {problem}; nodes skip it")
 
 
 def revoke(run: Invocation, name: NameArgument, file: FileOption) -> int:

@@ -132,9 +132,7 @@ def put_outcomes(verdicts: Sequence[int]) -> list[PutOutcome]:
     try:
         return [_OUTCOMES[verdict] for verdict in verdicts]
     except KeyError as error:
-        raise ProtocolError(
-            f"the node answered a put with a verdict that nobody knows: {error}"
-        ) from error
+        raise ProtocolError(f"the node answered a put with an unknown status: {error}") from error
 
 
 def per_key(replies: Sequence[Any], field: str, prefix_hashes: Sequence[bytes]) -> list[Any]:
@@ -142,7 +140,7 @@ def per_key(replies: Sequence[Any], field: str, prefix_hashes: Sequence[bytes]) 
     found = [value for reply in replies for value in getattr(reply, field)]
     if len(found) != len(prefix_hashes):
         raise ProtocolError(
-            f"the node said what is {field} of {len(found)} keys, asked about {len(prefix_hashes)}"
+            f"the node returned {field} of {len(found)} keys for {len(prefix_hashes)}"
         )
     return found
 
@@ -150,7 +148,7 @@ def per_key(replies: Sequence[Any], field: str, prefix_hashes: Sequence[bytes]) 
 def check_goes_on(request: pb.ListRequest, reply: pb.ListReply) -> None:
     """Raise ProtocolError for a list that makes no progress: it would be requested without end."""
     if reply.next_page_token and reply.next_page_token <= request.page_token:
-        raise ProtocolError("the node's list of pages goes in a circle")
+        raise ProtocolError("the node's list of pages makes no progress")
 
 
 def leading(present: Sequence[bool]) -> int:

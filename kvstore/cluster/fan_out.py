@@ -148,7 +148,7 @@ class FanOut:
         """
         if self.nodes.found(deadline) is not None:
             raise InvalidRequest(
-                f"{what} is asked of one node; name a member of the cluster, with direct=True"
+                f"{what} needs one node; name a member of the cluster, with direct=True"
             )
         return self.nodes.only.run(call, namespace, deadline)
 

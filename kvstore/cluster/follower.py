@@ -113,7 +113,7 @@ class Follower:
         except (
             RuntimeError
         ) as error:  # the thread limit is reached: the next new connection tries again
-            log.warning("the cluster's views are heard of with new connections only: %s", error)
+            log.warning("changes of the cluster are noticed with new connections only: %s", error)
 
     def _start(self) -> None:
         """Start the thread where no signal handler can raise: it runs or it does not."""

@@ -279,7 +279,7 @@ class Nodes:
         try:
             view = parse_view(message)
         except ConfigError as error:
-            raise ProtocolError(f"a node told of a cluster that can not be: {error}") from error
+            raise ProtocolError(f"a node sent an invalid view of its cluster: {error}") from error
         with self._lock:
             known = self._view
             if known and known.cluster != view.cluster:

@@ -339,7 +339,5 @@ def _parsed(members: Sequence[pb.Member]) -> Iterator[Member]:
         try:
             state = State(member.state)
         except ValueError as error:
-            raise ConfigError(
-                f"{member.id} is in a state that this version does not know: {error}"
-            ) from error
+            raise ConfigError(f"{member.id} is in an unknown state: {error}") from error
         yield Member(member.id, member.address, member.weight, member.zone, state, member.bulk_port)

@@ -79,16 +79,16 @@ def remedy_of(error: KVStoreError, otherwise: str = "") -> str:
     """Return the remedy for an error; `otherwise` if its message names none."""
     if isinstance(error, Unauthenticated):
         return (
-            "set KVSTORE_TOKEN_FILE, or KVSTORE_TLS_CERT and KVSTORE_TLS_KEY, to what the node's "
-            "file of identities "
-            "has, and has not let expire: kvstore tokens list shows it"
+            "set KVSTORE_TOKEN_FILE, or KVSTORE_TLS_CERT and KVSTORE_TLS_KEY, to a "
+            "credential of the node's identities file that has not expired: kvstore tokens "
+            "list shows them"
         )
     if isinstance(error, Forbidden):
         return "use a token whose role, tenant and models allow it: kvstore tokens list shows them"
     if isinstance(error, ProtocolError):
         return (
-            "update the older of both: versions work together that are one step apart; or a "
-            "node is not what is there"
+            "update the older of both: only adjacent protocol versions work together; or "
+            "the peer is no node"
         )
     return otherwise
 
@@ -161,11 +161,9 @@ class _Run:
     def findings(self) -> list[Finding]:
         found = list(self._found)
         if not self.ended.is_set():
-            hung = f"it has not ended in {self.check.limit_s:g} s; it was left alone"
+            hung = f"it did not end within {self.check.limit_s:g} s and was abandoned"
             found.append(
-                fail(
-                    self.check.name, hung, "what it asked hangs, or allow more time with --timeout"
-                )
+                fail(self.check.name, hung, "its target hangs; or allow more time with --timeout")
             )
         return found
 
@@ -179,7 +177,11 @@ class _Run:
             log.debug("%s", self.check.name, exc_info=True)
             said = f"the check itself failed: {type(error).__name__}: {error}"
             self._found.append(
-                fail(self.check.name, said, "tell the maintainers; all other checks hold")
+                fail(
+                    self.check.name,
+                    said,
+                    "report this to the maintainers; all other checks are valid",
+                )
             )
         finally:
             self.ended.set()

@@ -38,9 +38,8 @@ GRACE_S = 2.0  # for starting threads, beside what the steps themselves may take
 NAMES = ("shm", "bulk", "grpc")  # the best transport first
 IN_CONTAINERS = "docs/operations.md, Shared memory between containers"
 _NO_ANSWER = (
-    "the port is open and nobody answers: a node that starts, hangs or is stopped, or something "
-    "else; look at the "
-    "log of kvstore-node there"
+    "the port is open but nothing answers: the node is starting, hangs or is stopped, or "
+    "it is another program; see the log of kvstore-node there"
 )
 
 
@@ -156,12 +155,14 @@ class Connectivity:
                 "set KVSTORE_TLS_CA to the file of the authority (ca.pem), or to system",
             )
         if all(map(is_loopback, self.found)):
-            return ok("TLS", "none, and nothing leaves this host")
+            return ok("TLS", "none; the traffic stays on this host")
         remedy = (
             "give nodes --tls-cert and --tls-key and clients KVSTORE_TLS_CA: "
             "docs/operations.md, TLS"
         )
-        return warn("TLS", "none: whoever is on the way reads and changes all that is sent", remedy)
+        return warn(
+            "TLS", "none: anyone on the network path can read and change all traffic", remedy
+        )
 
     def _of_handshake(self, problem: str, certificate: bytes) -> Finding:
         called = "no name"
@@ -177,7 +178,7 @@ class Connectivity:
                 f"{problem}; its certificate is for {called}",
                 f"{remedy}: docs/operations.md, TLS",
             )
-        return ok("TLS", f"its certificate is believed, and for {called}")
+        return ok("TLS", f"its certificate is trusted, and for {called}")
 
     def _ask(self) -> Iterator[Finding]:
         began = time.monotonic()
@@ -194,8 +195,8 @@ class Connectivity:
             f"{'all tenants' if connection.hello.tenant == '*' else connection.hello.tenant}"
         )
         yield ok(
-            "who this is",
-            f"{who} there" if connection.hello.role else "the node asks nobody who he is",
+            "identity",
+            f"{who} there" if connection.hello.role else "the node has no authentication",
         )
 
     @property
@@ -241,16 +242,16 @@ class Connectivity:
 def _remedy_of_tcp(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
         return (
-            "nobody listens there: is kvstore-node running, with this --port, and with a --host "
-            "that is reached from "
-            "here (the default is its own loopback)? Of a container: is the port published?"
+            "nothing listens there: is kvstore-node running, with this --port, and with a "
+            "--host that is reachable from here (the default is loopback)? In a container: "
+            "is the port published?"
         )
     if isinstance(error, TimeoutError):
         return (
             "nothing answers: the host is down, or a firewall, a security group or a "
             "NetworkPolicy drops it"
         )
-    return "there is no way to that address from here: correct the address, or the network"
+    return "no route to that address from here: correct the address, or the network"
 
 
 class Wires:
@@ -293,7 +294,7 @@ class Wires:
                 return fail(
                     "shm",
                     "the node serves none",
-                    "start it without --shm-socket none, or take another wire",
+                    "start it without --shm-socket none, or use another transport",
                 )
             return skipped("shm", hello.shm_refused or "the node serves none (--shm-socket none)")
         named = self.node.scheme == "unix"
@@ -330,8 +331,8 @@ class Wires:
         problem = self._try("bulk")
         if problem:
             remedy = (
-                f"open TCP port {hello.bulk_port} (--bulk-port) from here to the node; over "
-                "gRPC all is slower"
+                f"open TCP port {hello.bulk_port} (--bulk-port) from here to the node; gRPC "
+                "is slower"
             )
             return fail("bulk", problem, remedy)
         return ok("bulk", f"works, at port {hello.bulk_port}")

@@ -46,13 +46,14 @@ def findings(path: Path, mounts: str = "") -> Iterator[Finding]:
     try:
         fd, direct = _opened(where)
     except OSError as error:
-        yield skipped("O_DIRECT", f"no file can be made there: {error.strerror}")
+        yield skipped("O_DIRECT", f"no file can be created there: {error.strerror}")
         return
     try:
         yield _direct_io(direct)
         if _free_nbytes(where) < ROOM_NBYTES:
             yield skipped(
-                "speed", "not measured: that takes room, and a node there may need all that is left"
+                "speed",
+                "not measured: that needs space, and a node there may need all that is left",
             )
         else:
             yield speed(fd)
@@ -113,7 +114,7 @@ def free_space(where: Path) -> Finding:
         return fail(
             "room",
             said,
-            "free some, or name another --data-dir: a disk that is full stops the disk tier",
+            "free some, or name another --data-dir: a full disk stops the disk tier",
         )
     if about.f_files and about.f_favail < INODES_FEW:
         return warn("room", f"{said}, but only {about.f_favail:,} files", "free some inodes")
@@ -148,8 +149,7 @@ def speed(fd: int) -> Finding:
     )
     if writing < SLOW_NBYTES_PER_S or sync_s > SLOW_SYNC_S:
         remedy = (
-            "expect pages to stay in RAM only, and durable puts to wait: a faster disk, or "
-            "one with less to do"
+            "pages may stay in RAM only, and durable puts may wait: use a faster or less busy disk"
         )
         return warn("speed", said, remedy)
     return ok("speed", said)

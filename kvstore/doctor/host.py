@@ -148,7 +148,7 @@ class Host:
             remedy = (
                 "Linux 5.3 or newer, and a seccomp profile that allows memfd_create and pidfd_open"
             )
-            return fail("shared memory", f"it can not be had: {error}", remedy)
+            return fail("shared memory", f"not available: {error}", remedy)
         space, _ = self._limit("Max address space")
         if space is not None:
             remedy = (
@@ -204,15 +204,17 @@ class Host:
         """Check that the clock is synchronised."""
         nobody = self._clock()
         if nobody is None:
-            return skipped("clock", "the kernel does not say who sets it")
+            return skipped("clock", "the kernel does not report a clock source")
         if nobody:
             remedy = (
                 "run chrony or systemd-timesyncd; certificates and times to live go by the clock"
             )
             return warn(
-                "clock", "nobody sets this host's clock, as far as the kernel knows", remedy
+                "clock",
+                "nothing synchronises this host's clock, as far as the kernel knows",
+                remedy,
             )
-        return ok("clock", "it is set by another clock")
+        return ok("clock", "it is synchronised")
 
     def _limit(self, name: str) -> tuple[int | None, int | None]:
         """Return this process's soft and hard limit; None for unlimited."""
@@ -271,7 +273,7 @@ def _address(config: ClientConfig) -> Finding:
 def _files(config: ClientConfig) -> Iterator[Finding]:
     tls = client_tls(config, "")
     if tls is None:
-        yield ok("TLS files", "none: this client speaks without TLS")
+        yield ok("TLS files", "none: this client does not use TLS")
         return
     try:
         pems = tls.files.poll()
@@ -286,7 +288,7 @@ def _files(config: ClientConfig) -> Iterator[Finding]:
     if roots_end:
         yield check_expiry("TLS files", f"tls_ca={config.tls_ca}", roots_end)
     else:
-        yield ok("TLS files", "the authorities that this host believes")
+        yield ok("TLS files", "the authorities that this host trusts")
     if pems.chain:
         yield _own_certificate(f"tls_cert={config.tls_cert}", pems.chain)
 

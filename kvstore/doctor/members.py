@@ -24,7 +24,7 @@ CLOCK_WARN_S, CLOCK_FAIL_S = (
 QUEUE_FULL_SHARE = 0.9
 STREAK_MIN = 3  # gateway ends within a minute that are no accident
 SETTLE_S = 1.0  # a new view reaches all members within that time
-NOT_TOLD = "told to an identity of all tenants only"
+NOT_TOLD = "shown to identities of all tenants only"
 GIB = 1 << 30
 
 Views = dict[str, View]
@@ -52,8 +52,8 @@ def check_status(status: pb.NodeStatusReply) -> Iterator[Finding]:
     yield from gateways(status)
     if status.insecure:
         remedy = (
-            "--identities, --tls-cert and --tls-key in place of --insecure, unless nobody "
-            "else is on this network"
+            "--identities, --tls-cert and --tls-key in place of --insecure, unless this "
+            "network is private"
         )
         yield warn("strangers", status.insecure, remedy)
 
@@ -62,7 +62,7 @@ def version(hello: pb.HelloReply) -> Finding:
     """Check the node's version."""
     said = f"kvstore {hello.version}, protocol {hello.protocol_version}"
     if hello.protocol_version != PROTOCOL_VERSION:
-        remedy = "update the older one soon: versions work together that are one step apart"
+        remedy = "update the older one soon: only adjacent protocol versions work together"
         return warn("version", f"{said}; here {PROTOCOL_VERSION}", remedy)
     if hello.version != kvstore.__version__:
         return warn(
@@ -84,7 +84,7 @@ def state(status: pb.NodeStatusReply) -> Finding:
 def clock(told: Clock | None) -> Finding:
     """Compare the node's clock with this host's."""
     if told is None:
-        return skipped("clock", "an older node does not tell what its clock says")
+        return skipped("clock", "an older node does not report its clock")
     off_s = max(0.0, abs(told.ahead_s) - told.within_s)
     said = (
         f"{abs(told.ahead_s):.3f} s {'ahead of' if told.ahead_s > 0 else 'behind'} this "
@@ -93,8 +93,7 @@ def clock(told: Clock | None) -> Finding:
     )
     remedy = (
         "set the clock that is wrong, and run chrony or systemd-timesyncd there: "
-        "certificates "
-        "go by it"
+        "certificates depend on it"
     )
     if off_s >= CLOCK_FAIL_S:
         return fail("clock", said, remedy)
@@ -121,13 +120,13 @@ def disk(status: pb.NodeStatusReply) -> Finding:
     if told.state != "SERVING":
         return fail(
             "disk",
-            f"STOPPED, RAM serves on: {told.reason}",
-            "mend the cause, then: kvstore recover",
+            f"STOPPED, RAM still serves: {told.reason}",
+            "repair the cause, then: kvstore recover",
         )
     if told.pages_corrupt:
         remedy = (
-            "the medium, or the memory, changes what was written: replace it; kvstore scrub "
-            "reads everything once"
+            "the medium or the memory corrupts data: replace it; kvstore scrub reads "
+            "everything once"
         )
         return warn(
             "disk", f"{said}; {told.pages_corrupt:,} pages were found damaged, and dropped", remedy
@@ -137,7 +136,7 @@ def disk(status: pb.NodeStatusReply) -> Finding:
             "the disk is slower than the puts: a faster one, more members, or a larger "
             "--disk-queue-bytes"
         )
-        return warn("disk", f"{said}; what waits to be written is at its limit", remedy)
+        return warn("disk", f"{said}; the write queue is full", remedy)
     if not told.direct_io:
         remedy = (
             "put --data-dir on ext4 or xfs on a local disk: here pages go through the page "
@@ -159,9 +158,9 @@ def gateways(status: pb.NodeStatusReply) -> Iterator[Finding]:
     )
     if ended >= STREAK_MIN or not ready:
         remedy = (
-            "somebody floods the gRPC port, or --grpc-memory-bytes is too little for its callers: "
-            "bind it to another "
-            "network (--grpc-host), or ask for client certificates"
+            "the gRPC port is flooded, or --grpc-memory-bytes is too small for its "
+            "callers: bind it to another network (--grpc-host), or require client "
+            "certificates"
         )
         finding = warn if ready else fail
         yield finding("gRPC gateways", f"{said}; {ended} times in the last minute", remedy)
@@ -174,8 +173,8 @@ def certificates(tls: pb.TlsStatus) -> Iterator[Finding]:
     for some in tls.certificates:
         yield check_expiry(some.setting, "its own", some.ends_unix_s)
     if tls.problem:
-        remedy = "correct the files; it takes them up within a second"
-        yield warn("its TLS files", f"as they are now they are not in force: {tls.problem}", remedy)
+        remedy = "correct the files; the node reloads them within a second"
+        yield warn("its TLS files", f"the current files are not in use: {tls.problem}", remedy)
 
 
 def reached(findings: Sequence[Finding]) -> Iterator[Finding]:
@@ -200,7 +199,7 @@ def findings(view: View, nodes: Mapping[str, Connectivity]) -> Iterator[Finding]
         remedy = "start more members, or lower --replicas"
         yield warn(
             "replicas",
-            f"{view.replicas} are wanted of {len(view.members)} members: there are fewer",
+            f"{view.replicas} are configured, but there are only {len(view.members)} members",
             remedy,
         )
 
@@ -208,7 +207,7 @@ def findings(view: View, nodes: Mapping[str, Connectivity]) -> Iterator[Finding]
 def near(view: View, config: ClientConfig, shared: Mapping[str, bool]) -> Finding:
     """Check the near node. `shared` says per member whether its memory can be mapped from here."""
     if config.near == "none":
-        return ok("near node", "none is wanted (KVSTORE_NEAR=none): each page's owners are asked")
+        return ok("near node", "disabled (KVSTORE_NEAR=none): each page's owners are asked")
     if config.near != "auto":
         if config.near in view.by_id:
             return ok("near node", f"{config.near}, as KVSTORE_NEAR says")
@@ -248,7 +247,7 @@ def _agreement(there: Mapping[str, Connectivity]) -> Finding:
     if alone:
         remedy = "start it with the same --cluster as the others"
         return fail(
-            "view", f"{', '.join(alone)} is in no cluster, or tells of one that can not be", remedy
+            "view", f"{', '.join(alone)} is in no cluster, or sends an invalid view", remedy
         )
     numbers = {seen.number for seen in views.values()}
     if len(numbers) > 1:
@@ -256,7 +255,7 @@ def _agreement(there: Mapping[str, Connectivity]) -> Finding:
         return fail(
             "view",
             said,
-            "who is behind does not hear of changes: look at its registry, and at etcd",
+            "members with an older view do not receive changes: check their registry, and etcd",
         )
     lists = {seen.members: member for member, seen in sorted(views.items())}
     if len(lists) > 1:
@@ -294,14 +293,15 @@ def _registry(there: Mapping[str, Connectivity]) -> Finding:
             continue
         told, peers = True, node.status.peers
         if peers.registry not in REGISTRIES:
-            wrong[f"{member} can not ask its registry: {peers.registry}"] = None
-        wrong |= dict.fromkeys(f"not of the view: {line}" for line in peers.apart)
+            wrong[f"the registry of {member} does not answer: {peers.registry}"] = None
+        wrong |= dict.fromkeys(f"outside the view: {line}" for line in peers.apart)
     if wrong:
         return warn(
             "registry",
             "; ".join(wrong),
-            "mend etcd, or the way to it; who is apart says why: docs/cluster.md",
+            "repair etcd, or the connection to it; members outside the view report why: "
+            "docs/cluster.md",
         )
     if not told:
-        return skipped("registry", "told to an identity of all tenants only")
-    return ok("registry", "all members can ask it, and nobody is apart")
+        return skipped("registry", "shown to identities of all tenants only")
+    return ok("registry", "it answers all members, and all are in the view")

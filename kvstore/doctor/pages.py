@@ -44,21 +44,21 @@ UNDER_WAY_S = 2.0  # seconds that a removal waits for interrupted puts
 EMPTY_S, STEP_S = 1.0, 0.1  # until a removal is counted in both tiers
 
 _REFUSED = {
-    PutOutcome.BUSY: "another writer is at it",
-    PutOutcome.FULL: "no room: all that is there is pinned, held or being written",
-    PutOutcome.AWAY: "no owner of the page could be asked",
+    PutOutcome.BUSY: "another writer is storing it",
+    PutOutcome.FULL: "no space: all pages are pinned, held or being written",
+    PutOutcome.AWAY: "no owner of the page could be reached",
 }
 
 DIFFERENCES_SHOWN = 4
 
 _CAUSES = {
-    "miss_absent": "the pages asked for were never stored here: does a writer save, and does it "
-    "hash the same tokens?",
-    "miss_evicted": "the pages were evicted before they were asked for again: give the node more "
-    "RAM",
-    "miss_writing": "the pages were still being written when they were asked for",
+    "miss_absent": "the requested pages were never stored here: does a writer save, "
+    "and does it hash the same tokens?",
+    "miss_evicted": "the pages were evicted before they were requested again: give "
+    "the node more RAM",
+    "miss_writing": "the pages were still being written when they were requested",
     "miss_removed": "the pages had been removed by a caller",
-    "miss_expired": "the pages' time to live was over: put them with a longer one (Keep, --ttl)",
+    "miss_expired": "the pages had expired: put them with a longer one (Keep, --ttl)",
     "miss_corrupt": "the pages did not match their checksum and were dropped: check this machine's "
     "memory",
 }
@@ -87,7 +87,7 @@ class Pages:
         if self._role == Role.READ.name.lower():
             return skipped(
                 "round trip",
-                "the role read may put no pages",
+                "the role read may not put pages",
                 "run it with a token of role write or admin",
             )
         return None
@@ -249,7 +249,7 @@ class Pages:
                 if not away:  # every member was reached
                     raise
             return ", and the namespace"
-        return "; its name stays until the node needs the place"
+        return "; its name stays until the node needs the slot"
 
     def _is_empty(self, client: Client) -> bool:
         until = time.monotonic() + EMPTY_S
@@ -274,9 +274,8 @@ class Pages:
 
 def _corrupt(name: str, said: str) -> Finding:
     remedy = (
-        "take this node out of service: its memory, disk or network changes bytes; to "
-        "readers "
-        "they are misses"
+        "take this node out of service: its memory, disk or network corrupts bytes; "
+        "readers get misses"
     )
     return fail(name, said, remedy)
 
@@ -284,8 +283,8 @@ def _corrupt(name: str, said: str) -> Finding:
 def _remedy(error: KVStoreError) -> str:
     if isinstance(error, Exhausted):
         return (
-            "it says which limit: docs/operations.md, Limits and Quotas; kvstore status shows "
-            "who has what"
+            "the error names the limit: docs/operations.md, Limits and Quotas; kvstore "
+            "status shows the usage"
         )
     if isinstance(error, ConfigError):
         return "correct that setting"
@@ -335,7 +334,9 @@ def _nearest(namespace: Namespace, known: Sequence[tuple[Namespace, pb.Namespace
 
 def _cause(counters: pb.Counters) -> str:
     if counters.pages_hit:
-        return "later pages are there but the first one of each request is not, so no prefix is"
+        return (
+            "later pages are stored, but not the first one of each request, so there is no prefix"
+        )
     return max(_CAUSES.items(), key=lambda cause: getattr(counters, cause[0]))[1]
 
 

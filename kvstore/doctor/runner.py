@@ -64,7 +64,7 @@ class Runner:
             yield from self._here()
             given = list(dict.fromkeys(self._config.addresses))
             yield Group(
-                "the way to the nodes" if len(given) > 1 else "the way to the node",
+                "connection to the nodes" if len(given) > 1 else "connection to the node",
                 self._node_checks(given),
             )
             yield from self._there()
@@ -132,7 +132,7 @@ class Runner:
         view = None if self._config.direct else newest(answered)
         nodes = {node.address: node for node in answered} if view is None else self._members(view)
         several = len(nodes) > 1 or view is not None
-        title = "what the node tells" if view is None else f"members of {view.cluster}"
+        title = "what the node reports" if view is None else f"members of {view.cluster}"
         yield Group(
             title, [self._member_check(node, key if several else "") for key, node in nodes.items()]
         )
@@ -196,8 +196,8 @@ class Runner:
             owner = key if view is not None else ""
             of = key if len(self._wires) > 1 or view is not None else ""
             checks.append(Check("round trip", partial(pages.of_node, wires, owner), limit_s, of))
-        yield Group("pages, there and back", checks)
-        yield Group("pages, gone again", [Check("removed", pages.clean, limit_s)])
+        yield Group("pages: put and get", checks)
+        yield Group("pages: clean-up", [Check("removed", pages.clean, limit_s)])
 
 
 def newest(nodes: list[Connectivity]) -> View | None:

@@ -330,7 +330,7 @@ def page_size(
         ) or _tokens(some)
     if tokens is None:
         raise InvalidRequest(
-            "the trace does not tell how many tokens a page has; say --tokens-per-page"
+            "the trace does not show how many tokens a page has; set --tokens-per-page"
         )
     if nbytes is None and token_nbytes is None:
         said = {request.page_nbytes for request in some} - {0}
@@ -339,15 +339,12 @@ def page_size(
                 _mean_said([(request.page_nbytes, len(request.hash_ids)) for request in some])
             )
         if len(said) > 1:
-            assumed.append(
-                f"the trace has pages of {len(said)} sizes; all are taken for pages of their mean"
-            )
+            assumed.append(f"the trace has pages of {len(said)} sizes; their mean is used")
         elif not said:
             token_nbytes = TOKEN_NBYTES
             assumed.append(
-                f"a token takes {TOKEN_NBYTES >> 10} KiB, as in Llama 3 8B at 16 bits; else say "
-                "--model-config "
-                "or --page-bytes"
+                f"a token takes {TOKEN_NBYTES >> 10} KiB, as in Llama 3 8B at 16 bits; "
+                "otherwise set --model-config or --page-bytes"
             )
     check_positive("--tokens-per-page", tokens)
     if nbytes is None:
@@ -406,8 +403,8 @@ def token_nbytes(config: Path) -> int:
         RecursionError,
     ) as error:
         raise InvalidRequest(
-            f"{config} describes no model that is known here ({type(error).__name__}: {error}); "
-            "say --page-bytes"
+            f"{config} describes no model that is known here ({type(error).__name__}: "
+            f"{error}); set --page-bytes"
         ) from error
 
 

@@ -89,10 +89,9 @@ class BulkConnector:
         except ssl.SSLError as error:
             if means_no_place(error):
                 raise Exhausted(
-                    f"{self.where}: the node refuses one more connection; most likely all that it "
-                    "has are in "
-                    "use, or all of this host's: use fewer per client, or raise its sessions_max "
-                    "(its log says which)"
+                    f"{self.where}: the node refuses one more connection; most likely all "
+                    "of its connections are in use, or all of this host's: use fewer per "
+                    "client, or raise its sessions_max (its log says which)"
                 ) from error
             raise Unavailable(self._tls.explain(error) if self._tls else str(error)) from error
 
@@ -250,7 +249,7 @@ class BulkWire:
                 sent = zip(wanted, leaves, strict=True)
                 unchanged = [good(request.prefix_hashes[i], of) for i, of in sent] if good else []
                 if not all(unchanged):
-                    raise InvalidRequest("a page is not what it was: its bytes changed in memory")
+                    raise InvalidRequest("a page's bytes changed in memory while it was sent")
                 exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
                 return verdicts
 
@@ -370,7 +369,9 @@ class BulkWire:
         connection, hello = self._connector.connect(deadline.sooner(self._config.connect_timeout_s))
         if hello.instance_id and hello.instance_id != (self._instance_id or hello.instance_id):
             connection.close()
-            raise Unavailable(f"{self._pool.where} is another node's, or the node was restarted")
+            raise Unavailable(
+                f"{self._pool.where} belongs to another node, or the node was restarted"
+            )
         if not self.hello.ByteSize():
             self.hello = hello
         return connection

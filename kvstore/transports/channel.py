@@ -162,9 +162,9 @@ class NodeConnection:
         """Raise Exhausted for a node too old for requests that involve other members."""
         if not self.knows_members:
             error = Exhausted(
-                f"a member speaks protocol {self.way.hello.protocol_version}, in which nothing is "
-                "asked of others (a "
-                f"near node, ack=all); update it to {MEMBERS_VERSION} or later"
+                f"a member speaks protocol {self.way.hello.protocol_version}, which has no "
+                "requests to other members (a near node, ack=all); update it to "
+                f"{MEMBERS_VERSION} or later"
             )
             error.answered = True  # the node did answer hello
             raise error
@@ -434,7 +434,7 @@ class NodeChannel:
         """Let one thread connect; the others wait until their deadline."""
         if not self._turn.acquire(timeout=deadline.remaining()):
             raise DeadlineExceeded(
-                f"{self.address} was still being connected to after {deadline.seconds:g} s"
+                f"{self.address} could not be connected to within {deadline.seconds:g} s"
             )
         try:
             yield
@@ -512,7 +512,7 @@ class NodeChannel:
             link.wire.call("hello", pb.HelloRequest(), Deadline(LIVES_S))
             self._breaker.success()
         except KVStoreError as error:
-            log.info("%s: it does not say that it lives: %s", self.address, error)
+            log.info("%s: no sign of life: %s", self.address, error)
             if not self._breaker.failing:  # calls with short deadlines say nothing
                 self._breaker.failure(error, LIVES_S)
         finally:

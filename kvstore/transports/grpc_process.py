@@ -82,7 +82,7 @@ class _Gate:
         self.unusable = False
 
     def run(self, work: Callable[[], Outcome]) -> Outcome:
-        assert not in_main_thread(), "another thread does it: kvstore.sync.run_in_helper_thread"
+        assert not in_main_thread(), "call it on a helper thread: kvstore.sync.run_in_helper_thread"
         if self.unusable:
             raise InvalidRequest(
                 "this process was forked while a thread of its parent was in a gRPC call, so it "

@@ -45,9 +45,7 @@ class ArenaMap:
         """
         size = os.fstat(fd).st_size
         if size != nbytes or not nbytes:
-            raise ProtocolError(
-                f"the node passed an arena of {size} bytes and said that it has {nbytes}"
-            )
+            raise ProtocolError(f"the node passed an arena of {size} bytes, but announced {nbytes}")
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
@@ -168,7 +166,7 @@ class _Slots:
                 kept = error
         if kept is not None:
             raise InvalidRequest(
-                f"something made of a page's view is still in use; drop it first ({kept})"
+                f"an object made from a page's view is still in use; drop it first ({kept})"
             ) from kept
 
 

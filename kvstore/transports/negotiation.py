@@ -183,7 +183,7 @@ class Negotiated:
                     raise
                 self.tells_views = False  # an older node, which sends them over gRPC only
         if self.grpc is None:
-            raise ProtocolError("this node does not tell of views by frames; update it")
+            raise ProtocolError("this node does not send views by frames; update it")
         channel = self.grpc(deadline)
         return channel.follow(number, seconds, channel.close)
 
@@ -381,7 +381,7 @@ class Negotiation:
         """
         if not hello.limits.batch_keys_max:
             wire.close()
-            raise ProtocolError(f"{self._address} says that it takes no keys at all")
+            raise ProtocolError(f"{self._address} accepts no keys at all")
         return hello
 
     # ---- the best wire -------------------------------------------------------------------

@@ -292,7 +292,7 @@ class ShmWire:
             # Another user who could put a socket in the node's place would receive our pages.
             if uid not in (os.geteuid(), 0) and not self._config.shm_dir:
                 raise Unavailable(
-                    f"{self._path} is served by uid {uid}; set shm_dir if that is as it should be"
+                    f"{self._path} is served by uid {uid}; set shm_dir if that is intended"
                 )
             hello = pb.HelloRequest(protocol_version=self._version, token=token_of(self._config))
             with _own_pidfd() as pidfd:
@@ -302,7 +302,9 @@ class ShmWire:
                 reply = parse_reply("hello", header)
                 if reply.instance_id != (self._instance_id or reply.instance_id):
                     self.elsewhere = True
-                    raise Unavailable(f"{self._path} is another node's, or the node was restarted")
+                    raise Unavailable(
+                        f"{self._path} belongs to another node, or the node was restarted"
+                    )
                 self._map(fd, reply.arena_nbytes)
                 if not self.hello.ByteSize():
                     self.hello, self._instance_id = reply, reply.instance_id

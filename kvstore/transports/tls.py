@@ -174,22 +174,19 @@ _MEANINGS = {
     "MISMATCH": "the node's certificate does not name {name}; call it by a name that it has, or "
     "set tls_name to one",
     "CERTIFICATE_VERIFY_FAILED": "the node's certificate is not from an authority in tls_ca={ca}",
-    "ALERT_CERTIFICATE_REQUIRED": "the node asks for a client certificate (--tls-client-ca); set "
-    "tls_cert and tls_key",
+    "ALERT_CERTIFICATE_REQUIRED": "the node requires a client certificate "
+    "(--tls-client-ca); set tls_cert and tls_key",
     "ALERT_UNKNOWN_CA": "the node does not know the authority of tls_cert={cert} (its "
     "--tls-client-ca)",
     "ALERT_CERTIFICATE_EXPIRED": "the node says that tls_cert={cert} has expired; renew it, or set "
     "the node's clock",
-    "ALERT_(BAD_CERTIFICATE|CERTIFICATE_UNKNOWN|UNSUPPORTED|DECRYPT)": "the node does not take "
-    "tls_cert={cert}",
-    "ALERT_PROTOCOL_VERSION|UNSUPPORTED_PROTOCOL": "the other side speaks no TLS 1.3",
-    "WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH|HTTP_REQUEST": "the other side speaks "
-    "no TLS; start the "
-    "node with --tls-cert and --tls-key, or this client without tls_ca",
+    "ALERT_(BAD_CERTIFICATE|CERTIFICATE_UNKNOWN|UNSUPPORTED|DECRYPT)": "the node does not "
+    "accept tls_cert={cert}",
+    "ALERT_PROTOCOL_VERSION|UNSUPPORTED_PROTOCOL": "the peer does not support TLS 1.3",
+    "WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH|HTTP_REQUEST": "the peer does not use "
+    "TLS; start the node with --tls-cert and --tls-key, or this client without tls_ca",
 }
-SPEAKS_TLS = (
-    "the node speaks TLS; name the authority of its certificate with tls_ca (KVSTORE_TLS_CA)"
-)
+SPEAKS_TLS = "the node uses TLS; name the authority of its certificate with tls_ca (KVSTORE_TLS_CA)"
 
 
 class ClientTls:
@@ -236,7 +233,7 @@ class ClientTls:
         cert = self._config.tls_cert
         if not cert:
             return (
-                "the node hung up: it asks for client certificates (--tls-client-ca); set "
+                "the node hung up: it requires client certificates (--tls-client-ca); set "
                 "tls_cert and tls_key"
             )
         return (

@@ -72,7 +72,7 @@ class FrameViews:
                 view = self._ask(left_s, Deadline(left_s + ANSWER_S))
                 # Otherwise this would loop without a pause
                 if not _is_one(view) and self._end - time.monotonic() > EARLY_S:
-                    raise ProtocolError("a node that was to wait for a view did not wait")
+                    raise ProtocolError("a node did not wait for a view as requested")
         finally:
             self.cancel()
             self._connection.close()

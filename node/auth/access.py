@@ -32,7 +32,7 @@ ITSELF = Principal("the node itself", ALL, Role.ADMIN)
 def refuse_anonymous() -> Principal:
     """Raise Unauthenticated for a caller without credentials."""
     raise Unauthenticated(
-        "this node asks who you are: set a token (KVSTORE_TOKEN) or a client certificate"
+        "this node requires authentication: set a token (KVSTORE_TOKEN) or a client certificate"
     )
 
 
@@ -81,7 +81,7 @@ class FileReloader:
                 try:
                     look()
                 except Exception:
-                    log.exception("a file could not be looked at")
+                    log.exception("a file could not be polled")
 
 
 class Access:
@@ -215,7 +215,7 @@ class Access:
             self._signature, self._failed = signature, ""
         except ConfigError as error:
             if str(error) != self._failed:
-                log.error("%s; the identities of before stay in force", error)
+                log.error("%s; the previous identities stay in force", error)
             self._failed = str(error)
 
     def _looked(self) -> tuple[int, ...]:
@@ -227,9 +227,9 @@ class Access:
 
     def _take(self, identities: Identities) -> None:
         for problem in identities.problems:
-            log.error("%s, %s; it is left out", self._file, problem)
+            log.error("%s, %s; it is skipped", self._file, problem)
         if not identities.tokens and not identities.certificates:
-            log.warning("%s names nobody: nobody may do anything", self._file)
+            log.warning("%s has no identities: every request is refused", self._file)
         self._identities = identities
         self.on_change(identities)
 

@@ -137,7 +137,7 @@ class Authorizer:
     def _check(self, op: str, rule: Rule, request: Any, principal: Principal) -> None:
         _check_role(op, rule, principal)
         if getattr(request, "forwarded_by", ""):
-            _check_role("handing on what others gave", FORWARD, principal)
+            _check_role("forwarding pages of others", FORWARD, principal)
         if op == "open_namespace":
             self._check_description(principal, request.namespace.tenant, request.namespace.model)
         elif (
@@ -154,8 +154,7 @@ class Authorizer:
             raise _NotVisible
         if op not in SHARED:
             raise Forbidden(
-                f"{principal.name} may read this namespace, which {namespace.tenant} shares, and "
-                "no more"
+                f"{principal.name} may only read this namespace, which {namespace.tenant} shares"
             )
 
     def _check_description(self, principal: Principal, tenant: str, model: str) -> None:
@@ -174,11 +173,11 @@ class Authorizer:
 def _check_role(op: str, rule: Rule, principal: Principal) -> None:
     if principal.role < rule.role:
         raise Forbidden(
-            f"{principal.name} has the role {principal.role.name.lower()}; {op} asks for "
+            f"{principal.name} has the role {principal.role.name.lower()}; {op} needs "
             f"{rule.role.name.lower()}"
         )
     if rule.of_node and not principal.of_all:
         raise Forbidden(
-            f"{principal.name} is of tenant {principal.tenant}; {op} is for who is of all "
-            "(tenant=*)"
+            f"{principal.name} belongs to tenant {principal.tenant}; {op} needs an identity "
+            "of all tenants (tenant=*)"
         )

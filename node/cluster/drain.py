@@ -115,7 +115,7 @@ class Drain:
             except UnknownNamespace:  # it was removed meanwhile
                 continue
             except Exception:  # end of the thread: without this, callers would wait for ever
-                log.exception("what became of the pages is not known; it is looked at again")
+                log.exception("the progress of the drain is unknown; it is checked again")
                 continue
             if over.is_set():
                 return
@@ -170,7 +170,7 @@ class Drain:
                 try:
                     handed.update(self._present_at(owner, namespace, some))
                 except KVStoreError as error:
-                    log.info("%s does not say what it has: %s", owner, error)
+                    log.info("%s does not list its pages: %s", owner, error)
                     away.add(owner)
         return handed
 

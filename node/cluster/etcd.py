@@ -38,11 +38,9 @@ ELSEWHERE = {
 # gRPC's messages for failed TLS connections, and their meaning.
 MEANINGS = {
     "CERTIFICATE_VERIFY_FAILED": "etcd's certificate is not valid: it has expired, names another "
-    "host, or is not from "
-    "the authority in etcd_ca",
-    "TSI_DATA_CORRUPTED": "etcd does not take this node's certificate: etcd_cert is not given, has "
-    "expired, or is not "
-    "from the authority that etcd trusts",
+    "host, or is not from the authority in etcd_ca",
+    "TSI_DATA_CORRUPTED": "etcd does not accept this node's certificate: etcd_cert is not "
+    "given, has expired, or is not from the authority that etcd trusts",
     "Handshake read "
     "failed": "etcd does not speak TLS there; leave out etcd_ca, or name another port",
     "connect.*: Socket "
@@ -182,7 +180,7 @@ class Etcd:
                 if reply.canceled:
                     raise Unavailable(
                         "etcd ended the watch: "
-                        f"{reply.cancel_reason or 'what it asks for is compacted'}"
+                        f"{reply.cancel_reason or 'the revision was compacted'}"
                     )
                 yield [_change(event) for event in reply.events]
             raise Unavailable("etcd ended the watch")

@@ -72,7 +72,7 @@ class Identity:
             )
         if not (member or own or data_dir):
             raise ConfigError(
-                "a node without data_dir has no id that lasts; name it with member (--member)"
+                "a node without data_dir has no persistent id; set it with member (--member)"
             )
         self.member = member or own or f"n{self.token}"
         check_name("member", self.member)
@@ -84,7 +84,7 @@ class Identity:
             known = json.loads(self._path.read_text())
             written_s = self._path.stat().st_mtime
             if not isinstance(known, dict) or not _are_numbers(known) or not _are_digests(known):
-                raise ValueError("it is not what a node writes")
+                raise ValueError("no node wrote it")
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{self._path} can not be read: {error}; remove it, and name the node's id"
@@ -100,10 +100,9 @@ class Identity:
         age_s = time.time() - min(written_s, known.get("saved_s", written_s))
         if age_s > REMOVALS_KEPT_S:
             raise ConfigError(
-                f"this node was away for {age_s / 86400:.0f} days, and what was removed is "
-                "remembered for "
-                f"{REMOVALS_KEPT_S // 86400}: it may have pages that were removed meanwhile; empty "
-                "data_dir"
+                f"this node was away for {age_s / 86400:.0f} days, and removals are "
+                f"remembered for {REMOVALS_KEPT_S // 86400}: it may have pages that were "
+                "removed meanwhile; empty data_dir"
             )
         if age_s < -AHEAD_S_MAX:
             raise ConfigError(
@@ -196,8 +195,8 @@ def _own_address(towards: Sequence[str]) -> str:
                     sock.connect(where)
                     return str(sock.getsockname()[0])
     raise ConfigError(
-        "no address of this host is known that others could reach; name one with advertise "
-        "(--advertise)"
+        "no address of this host is known to be reachable for others; set one with "
+        "advertise (--advertise)"
     )
 
 
@@ -226,7 +225,7 @@ def check_address(
     ClientConfig.
     """
     end = time.monotonic() + TRIED_S
-    remedy = "name one by which the others reach it, with advertise (--advertise HOST:PORT)"
+    remedy = "set one that the others can reach, with advertise (--advertise HOST:PORT)"
     while True:
         pulse()
         try:
@@ -314,9 +313,7 @@ class Membership:
         self._listeners: list[Listener] = []
         if not cluster and (member or replicas):
             named = f"member={member}" if member else f"replicas={replicas}"
-            raise ConfigError(
-                f"{named} is named, but no cluster; name it with --cluster, or leave that out"
-            )
+            raise ConfigError(f"{named} is set without a cluster; set --cluster, or leave it out")
         if self.view and member not in self.view.by_id:
             known = ", ".join(sorted(self.view.by_id))
             raise ConfigError(

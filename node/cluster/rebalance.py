@@ -139,7 +139,7 @@ class Rebalance:
                     if len(found) == MISSING_MAX or not self._pause(0):
                         return sorted(found.values()), tuple(away)
             except KVStoreError as error:
-                log.warning("not all that %s has is known: %s", member, error)
+                log.warning("not all pages of %s are known: %s", member, error)
                 away.append(member)
         return sorted(found.values()), tuple(away)
 
@@ -356,7 +356,7 @@ class Rebalancer:
             try:
                 self._once(view)
             except Exception:  # a failed run; the next one may succeed
-                log.exception("a sweep failed")
+                log.exception("a rebalance failed")
                 self.schedule_in(AGAIN_S)
             finally:
                 self.running = False

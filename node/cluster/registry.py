@@ -169,7 +169,7 @@ class Registry:
         try:
             self._removals.catch_up(self._registry_state.removals(), self._number(), anew)
         except (KVStoreError, OSError) as error:  # an error of the disk, which is stopped then
-            log.error("what was removed meanwhile may come back at the next start: %s", error)
+            log.error("pages removed meanwhile may return at the next start: %s", error)
 
     def _read_all(self) -> bool:
         """Read the cluster from etcd.
@@ -215,10 +215,10 @@ class Registry:
             except IdInUse as error:  # by a node that has died, perhaps
                 if time.monotonic() >= patience:
                     raise ConfigError(
-                        f"{error}; name this one otherwise (--member), or stop that one"
+                        f"{error}; give this one another id (--member), or stop that one"
                     ) from error
                 if time.monotonic() >= say:
-                    log.warning("%s; waiting whether its lease ends", error)
+                    log.warning("%s; waiting for its lease to end", error)
                     say = time.monotonic() + SAY_S
             except Unavailable as error:
                 if time.monotonic() >= end:
@@ -232,7 +232,7 @@ class Registry:
         while self._membership.joining:
             if time.monotonic() >= end:
                 raise ConfigError(
-                    f"{member.id} is not of the view: {self.status}; {'; '.join(self.apart)}"
+                    f"{member.id} is outside the view: {self.status}; {'; '.join(self.apart)}"
                 )
             self._sleep(0.01, pulse)
         log.info(
@@ -294,7 +294,7 @@ class Registry:
                 if not self._stop.is_set():
                     self._suffer(error)
             except Exception:
-                log.exception("the registry failed; it goes on")
+                log.exception("the registry failed; it is retried")
             self._stop.wait(PAUSE_S * random.uniform(0.5, 1.5))
 
     def _suffer(self, error: Exception) -> None:
@@ -309,7 +309,7 @@ class Registry:
         name = threading.current_thread().name
         since, _ = self._troubles.pop(name, (0.0, ""))
         if since:
-            log.info("%s: well again, after %.1f s", name, time.monotonic() - since)
+            log.info("%s: recovered after %.1f s", name, time.monotonic() - since)
         return not since
 
     def _keep_registered(self) -> None:
@@ -466,12 +466,12 @@ class Registry:
         )
         if view.replicas > len(view.members):
             log.warning(
-                "%d replicas are wanted of %d members: there are fewer",
+                "%d replicas are configured, but there are only %d members",
                 view.replicas,
                 len(view.members),
             )
         for line in self._registry_state.apart:
-            log.warning("not of the view: %s", line)
+            log.warning("outside the view: %s", line)
 
 
 def _wants(limit: Deadline) -> None:

@@ -152,7 +152,7 @@ class RegistryState:
                     f"{name} at {address} speaks protocol {there.protocol}; update the older one"
                 )
             elif address in members:
-                self.apart.append(f"{name} says it is at {address}, where {members[address].id} is")
+                self.apart.append(f"{name} has the address {address} of {members[address].id}")
             elif len(members) == MEMBERS_MAX:
                 self.apart.append(
                     f"{name} is one too many: a cluster has at most {MEMBERS_MAX} members"
@@ -212,9 +212,7 @@ def parse_member(name: str, value: bytes) -> Registered:
             str(fields["instance"]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"what is written of it is not understood ({error!r}): {value[:200]!r}"
-        ) from error
+        raise ConfigError(f"its entry is not understood ({error!r}): {value[:200]!r}") from error
     return Registered(Member(name, *about, bulk_port), protocol, token, instance)
 
 
@@ -317,7 +315,8 @@ class NamespaceTombstones:
         with self._wake:
             if len(self._records) >= WAITING_MAX:
                 log.error(
-                    "the removal of namespace %s is not recorded: etcd is away for too many",
+                    "the removal of namespace %s is not recorded: etcd has been "
+                    "unreachable for too many",
                     digest.hex(),
                 )
                 return
@@ -325,7 +324,8 @@ class NamespaceTombstones:
             self._wake.notify_all()
         if not erasure and not record.written.wait(RECORD_S):
             log.warning(
-                "the removal of namespace %s is not in etcd yet; members that are away keep it",
+                "the removal of namespace %s is not in etcd yet; members that are away "
+                "keep the pages",
                 digest.hex(),
             )
 

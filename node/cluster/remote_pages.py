@@ -236,7 +236,7 @@ class RemotePages(LowerTier):
                 some = min(step, batch_pages_max(namespace.stored_nbytes, link.limits))
                 for start in range(0, len(left), some):
                     if gone():
-                        raise Unavailable("nobody waits for these pages any more")
+                        raise Unavailable("the caller no longer waits for these pages")
                     batch = {place: loads[place].page for place in left[start : start + some]}
                     for place, page in self._receive(link, namespace, batch, limit):
                         done.add(place)
@@ -273,7 +273,9 @@ class RemotePages(LowerTier):
         if corrupt := [
             h for h, page in zip(hashes, came, strict=True) if page is not None and not page.leaves
         ]:
-            log.error("%d pages of namespace %s came damaged", len(corrupt), namespace.digest.hex())
+            log.error(
+                "%d pages of namespace %s arrived corrupt", len(corrupt), namespace.digest.hex()
+            )
             verify = pb.VerifyRequest(namespace=namespace.digest, prefix_hashes=corrupt)
             with contextlib.suppress(KVStoreError):
                 link.wire.call("verify", verify, limit)

@@ -165,7 +165,7 @@ class Replicator:
             self._queue.clear()
             self._changed.notify_all()
         if left:
-            log.warning("%d pages were not handed on to other members before the stop", left)
+            log.warning("%d pages were not replicated before the stop", left)
         self._release_freed()
 
     def _follow(self, view: View) -> None:
@@ -188,7 +188,7 @@ class Replicator:
                 self._threads.append(thread)
         except RuntimeError as error:
             log.warning(
-                "%d threads hand pages on, no more can be had: %s", len(self._threads), error
+                "%d threads replicate pages, no more can be started: %s", len(self._threads), error
             )
 
     def _run(self) -> None:
@@ -203,7 +203,7 @@ class Replicator:
                     "%s did not get %d pages: %s", batch.target, len(batch.queued_pages), error
                 )
             except Exception:  # the thread must go on, or holds would never end
-                log.exception("handing pages to %s failed", batch.target)
+                log.exception("replicating pages to %s failed", batch.target)
             with self._changed:
                 now = time.monotonic()
                 if taken is None:

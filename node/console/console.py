@@ -102,7 +102,7 @@ class Acts:
         if principal.role < Role.ADMIN:
             why = (
                 f"{principal.name} has the role {principal.role.name.lower()}; {op} in the "
-                "console asks for admin"
+                "console needs admin"
             )
             raise gate.refuse_connection(op, caller.at or caller.peer, principal, why)
         return json_response(plain(self._service.call(op, make(values), caller)))
@@ -110,7 +110,8 @@ class Acts:
     def _removal(self, values: Mapping[str, Any]) -> pb.RemoveRequest:
         if self._membership.view is not None:
             raise InvalidRequest(
-                "this node is one of a cluster, whose others may have the page, too: use kvstore rm"
+                "this node is a member of a cluster, and others may have the page, too: "
+                "use kvstore rm"
             )
         return pb.RemoveRequest(namespace=namespace_of(values), prefix_hashes=[key_of(values)])
 
@@ -120,7 +121,7 @@ def _cursor(values: Mapping[str, Any]) -> bytes:
     try:
         return bytes.fromhex(text)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest("cursor: that of the answer before") from error
+        raise InvalidRequest("cursor: that of the previous answer") from error
 
 
 class Console:
@@ -181,7 +182,7 @@ class Console:
         if request.method != "POST":
             return text("only POST", 405)
         if request.headers.get(OWN_HEADER) != "1":
-            return text(f"only the console's own page asks for this ({OWN_HEADER})", 403)
+            return text(f"only the console's own page may request this ({OWN_HEADER})", 403)
         try:
             return _guarded(lambda: self._of_somebody(request))
         except KVStoreError as error:
@@ -231,9 +232,7 @@ class Console:
     def _next(self, principal: Principal, caller: Caller) -> str:
         now = self._service.authorizer.principal_of(caller)
         if now.scope != principal.scope or now.role != principal.role:
-            raise Forbidden(
-                f"{now.name} may no longer what it might when this page was opened; open it anew"
-            )
+            raise Forbidden(f"{now.name} has lost rights since this page was opened; open it again")
         with self._snapping:
             return self._snapshots.next(now, caller)
 

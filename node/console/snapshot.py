@@ -349,16 +349,16 @@ def findings(status: pb.NodeStatusReply) -> list[Finding]:
 def _of_peers(peers: pb.PeersStatus) -> Iterator[Finding]:
     if peers.registry not in ("", *REGISTRIES):
         yield warn(
-            "registry", f"it can not be asked: {peers.registry}", "the last view is kept meanwhile"
+            "registry", f"it does not answer: {peers.registry}", "the last view stays in force"
         )
     for line in peers.apart:
-        yield warn("members", f"not of the view: {line}", "")
+        yield warn("members", f"outside the view: {line}", "")
     if peers.pages_dropped:
-        found = f"{peers.pages_dropped:,} pages were not handed to their owners since the start"
+        found = f"{peers.pages_dropped:,} pages were not replicated to their owners since the start"
         yield warn(
             "members",
             found,
-            "a member is away, full, or slower than the puts; a sweep fetches them",
+            "a member is away, full, or slower than the puts; a rebalance fetches them",
         )
 
 

@@ -120,9 +120,8 @@ def refused(path: Path) -> Iterator[None]:
         yield
     except BlockingIOError as error:
         raise ConfigError(
-            f"data_dir={path} is in use by another node; give each node its own. If that node has "
-            "ended, "
-            f"its keeper still waits for the disk"
+            f"data_dir={path} is in use by another node; give each node its own. If that "
+            "node has ended, its I/O process still waits for the disk"
         ) from error
     except OSError as error:
         raise ConfigError(f"data_dir={path} can not be used: {error}") from error
@@ -162,9 +161,8 @@ def warn_if_open(path: Path) -> None:
         return
     if found:
         log.warning(
-            "data_dir=%s is open to other users of this host (%s): its rows name models, tenants, "
-            "salts and prompt "
-            "hashes; close it with: chmod -R o= %s",
+            "data_dir=%s is readable for other users of this host (%s): its rows name "
+            "models, tenants, salts and prompt hashes; close it with: chmod -R o= %s",
             path,
             found,
             shlex.quote(str(path)),

@@ -118,11 +118,10 @@ class Durability:
         count = sum(len(left(digest, hashes)) for digest, hashes in batches)
         if count:
             raise Exhausted(
-                f"{count} pages are not on disk: it, or their tenant's quota of it, is full of "
-                "pinned or newer pages, "
-                "they went meanwhile, they are larger than that quota or than the extents of "
-                "data_dir, or the node ran "
-                "out of memory or descriptors (then its log says so)"
+                f"{count} pages are not on disk: it, or their tenant's quota of it, is full "
+                "of pinned or newer pages, they were removed meanwhile, they are larger "
+                "than that quota or than the extents of data_dir, or the node ran out of "
+                "memory or descriptors (then its log says so)"
             )
 
     def _unsafe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
@@ -172,7 +171,7 @@ class Durability:
                 f"pages are visible but not durable, the disk tier is stopped: {self.disk.poisoned}"
             )
         if wait.gone():
-            raise Exhausted("pages are visible but not durable, the caller is gone")
+            raise Exhausted("pages are visible but not durable: the caller has left")
         if not wait.left_s:
             raise Exhausted(
                 "pages are visible but were not durable in the time of the call and the node's "

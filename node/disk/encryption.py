@@ -226,7 +226,7 @@ def open_vault(key_file: str, key_command: str) -> Vault:
         return EncryptedVault(_parsed(read_guarded(file, _OTHERS, SECRET_NBYTES_MAX), file))
     if key_command:
         return EncryptedVault(
-            _parsed(_key_command_output(key_command), "what encrypt_key_command printed")
+            _parsed(_key_command_output(key_command), "the output of encrypt_key_command")
         )
     return PLAIN
 

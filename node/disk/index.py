@@ -299,7 +299,7 @@ class DiskIndex:
                 self.spaces.counts[row.namespace] += 1
                 return
             self._dropped[
-                "whose slot can not be (disk_nbytes is less than it was, or it overlaps another's)"
+                "with an impossible slot (disk_nbytes was reduced, or it overlaps another page's)"
             ] += 1
         self.gone.add(key)
 

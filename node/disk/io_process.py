@@ -107,8 +107,8 @@ class IoProcess:
             return Opened.unpack(self.orders.unasked(timeouts))
         except NotAnswering as error:
             raise OSError(
-                f"its keeper (process {self.pid}) has not begun in {timeouts.seconds:g} s and is "
-                "killed: the disk hangs"
+                f"its I/O process ({self.pid}) was not ready in {timeouts.seconds:g} s and "
+                "was killed: the disk hangs"
             ) from error
 
     @property
@@ -122,7 +122,7 @@ class IoProcess:
         if status is None:
             return ""
         how = f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
-        return f"its keeper (process {self.pid}) was ended {how}"
+        return f"its I/O process ({self.pid}) ended {how}"
 
     def _why_gone(self) -> str:
         """End a process whose sockets closed or that broke the protocol, and say why.
@@ -130,7 +130,7 @@ class IoProcess:
         One that breaks the protocol is killed, too: it must not write any more.
         """
         self.kill()
-        return self.trouble() or f"its keeper (process {self.pid}) can not be ended: the disk hangs"
+        return self.trouble() or f"its I/O process ({self.pid}) can not be killed: the disk hangs"
 
     def kill(self) -> None:
         """Kill the process; its current disk call is its last."""
@@ -148,7 +148,7 @@ class IoProcess:
                     self._process.wait(max(0.0, end - time.monotonic()))
         except NotAnswering as error:
             raise OSError(
-                f"its keeper (process {self.pid}) did not answer for {END_S:g} s and is killed"
+                f"its I/O process ({self.pid}) did not answer for {END_S:g} s and was killed"
             ) from error
         finally:
             self.abandon()
@@ -352,12 +352,10 @@ class ProcessStorage:
             raise OSError(str(error)) from error
         if fresh.opened != self.process.opened:
             fresh.abandon()
-            raise OSError(
-                f"{self._task.path} is not the directory any more that it was; restart the node"
-            )
+            raise OSError(f"{self._task.path} was replaced by another directory; restart the node")
         self.process.close()
         self.process = fresh
-        log.warning("a new keeper, process %d", fresh.pid)
+        log.warning("a new I/O process, %d", fresh.pid)
 
     def close(self) -> None:
         """Close everything. Raises OSError if the rows could not be closed."""
@@ -368,7 +366,7 @@ class ProcessStorage:
                 self.process.close()
             else:
                 self.process.abandon()
-                raise OSError("a new keeper is being started and can not be ended: the disk hangs")
+                raise OSError("a new I/O process is starting and can not be killed: the disk hangs")
         finally:
             self._open.close()
             release_lock(self._lock)
@@ -439,7 +437,7 @@ class ProcessRows:
             piece = self._directory.process.questions.ask(Kind.SOME_ROWS, question, QUESTION_S)
         except NotAnswering as error:
             raise Exhausted(
-                f"the disk has not answered for {QUESTION_S:g} s; ask again later"
+                f"the disk has not answered for {QUESTION_S:g} s; try again later"
             ) from error
         return [(key, value) for key, value, _ in io_protocol.unpack_pairs(piece)]
 

@@ -66,7 +66,7 @@ class IoWorker:
                 channel.send(
                     number,
                     Outcome.FAILED,
-                    io_protocol.pack_error(OSError(errno.ENOMEM, "the keeper has no memory")),
+                    io_protocol.pack_error(OSError(errno.ENOMEM, "the I/O process has no memory")),
                 )
             except (
                 Exception

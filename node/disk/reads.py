@@ -278,7 +278,7 @@ class Reading:
         try:
             row = self._rows.page(key)
         except Exhausted as error:
-            log.warning("a page is not read: %s", error)
+            log.warning("a page could not be read: %s", error)
             return None
         if row is None or row.offset != place.offset:
             return None

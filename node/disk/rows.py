@@ -157,11 +157,9 @@ def stored_extents(found: bytes, wanted_nbytes: int, keep_own: bool, key_mark: s
     version, nbytes, mark = [*found.decode(errors="replace").split(" ", 2), "", ""][:3]
     if version != str(FORMAT_VERSION):
         raise ConfigError(
-            f"data_dir was written in format {version!r} by another version of kvstore, this one "
-            "reads format "
-            f"{FORMAT_VERSION}; start that version on it, delete it (what is in it can be computed "
-            "again), or name "
-            "another directory"
+            f"data_dir was written in format {version!r} by another version of kvstore, "
+            f"this one reads format {FORMAT_VERSION}; start that version on it, delete it "
+            "(its pages can be computed again), or name another directory"
         )
     own = int(nbytes) if keep_own and _EXTENT.fullmatch(nbytes) else 0
     extent_nbytes = own if own and own % SLOT_ALIGN_NBYTES == 0 else wanted_nbytes
@@ -293,9 +291,9 @@ def _key_conflict(mark: str, key_mark: str) -> str:
         return f"is encrypted with key {mark}; {remedy}"
     if not mark:
         return (
-            "was made without encryption; start without encrypt_key_file and encrypt_key_command, "
-            "name another "
-            "directory, or delete it (what is in it can be computed again)"
+            "was made without encryption; start without encrypt_key_file and "
+            "encrypt_key_command, name another directory, or delete it (its pages can be "
+            "computed again)"
         )
     return (
         f"is encrypted with key {mark}, the key given is {key_mark}; give that of this "

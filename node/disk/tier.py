@@ -458,7 +458,7 @@ class DiskTier(LocalTier):
             if self.poisoned:
                 return
             self.poisoned = reason
-        log.error("disk tier stopped, RAM serves on: %s", reason)
+        log.error("disk tier stopped, RAM still serves: %s", reason)
         self.on_health(False)
 
     def blame(self, doing: str, error: BaseException) -> None:
@@ -496,7 +496,7 @@ class DiskTier(LocalTier):
         finally:
             self._io.release()
         log.warning(
-            "disk tier works again; %d pages that may not have reached the disk were forgotten",
+            "disk tier recovered; %d pages that may not have reached the disk were forgotten",
             forgotten,
         )
         self.on_health(True)

@@ -48,7 +48,7 @@ class Call:
         Raises Exhausted if all are busy.
         """
         self._place = self._places.enter(
-            self.peer, lambda: self._end("it made room for another call of its peer")
+            self.peer, lambda: self._end("it was evicted for another call of its peer")
         )
         return self
 
@@ -102,7 +102,7 @@ class Call:
     def limit_transfer(self, op: str, nbytes: int) -> None:
         """Limit the transfer of page bytes: a minimum rate for all of it, and no stall."""
         seconds = nbytes / TRANSFER_NBYTES_PER_S_MIN + self._stall_s
-        self.limit(seconds, f"a {op} of {nbytes} bytes was not over after {seconds:.1f} s")
+        self.limit(seconds, f"a {op} of {nbytes} bytes did not end within {seconds:.1f} s")
         self._watch_stalls()
 
     def untimed(self) -> None:
@@ -136,7 +136,7 @@ class Call:
 
         End the call if the caller does not read it within `stall_s`.
         """
-        reason = f"its reply was not taken in {self._stall_s:g} s (stall_s)"
+        reason = f"its reply was not read within {self._stall_s:g} s (stall_s)"
         waiting = self._loop.call_later(self._stall_s, self._give_up, reason)
         self._writing = True
         try:

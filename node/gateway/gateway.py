@@ -199,11 +199,9 @@ def check_grpcio(version: str = grpc.__version__) -> None:
         return
     oldest, without = ".".join(map(str, GRPCIO_MIN)), ".".join(map(str, GRPCIO_WITHOUT[0]))
     raise ConfigError(
-        f"grpcio {version} unpacks compressed messages without a size limit; a node needs grpcio "
-        f"{oldest} or "
-        f"newer, not {without}: pip install 'grpcio>={oldest},!={without}'. Where an engine needs "
-        "an older one, "
-        "run the node in an environment of its own"
+        f"grpcio {version} decompresses messages without a size limit; a node needs grpcio "
+        f"{oldest} or newer, not {without}: pip install 'grpcio>={oldest},!={without}'. "
+        "Where an engine needs an older one, run the node in an environment of its own"
     )
 
 

@@ -348,7 +348,7 @@ class Gateways:
                 pulse()
                 if gateway.failed or time.monotonic() > end:
                     raise ConfigError(
-                        f"{gateway.name} does not start: {gateway.failed or 'it says nothing'}"
+                        f"{gateway.name} does not start: {gateway.failed or 'it sends nothing'}"
                     )
         with self._lock:
             self._serving = True
@@ -540,7 +540,7 @@ class _Supervisor:
             try:
                 messages = control.receive(BEAT_S / 2)
             except ProtocolError as error:
-                log.warning("%s is ended: it says %s", self.name, error)
+                log.warning("%s is ended: it sent %s", self.name, error)
                 return FAILED
             if messages is None:
                 return runner.wait(LEAVE_S) or HUNG  # it has closed its end

@@ -119,7 +119,7 @@ class NodeConnection:
         """
         reply, payload_nbytes = await self.begin(op, request, trace)
         if payload_nbytes:
-            raise Unavailable("the node's answer has page bytes that nobody asked for")
+            raise Unavailable("the node's answer has unexpected page bytes")
         self.clean = True
         return reply
 
@@ -278,8 +278,8 @@ class Upstream:
         """
         if len(on_behalf) > ON_BEHALF_NBYTES_MAX:
             raise Unauthenticated(
-                f"the names in this certificate have {len(on_behalf)} bytes, at most "
-                f"{ON_BEHALF_NBYTES_MAX} are taken"
+                f"the names in this certificate have {len(on_behalf)} bytes; at most "
+                f"{ON_BEHALF_NBYTES_MAX} are accepted"
             )
         connection = self._taken(on_behalf)
         try:

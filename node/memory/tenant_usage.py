@@ -157,9 +157,9 @@ class TenantAccount(Generic[Pool]):
         if self.pins_max and self.pins + more > self.pins_max:
             self.refused_pins += 1
             raise Exhausted(
-                f"tenant {self.tenant} has {self.pins} pages pinned and wants {more} more, its "
-                "quota are "
-                f"{self.pins_max}; unpin some, wait until their pins end, or ask for a larger quota"
+                f"tenant {self.tenant} has {self.pins} pages pinned and requests {more} "
+                f"more; its quota is {self.pins_max}; unpin some, wait until their pins "
+                "end, or ask for a larger quota"
             )
 
     def refusal(self, slot_nbytes: int, what: str) -> str:
@@ -171,8 +171,8 @@ class TenantAccount(Generic[Pool]):
         why = (
             "and the quota is less: ask for a larger quota"
             if self.too_small_for(slot_nbytes)
-            else "and none of its own pages may go: unpin or release some, or ask for a larger "
-            "quota"
+            else "and none of its own pages may be evicted: unpin or release some, or ask for a "
+            "larger quota"
         )
         return (
             f"tenant {self.tenant} has {self.nbytes} of the {self.nbytes_max} bytes of its {what} "

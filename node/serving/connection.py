@@ -124,7 +124,8 @@ def allow_descriptors(count: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < soft + count:
         log.warning(
-            "%d descriptors may be too few for all connections; idle ones leave then (ulimit -Hn)",
+            "%d descriptors may be too few for all connections; idle ones are then closed "
+            "(ulimit -Hn)",
             allowed,
         )
 
@@ -231,8 +232,7 @@ class Connection(abc.ABC):
                 return now
             if now.tenant != principal.tenant or self.refusal(now):
                 raise Unauthenticated(
-                    f"{now.name} may no longer what it might when this connection began; connect "
-                    "anew"
+                    f"{now.name} has lost rights since this connection began; connect again"
                 )
             return now
 

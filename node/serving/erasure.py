@@ -64,7 +64,7 @@ class Erasure:
         """
         if not request.tenant:
             raise InvalidRequest(
-                "no tenant is named; the namespaces of no tenant are removed one by one"
+                "no tenant is named; remove namespaces without a tenant one by one"
             )
         check_removal(request.removal)
         end = time.monotonic() + (request.wait_ms / 1000 or FORGET_S)
@@ -147,7 +147,7 @@ class Erasure:
         except OSError as error:
             disk.blame("erasing", error)
             raise Exhausted(
-                f"removed, and zeroed in RAM, but the disk fails: {error}; mend it, ask again"
+                f"removed, and zeroed in RAM, but the disk fails: {error}; repair it and try again"
             ) from error
         if dropped.left:
             reply.left += dropped.left

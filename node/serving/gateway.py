@@ -219,7 +219,7 @@ class GatewayConnection(BulkConnection):
             return super().parse(header, payload_nbytes)
         except KVStoreError as error:
             if field_of(memoryview(header))[0] == ON_BEHALF:
-                raise ProtocolError(f"who calls is not understood: {error}") from error
+                raise ProtocolError(f"the caller is not understood: {error}") from error
             if not isinstance(error, ProtocolError):
                 raise
             if payload_nbytes:
@@ -243,7 +243,7 @@ class GatewayConnection(BulkConnection):
             elif op == "get":
                 self._serve_get(request)
             elif op in ("commit", "release", "follow"):
-                raise ProtocolError(f"a {op} from a gateway that belongs to nothing")
+                raise ProtocolError(f"a {op} from a gateway without a request before it")
             else:
                 self.send(op, self._answer(op, request))
 

@@ -60,8 +60,8 @@ _DRAIN_S = 1.0
 
 DUPLICATE_HOST = "a request must not have two Host headers"
 UNTRUSTED_HOST = (
-    "this node has no authentication and refuses a Host that another web site could point at it: "
-    "use its address, a name without a dot, or its name in the cluster"
+    "this node has no authentication and refuses this Host because of DNS rebinding: use "
+    "its address, a name without a dot, or its name in the cluster"
 )
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "

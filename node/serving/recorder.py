@@ -94,7 +94,7 @@ class Recorder:
                 self.on = False
             if recording is None or recording.name != request.recording:
                 raise InvalidRequest(
-                    "this recording is over: it was ended, or nobody asked for it for a minute"
+                    "this recording has ended: it was stopped, or not fetched for a minute"
                 )
             if request.end:
                 # Otherwise uses may come faster than they are fetched
@@ -120,7 +120,7 @@ class Recorder:
         with self._lock:
             there = self._recording
             if there is not None and not there.is_abandoned(now):
-                raise Exhausted("somebody records at this node already; one at a time")
+                raise Exhausted("this node is being recorded already; only one recording at a time")
             self._recording = _Recording(ms / 1000, now)
             self.on = True
             return pb.RecordReply(recording=self._recording.name)

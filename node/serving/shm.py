@@ -76,7 +76,7 @@ def _remove_stale(path: str) -> None:
     """Remove the file that a killed node left behind, if nothing listens there."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise FileExistsError(f"{path} is there and is no socket")
+            raise FileExistsError(f"{path} exists and is no socket")
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -209,7 +209,7 @@ class ShmConnection(Connection):
 
     def _put(self, session: Session, request: pb.PutRequest) -> None:
         if session.reserved:
-            raise ProtocolError("a put before the one before it was committed or released")
+            raise ProtocolError("a put while the previous one is not committed or released")
         reply, _ = self.service.begin_put(session, request)
         try:
             self.send("put", reply)
@@ -228,7 +228,7 @@ class ShmConnection(Connection):
 
     def _get(self, session: Session, request: pb.GetRequest) -> None:
         if session.held:
-            raise ProtocolError("a get before the one before it was released")
+            raise ProtocolError("a get while the previous one is not released")
         _, reply, _ = self.service.begin_get(session, request)
         try:
             self.send("get", reply)

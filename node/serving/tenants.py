@@ -167,9 +167,9 @@ class Tenants:
                 return
         self.refused(tenant, "held")
         raise Exhausted(
-            f"tenant {tenant} holds {held} bytes in shared memory and asks for {nbytes} more, its "
-            f"quota are {most}; "
-            "release what was read, read smaller batches, or ask for a larger quota"
+            f"tenant {tenant} holds {held} bytes in shared memory and requests {nbytes} "
+            f"more; its quota is {most}; release what was read, read smaller batches, or "
+            "ask for a larger quota"
         )
 
     def release(self, tenant: str, nbytes: int) -> None:

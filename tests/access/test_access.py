@@ -52,9 +52,8 @@ def test_a_file_that_gets_wrong_changes_nothing(
         access.poll()
     assert access.of_token(TOKEN).name == "ci"
     assert [record.getMessage() for record in caplog.records] == [
-        f"identities={path} is open to others (mode 0666); chmod o-w {path}, or, of a Kubernetes "
-        "secret, "
-        "defaultMode: 0400; the identities of before stay in force"
+        f"identities={path} is open to others (mode 0666); chmod o-w {path}, or, of a "
+        "Kubernetes secret, defaultMode: 0400; the previous identities stay in force"
     ]
     path.chmod(0o600)
     path.unlink()
@@ -129,7 +128,7 @@ def test_what_is_no_file_holds_nobody_up(
     looking.start()
     looking.join(30.0)
     assert not looking.is_alive()
-    assert "the identities of before stay in force" in caplog.text
+    assert "the previous identities stay in force" in caplog.text
     assert access.of_token(TOKEN).name == "ci"
 
 
@@ -296,9 +295,9 @@ def test_the_file_has_no_token_and_the_log_neither(
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "::ffff:10.0.0.1", "node7"])
 def test_a_node_that_others_reach_asks_who_they_are(host: str) -> None:
-    with pytest.raises(ConfigError, match="--insecure if strangers may do everything"):
+    with pytest.raises(ConfigError, match="--insecure if anyone on the network may do everything"):
         NodeConfig(host=host)
-    with pytest.raises(ConfigError, match="--insecure if strangers may do everything"):
+    with pytest.raises(ConfigError, match="--insecure if anyone on the network may do everything"):
         NodeConfig(host=host, identities="x")
     assert "may read, change and remove all" in NodeConfig(host=host, insecure=True).insecurity
     assert "unencrypted" in NodeConfig(host=host, identities="x", insecure=True).insecurity
@@ -316,7 +315,7 @@ def test_an_interface_of_grpc_alone_that_others_reach_counts_as_well() -> None:
     """
     with pytest.raises(ConfigError, match=r"grpc_host=0\.0\.0\.0, lets others reach this node"):
         NodeConfig(grpc_host="0.0.0.0")
-    with pytest.raises(ConfigError, match="--insecure if strangers may do everything"):
+    with pytest.raises(ConfigError, match="--insecure if anyone on the network may do everything"):
         NodeConfig(grpc_host="10.0.0.5", identities="x")
     assert (
         "who reaches 10.0.0.5 may read"

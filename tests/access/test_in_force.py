@@ -63,7 +63,7 @@ def test_a_file_that_breaks_its_reader_keeps_no_other_from_being_read(
     watching.start()
     assert all(looked.acquire(timeout=60.0) for _ in range(3))
     watching.stop()
-    assert "a file could not be looked at" in caplog.text
+    assert "a file could not be polled" in caplog.text
 
 
 def test_a_node_that_is_open_to_all_says_so(

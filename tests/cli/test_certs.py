@@ -53,8 +53,7 @@ def test_a_node_and_a_command_use_what_was_made(
         refused = kvstore("status", "-a", node.address)
         assert refused.code == 3
         assert (
-            "the node speaks TLS; name the authority of its certificate with tls_ca"
-            in refused.stderr
+            "the node uses TLS; name the authority of its certificate with tls_ca" in refused.stderr
         )
         for name, file in (("CA", "ca.pem"), ("CERT", "team-a.pem"), ("KEY", "team-a.key")):
             monkeypatch.setenv(f"KVSTORE_TLS_{name}", str(folder / file))
@@ -71,7 +70,7 @@ def test_a_node_and_a_command_use_what_was_made(
 
 def test_a_node_without_tls_is_told_of(kvstore: Kvstore) -> None:
     assert (
-        "TLS off: whoever is on the way reads and changes all that is sent"
+        "TLS off: anyone on the network path can read and change all traffic"
         in kvstore("status").stdout
     )
 

@@ -89,30 +89,30 @@ def test_disk_commands_of_a_node_without_a_disk_say_so(kvstore: Kvstore) -> None
         assert "--data-dir" in ran.stderr
 
 
-def keeper_of(node_pid: int) -> int:
+def io_process_of(node_pid: int) -> int:
     """The node's only child beside its gateway."""
     found = [
         pid
         for path in Path(f"/proc/{node_pid}/task").glob("*/children")
         for pid in path.read_text().split()
     ]
-    (keeper,) = (
+    (io_process,) = (
         int(pid)
         for pid in found
         if b"node.disk.io_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
-    return keeper
+    return io_process
 
 
 def test_commands_on_a_stopped_disk_say_why_and_what_to_do(
     on_disk: Kvstore, data_dir: Path, tmp_path: Path
 ) -> None:
-    """Its keeper is killed; what stands where a trial wants to write keeps the disk from being
+    """Its I/O process is killed; what stands where a trial wants to write keeps the disk from being
     believed in.
     """
     obstacle = data_dir / "extents" / "trial"
     obstacle.mkdir()
-    os.kill(keeper_of(json.loads(on_disk("status", "--json").stdout)["pid"]), signal.SIGKILL)
+    os.kill(io_process_of(json.loads(on_disk("status", "--json").stdout)["pid"]), signal.SIGKILL)
     page = tmp_path / "page"
     page.write_bytes(bytes(1 << 20))
     ran = on_disk("put", str(page), "--create-opaque", "stopped", "--tokens", "1", "--durable")
@@ -131,9 +131,7 @@ def test_commands_on_a_stopped_disk_say_why_and_what_to_do(
 def test_recover_waits_for_as_long_as_a_node_may_take(
     kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For the call that the writer is in, and for the keeper of before to let go; else the answer
-    is missed.
-    """
+    """Wait for the writer's current call, and for the old I/O process to release its lock."""
     given: list[float] = []
     monkeypatch.setattr(Client, "recover", lambda client, timeout_s: given.append(timeout_s))
     assert kvstore("recover").code == kvstore("recover", "--timeout", "7").code == 0

@@ -17,10 +17,10 @@ def test_all_is_well(kvstore: Kvstore) -> None:
     assert ran.code == 0, ran.stdout
     for line in (
         "this host",
-        "the way to the node",
+        "connection to the node",
         "wires",
-        "pages, there and back",
-        "pages, gone again",
+        "pages: put and get",
+        "pages: clean-up",
     ):
         assert f"\n{line}\n" in f"\n{ran.stdout}"
     assert " 0 fail, " in ran.stdout.splitlines()[-1]

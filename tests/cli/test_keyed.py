@@ -47,7 +47,7 @@ def test_without_the_key_it_is_said_that_there_is_one(
     for command in (("get", *TOKENS), ("get", *TOKENS, "--decode"), ("put", "-", *TOKENS)):
         ran = kvstore(command[0], *command[1:], "-m", space.model, stdin=stored)
         assert ran.code != 0
-        assert "is keyed: its pages are sealed with the key" in ran.stderr
+        assert "is keyed: its pages are signed with the key" in ran.stderr
         assert ran.data == b""
     for asked in (("lookup", *TOKENS), ("stat", *TOKENS), ("verify", "--all")):
         assert kvstore(asked[0], *asked[1:], "-m", space.model).code == 0
@@ -71,4 +71,4 @@ def test_a_forged_page_is_named(
         stranger.put(named, [page.prefix_hash], [stored])
     ran = kvstore("get", "-m", space.model, *TOKENS)
     assert ran.code == 5
-    assert "was made or changed by somebody who has not its key" in ran.stderr
+    assert "was made or changed without its key" in ran.stderr

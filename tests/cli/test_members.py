@@ -73,8 +73,8 @@ def test_what_is_not_well() -> None:
     statuses: dict[str, Any] = {"host0:7440": serving(), "host1:7440": stopped, "host2:7440": deaf}
     assert troubles(view, statuses) == [
         "n1: DISK STOPPED: writing failed; mend it, then: kvstore recover",
-        "n2: its registry can not be asked for 7 s: no answer; the last view is kept",
-        "not of the view: n9: protocol 9",
+        "n2: its registry does not answer: for 7 s: no answer; the last view is kept",
+        "outside the view: n9: protocol 9",
         "n3: not asked yet",
         "5 replicas are wanted of 4 members: there are fewer",
     ]
@@ -108,7 +108,8 @@ def test_how_far_sweeps_are() -> None:
     over = pb.PeersStatus(sweep_age_ms=90_000, sweep_pages_full=5, sweep_pages_failed=1, **found)
     assert rebalance_line(runs) == "sweep runs  2 of 8 pages fetched"
     assert rebalance_line(over) == (
-        "swept 1.5 min ago  2 of 8 pages fetched  5 pages found no room, 1 pages could not be had"
+        "swept 1.5 min ago  2 of 8 pages fetched  5 pages found no room, 1 pages could not "
+        "be fetched"
     )
     assert rebalance_line(pb.PeersStatus()) == "not swept yet"
     view = View(
@@ -119,5 +120,5 @@ def test_how_far_sweeps_are() -> None:
         for i, peers in enumerate((runs, looks, over))
     }
     assert sums(view, statuses)[-1] == (
-        "sweeps n0 25.0 %, n1 looks  left n2 5 pages found no room, 1 pages could not be had"
+        "sweeps n0 25.0 %, n1 looks  left n2 5 pages found no room, 1 pages could not be fetched"
     )

@@ -201,7 +201,9 @@ def test_an_interrupt_keeps_what_there_is_and_says_what_is_missing(
     monkeypatch.setattr(Client, "record", record)
     ran = kvstore("record", "-a", small_node.address, "-o", str(tmp_path / "trace.jsonl"), "--json")
     assert (ran.code, ran.json["requests"], ran.json["dropped"]) == (130, 1, 789)
-    assert "789 requests found no room at the node and are not in the trace" in ran.stderr
+    assert (
+        "789 requests exceeded the node's memory for recordings and are missing in the trace"
+    ) in ran.stderr
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1"])

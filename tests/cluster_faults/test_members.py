@@ -124,9 +124,9 @@ def test_members_lose_each_other_and_clients_see_them_all(
 def test_a_disk_is_slow(
     fleet: Fleet, load: Any, settled: Callable[[Fleet], None], namespace: Namespace
 ) -> None:
-    """Its keeper, the process that makes the calls of the disk, gets a tenth of the time."""
+    """Its I/O process, the process that makes the calls of the disk, gets a tenth of the time."""
     fill(fleet, namespace)
-    keeper = subprocess.run(
+    io_process = subprocess.run(
         ["pgrep", "--parent", str(fleet.nodes["n1"].pid)],
         capture_output=True,
         text=True,
@@ -135,9 +135,9 @@ def test_a_disk_is_slow(
     with load(fleet) as engines:
         end = time.monotonic() + FAULT_S
         while time.monotonic() < end:
-            subprocess.run(["kill", "-STOP", *keeper], check=True)
+            subprocess.run(["kill", "-STOP", *io_process], check=True)
             time.sleep(0.9)
-            subprocess.run(["kill", "-CONT", *keeper], check=True)
+            subprocess.run(["kill", "-CONT", *io_process], check=True)
             time.sleep(0.1)
     engines.check()
     assert found(fleet, namespace) == len(KEYS)

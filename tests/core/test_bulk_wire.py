@@ -218,7 +218,7 @@ def test_a_connection_to_another_run_of_the_node_is_not_used(bulk_port: ServeBul
             connection.send(answer)
 
     wire = BulkWire("127.0.0.1", bulk_port(talk).port, ClientConfig(), (), b"this one")
-    with pytest.raises(Unavailable, match="is another node's, or the node was restarted"):
+    with pytest.raises(Unavailable, match="belongs to another node, or the node was restarted"):
         call(wire, "lookup")
     wire.close()
 

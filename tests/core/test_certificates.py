@@ -122,7 +122,7 @@ def test_what_is_wrong_is_said_and_what_was_good_stays(
         assert placed.files.poll() is good
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1  # said once, not at each look
-    assert "what was read before stays in force" in warnings[0].getMessage()
+    assert "the previous content stays in force" in warnings[0].getMessage()
     assert placed.files.problem
 
 

@@ -30,7 +30,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         from kvstore import Cleint  # type: ignore[attr-defined]  # noqa: F401
 
 
-def test_a_keeper_starts_without_grpc() -> None:
+def test_a_io_process_starts_without_grpc() -> None:
     """It takes half of the time; a node waits for it at its start."""
     assert not {"grpc", "google", "asyncio"} & loaded_by("import node.disk.io_worker")
     assert {"grpc", "google"} <= loaded_by("import node.server"), "the measure itself"

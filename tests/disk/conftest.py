@@ -1,5 +1,5 @@
-"""Nodes with a disk tier in this process, without a keeper, on a fake file layer that fails when
-told to; and with one, in which faults are planted.
+"""Nodes with a disk tier: in this process on a file layer that fails on demand, or with an I/O
+process in which faults are planted.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from disk_nodes import Clock, FaultyLayer, Nodes, Pages, settle
-from planted import PORTS, SMALL, Fault, children, keeper_of
+from planted import PORTS, SMALL, Fault, children, io_process_of
 from ranged import LEAF, PAGE
 
 from kvstore import checksum
@@ -89,7 +89,7 @@ def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault]:
 
 @pytest.fixture
 def kept(tmp_path: Path, fault: Fault) -> Iterator[Node]:
-    """A node in this process, its keeper in one of its own.
+    """A node in this process, its I/O process in one of its own.
 
     Nobody may be left at the end.
     """
@@ -99,7 +99,7 @@ def kept(tmp_path: Path, fault: Fault) -> Iterator[Node]:
     yield node
     fault.clear()
     with contextlib.suppress(ProcessLookupError):
-        os.kill(keeper_of(node), signal.SIGCONT)
+        os.kill(io_process_of(node), signal.SIGCONT)
     node.stop()
     assert node.check() == []
     assert set(children(os.getpid())) <= others

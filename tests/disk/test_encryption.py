@@ -9,7 +9,7 @@ import pytest
 from disk_nodes import Nodes, Pages
 from locked import KEY, flip, key_file, pieces
 from memory_search import files, found_in
-from planted import PORTS, SMALL, Fault, keeper_of
+from planted import PORTS, SMALL, Fault, io_process_of
 from ranged import ask
 from waiting import wait_until
 
@@ -165,10 +165,10 @@ def test_a_namespace_whose_key_is_damaged_is_lost_and_no_other(
     assert lost.get(nodes.connect(node), lost.keys(1, 2)) == [True, True]
 
 
-def test_a_node_killed_with_its_keeper_has_its_durable_pages(tmp_path: Path, fault: Fault) -> None:
-    """`kill -9` of the keeper, which has the page keys with each order; the next one needs none
-    from it.
-    """
+def test_a_node_killed_with_its_io_process_has_its_durable_pages(
+    tmp_path: Path, fault: Fault
+) -> None:
+    """Each order has its page keys, so the next I/O process needs nothing from a killed one."""
     config = NodeConfig(
         **PORTS,
         **SMALL,
@@ -182,7 +182,7 @@ def test_a_node_killed_with_its_keeper_has_its_durable_pages(tmp_path: Path, fau
         keys = pages.keys(1, 2, 3)
         with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", timeout_s=20.0)) as client:
             pages.put(client, keys[:2], durable=True)
-            os.kill(keeper_of(node), signal.SIGKILL)
+            os.kill(io_process_of(node), signal.SIGKILL)
             wait_until(lambda: bool(node.disk and node.disk.poisoned))
             client.recover()
             pages.put(client, keys[2:], durable=True)
@@ -205,7 +205,7 @@ def test_the_key_of_a_directory_is_in_no_command_line(tmp_path: Path) -> None:
         NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data"), encrypt_key_file=path)
     )
     try:
-        line = Path(f"/proc/{keeper_of(node)}/cmdline").read_bytes()
+        line = Path(f"/proc/{io_process_of(node)}/cmdline").read_bytes()
         assert node.disk is not None
         assert node.disk._index.spaces._vault.mark.encode() in line
         assert KEY.hex().encode() not in line

@@ -1,6 +1,4 @@
-"""A disk that hangs where a keeper begins, is tried again or is left: whoever waits for it does so
-for a while.
-"""
+"""A disk hangs while an I/O process starts, recovers or stops: every wait has a limit."""
 
 import os
 import signal
@@ -14,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 from disk_nodes import FaultyLayer, Nodes, Pages
-from planted import PORTS, SMALL, Fault, children, flags, keeper_of
+from planted import PORTS, SMALL, Fault, children, flags, io_process_of
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, PutOutcome
@@ -36,9 +34,9 @@ def client(kept: Node) -> Iterator[Client]:
         yield client
 
 
-def kill_keeper(node: Node) -> None:
+def kill_io_process(node: Node) -> None:
     assert node.disk is not None
-    os.kill(keeper_of(node), signal.SIGKILL)
+    os.kill(io_process_of(node), signal.SIGKILL)
     wait_until(lambda: bool(node.disk and node.disk.poisoned))
 
 
@@ -51,12 +49,12 @@ def test_a_recover_on_a_disk_that_still_hangs_fails_and_may_be_tried_again(
     monkeypatch: pytest.MonkeyPatch,
     phase: str,
 ) -> None:
-    """In the start of the new keeper, its trial, and the sync behind that.
+    """In the start of the new I/O process, its trial, and the sync behind that.
 
     It waited for ever, and no other could be tried.
     """
     pages.put(client, pages.keys(1), durable=True)
-    kill_keeper(kept)
+    kill_io_process(kept)
     fault.plant(phase, "hang")
     with monkeypatch.context() as patch:
         patch.setattr("node.disk.io_process.RECOVER_S", 2.0)
@@ -80,12 +78,12 @@ def test_a_recover_on_a_disk_that_still_hangs_fails_and_may_be_tried_again(
 def test_a_node_stops_while_a_recover_waits_for_a_disk_that_hangs(
     fault: Fault, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    """A signal did not end it: the stop waited for the recover, and that for the new keeper."""
+    """The stop waited for the recover, and that for the new I/O process, in spite of a signal."""
     monkeypatch.setattr("node.disk.io_process.END_S", 0.5)
     others = set(children(os.getpid()))
     node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
     node.start()
-    kill_keeper(node)
+    kill_io_process(node)
     fault.plant(phase, "hang")
     recovering = threading.Thread(target=recover, args=(node,))
     recovering.start()
@@ -120,7 +118,7 @@ def test_a_start_on_a_disk_that_hangs_ends_after_a_time_and_says_why(
 def test_rows_that_do_not_come_at_the_start_leave_a_ram_node(
     fault: Fault, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On a busy machine a keeper needs two to begin
+    # On a busy machine an I/O process needs two to begin
     monkeypatch.setattr("node.disk.io_process.START_S", 4.0)
     fault.plant("scan", "hang")
     node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
@@ -284,10 +282,10 @@ def test_durable_puts_leave_transfers_to_others_while_the_disk_hangs(
     waiting.cancel()
 
 
-def test_who_hears_a_keeper_that_a_stop_has_closed_is_told_what_became_of_it() -> None:
+def test_who_hears_a_io_process_that_a_stop_has_closed_is_told_what_became_of_it() -> None:
     """It was told of a bad file descriptor."""
     ours, theirs = socket.socketpair()
-    talk = IoChannel(ours, lambda: "its keeper was ended")
+    talk = IoChannel(ours, lambda: "its I/O process was ended")
     talk.close()
-    with theirs, pytest.raises(OSError, match="its keeper was ended"):
+    with theirs, pytest.raises(OSError, match="its I/O process was ended"):
         talk.unasked(Timeouts(1.0, lambda: None))

@@ -1,6 +1,4 @@
-"""Orders to a keeper, byte for byte: what comes out is what went in, and what is cut off or too
-long is refused.
-"""
+"""Orders to an I/O process, byte for byte: parsed as they were packed; cut or too long: refused."""
 
 import contextlib
 import errno
@@ -56,7 +54,7 @@ def test_orders_come_out_as_they_went_in() -> None:
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), OSError("rows: a word")]
 )
-def test_an_error_of_the_keeper_is_the_same_at_the_node(error: OSError) -> None:
+def test_an_error_of_the_io_process_is_the_same_at_the_node(error: OSError) -> None:
     found = io_protocol.unpack_error(io_protocol.pack_error(error))
     assert (found.errno, str(found)) == (error.errno, str(error))
 
@@ -103,9 +101,7 @@ def test_a_frame_that_comes_late_is_not_lost_in_between(
 
 
 def test_who_waits_at_a_channel_hears_that_it_is_closed_here() -> None:
-    """The other end may be a keeper that SIGKILL does not end while it is in a call of the disk,
-    and closes nothing.
-    """
+    """The other end may be an I/O process in a disk call, which not even SIGKILL ends."""
     ours, theirs = socket.socketpair()
     channel, ended = Channel(ours), threading.Event()
 

@@ -1,5 +1,5 @@
 """Ranges of pages that are on disk only, beside whatever else happens there: writers, a disk that
-hangs, a keeper that ends, a RAM that is full.
+hangs, an I/O process that ends, a RAM that is full.
 """
 
 import concurrent.futures
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from disk_nodes import FaultyLayer, Nodes, Pages, settle
-from planted import Fault, keeper_of
+from planted import Fault, io_process_of
 from ranged import LEAF, PAGE, ask
 from waiting import wait_until
 
@@ -287,7 +287,7 @@ def test_a_failing_read_of_a_part_stops_the_disk_tier(
     assert "reading failed" in client.node_status().disk.reason
 
 
-# ---- with a keeper -----------------------------------------------------------------------
+# ---- with an I/O process -----------------------------------------------------------------------
 
 
 def kept_pages(kept: Node, nodes: Nodes, pages: Pages) -> tuple[Client, list[bytes]]:
@@ -297,7 +297,7 @@ def kept_pages(kept: Node, nodes: Nodes, pages: Pages) -> tuple[Client, list[byt
     return client, keys
 
 
-def test_the_keeper_tells_the_leaves(kept: Node, nodes: Nodes, large: Pages) -> None:
+def test_the_io_process_tells_the_leaves(kept: Node, nodes: Nodes, large: Pages) -> None:
     client, keys = kept_pages(kept, nodes, large)
     assert ask(client, large, [*keys, *large.keys(4)], (3 * LEAF - 1, 2)) == [
         True,
@@ -311,11 +311,11 @@ def test_the_keeper_tells_the_leaves(kept: Node, nodes: Nodes, large: Pages) -> 
     client.close()
 
 
-def test_without_its_keeper_a_range_on_disk_is_a_miss(
+def test_without_its_io_process_a_range_on_disk_is_a_miss(
     kept: Node, nodes: Nodes, large: Pages
 ) -> None:
     client, keys = kept_pages(kept, nodes, large)
-    os.kill(keeper_of(kept), signal.SIGKILL)
+    os.kill(io_process_of(kept), signal.SIGKILL)
     assert ask(client, large, keys, (LEAF, 1)) == [False] * 3
     assert "was ended by SIGKILL" in client.node_status().disk.reason
     client.recover()
@@ -323,7 +323,7 @@ def test_without_its_keeper_a_range_on_disk_is_a_miss(
     client.close()
 
 
-def test_a_keeper_that_hangs_in_its_rows_costs_a_range_no_longer_than_the_call(
+def test_a_io_process_that_hangs_in_its_rows_costs_a_range_no_longer_than_the_call(
     kept: Node, nodes: Nodes, fault: Fault, large: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.io_process.QUESTION_S", 0.3)

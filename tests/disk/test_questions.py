@@ -1,4 +1,4 @@
-"""What is asked of a keeper beside its orders, while its disk hangs."""
+"""What is asked of an I/O process beside its orders, while its disk hangs."""
 
 import pytest
 from disk_nodes import Pages

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from disk_nodes import Pages
-from planted import Fault, keeper_of
+from planted import Fault, io_process_of
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, PutOutcome
@@ -34,7 +34,7 @@ def test_the_limit_of_a_recover_ends_with_it(
     """
     assert kept.disk is not None
     pages.put(client, pages.keys(1), durable=True)
-    os.kill(keeper_of(kept), signal.SIGKILL)
+    os.kill(io_process_of(kept), signal.SIGKILL)
     wait_until(lambda: bool(kept.disk and kept.disk.poisoned))
     client.recover()
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + RECOVER_S + 1.0)
@@ -44,12 +44,10 @@ def test_the_limit_of_a_recover_ends_with_it(
     assert not kept.disk.poisoned
 
 
-def test_what_no_sync_had_covered_when_the_keeper_ended_is_forgotten(
+def test_what_no_sync_had_covered_when_the_io_process_ended_is_forgotten(
     kept: Node, client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keeper's successor can not sync what it has not written itself: such pages passed for
-    safe.
-    """
+    """A new I/O process can not sync its predecessor's writes: such pages once counted as safe."""
     disk = kept.disk
     assert disk is not None
     with monkeypatch.context() as patch:
@@ -59,7 +57,7 @@ def test_what_no_sync_had_covered_when_the_keeper_ended_is_forgotten(
         pages.put(client, pages.keys(2))
         wait_until(lambda: disk.present(pages.digest, pages.keys(2)) == [True])
         assert disk.safe(pages.digest, pages.keys(1, 2)) == [True, False]
-        os.kill(keeper_of(kept), signal.SIGKILL)
+        os.kill(io_process_of(kept), signal.SIGKILL)
         wait_until(lambda: bool(disk._directory.trouble()))
         client.recover()
         assert disk.present(pages.digest, pages.keys(1, 2)) == [True, False]

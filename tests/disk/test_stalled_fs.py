@@ -26,8 +26,7 @@ from kvstore.tools.node_process import NodeProcess
 
 PYTHON, SCRIPT = "/usr/bin/python3", Path(__file__).parents[1] / "helpers" / "stalling_fs.py"
 CALL_S, LATE_S, STOP_S = 3.0, 5.0, 40.0
-# A node that stops waits so long for its pages to be on disk; then for its keeper, and for the end
-# of that.
+# How long a stopping node waits for its pages to be on disk; then for its I/O process to end.
 SETTINGS = {**SMALL, "flush_s": 2.0}
 
 
@@ -198,7 +197,7 @@ def test_reads_of_a_file_system_that_stalls_are_misses_and_come_back(
 
 
 def test_start_on_a_file_system_that_stalls_ends_by_a_signal(mount: Mount) -> None:
-    """Also where the keeper can not be killed."""
+    """Also where the I/O process can not be killed."""
     NodeProcess(*flags(SETTINGS), "--data-dir", str(mount.path)).stop(STOP_S)
     mount.stall("write fsync")
     command = command_of(mount)

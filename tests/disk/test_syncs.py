@@ -20,7 +20,7 @@ from node.memory.arena import Arena
 def test_a_new_directory_is_synced_by_the_node_that_makes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a node it is there before the keeper is, which syncs what it makes itself."""
+    """In a node it is there before the I/O process is, which syncs what it makes itself."""
     synced, sync = list[str](), FileLayer.sync_directory
 
     def noted(layer: FileLayer, path: Path) -> None:

@@ -50,7 +50,7 @@ def test_an_operator_sees_all(
 ) -> None:
     found = doctor(node, tls_ca=str(ours.path), token=tokens["operator"])
     assert found.failed == set()
-    assert found.of("who this is").found == "admin of all tenants there"
+    assert found.of("identity").found == "admin of all tenants there"
     assert "its certificate is believed, and for localhost, 127.0.0.1, ::1" in found.of("TLS").found
     assert found.of("certificate").state is FindingState.OK
     assert found.of("tls_cert").state is FindingState.OK

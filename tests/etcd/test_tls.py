@@ -134,8 +134,8 @@ def test_what_is_wrong_is_said(
         r"etcd's certificate is not valid: .* not from the authority in etcd_ca .*local issuer"
     )
     not_taken = (
-        "etcd does not take this node's certificate: etcd_cert is not given, has expired, "
-        "or is not from"
+        "etcd does not accept this node's certificate: etcd_cert is not given, has "
+        "expired, or is not from"
     )
     for files, said in (
         ((strangers.path, *good), not_ours),

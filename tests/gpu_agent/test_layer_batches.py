@@ -48,4 +48,4 @@ def test_a_load_that_ends_early_fails_all_once() -> None:
 def test_a_plain_miss_has_words_too() -> None:
     told = Told(1)
     told.batch.loaded(3, over(0))
-    assert told.errors == ["0 of 3 pages: the rest is gone"]
+    assert told.errors == ["0 of 3 pages: the rest is missing"]

@@ -1,4 +1,4 @@
-"""Nodes whose keeper is a process, with faults planted in it.
+"""Nodes whose I/O process is a process, with faults planted in it.
 
 By a `sitecustomize` that the processes of a node find on their path: it wraps the calls of the
 disk, and looks into a file for what to do at which of them.
@@ -100,7 +100,7 @@ class Fault:
         self.plant("", "")
 
 
-def keeper_of(node: Node) -> int:
+def io_process_of(node: Node) -> int:
     assert node.disk is not None
     directory = node.disk._directory
     assert isinstance(directory, ProcessStorage)

@@ -114,7 +114,7 @@ def test_tls_at_an_address_of_frames(
     client = connect(node, "bulk", address=by_frames(node), **of_client(ours))
     pages.put(client, pages.keys(1))
     assert pages.get(client, pages.keys(1)) == [True]
-    with pytest.raises(Unavailable, match="the node asks for a client certificate"):
+    with pytest.raises(Unavailable, match="the node requires a client certificate"):
         connect(node, "bulk", address=by_frames(node), tls_ca=str(ours.path)).node_status()
 
 
@@ -122,7 +122,7 @@ def test_what_is_wrong_with_tls_is_said_at_an_address_of_frames(
     start_node: StartNode, connect: Connect, node: Node, ours: Authority
 ) -> None:
     secured = start_node(**pair(ours, "node"))
-    with pytest.raises(Unavailable, match="the node speaks TLS; name the authority"):
+    with pytest.raises(Unavailable, match="the node uses TLS; name the authority"):
         connect(secured, "bulk", address=by_frames(secured)).node_status()
     with pytest.raises(Unavailable, match="the other side speaks no TLS"):
         connect(node, "bulk", address=by_frames(node), tls_ca=str(ours.path)).node_status()

@@ -49,7 +49,7 @@ def told(connect: Connect, node: Node, wire: str, **settings: Any) -> str:
 def test_a_plain_client_is_told_that_the_node_speaks_tls(
     node: Node, connect: Connect, wire: str
 ) -> None:
-    assert "the node speaks TLS; name the authority of its certificate with tls_ca" in told(
+    assert "the node uses TLS; name the authority of its certificate with tls_ca" in told(
         connect, node, wire
     )
 
@@ -59,7 +59,7 @@ def test_a_client_with_tls_does_not_speak_plainly(
     plain: Node, connect: Connect, ours: Authority, wire: str
 ) -> None:
     said = told(connect, plain, wire, **of_client(ours))
-    assert "the other side speaks no TLS; start the node with --tls-cert and --tls-key" in said
+    assert "the peer does not use TLS; start the node with --tls-cert and --tls-key" in said
 
 
 def test_bulk_is_not_plain_either_where_the_node_would_have_it_so(
@@ -113,7 +113,7 @@ def test_a_certificate_that_the_node_does_not_believe(
 @pytest.mark.parametrize(
     ("shown", "said"),
     [
-        ("nothing", "the node asks for a client certificate"),
+        ("nothing", "the node requires a client certificate"),
         ("strange", "the node does not know the authority of tls_cert="),
     ],
 )

@@ -203,7 +203,7 @@ def test_a_bad_pair_is_refused_and_the_old_one_serves_on(
         wait_until(lambda: "is not the key of the certificate" in problem())
         load.go_on()
         assert serial_at(node.bulk.port, ours, files) == before
-        assert "what was read before stays in force" in caplog.text
+        assert "the previous content stays in force" in caplog.text
         files.show(ours)
         wait_until(lambda: not problem())
         load.go_on()

@@ -1,5 +1,4 @@
-"""The keeper: whatever happens to it, RAM serves on, nothing that is wrong is served, nothing is
-left behind.
+"""Faults of the I/O process: RAM serves on, no wrong byte is served, nothing is left behind.
 
 Faults are planted as `planted.py` says. For a disk that hangs for ever see `test_hangs.py`.
 """
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 from disk_nodes import Pages
-from planted import PORTS, SMALL, Fault, children, flags, is_running, keeper_of
+from planted import PORTS, SMALL, Fault, children, flags, io_process_of, is_running
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Keep, PutOutcome
@@ -98,7 +97,7 @@ def test_a_stalled_write_of_rows_is_not_seen_by_gets_and_puts_in_ram(
     assert client.flush() > 2
 
 
-def test_a_keeper_that_stands_still_is_not_seen_by_gets_and_puts_in_ram(
+def test_a_io_process_that_stands_still_is_not_seen_by_gets_and_puts_in_ram(
     kept: Node, client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who needs it, to list or to scrub, is told so before long.
@@ -106,7 +105,7 @@ def test_a_keeper_that_stands_still_is_not_seen_by_gets_and_puts_in_ram(
     Slow is not broken.
     """
     assert pages.put(client, pages.keys(1), durable=True) == [STORED]
-    os.kill(keeper_of(kept), signal.SIGSTOP)
+    os.kill(io_process_of(kept), signal.SIGSTOP)
     assert longest_in_ram(client, pages) < RAM_S_MAX
     monkeypatch.setattr("node.disk.io_process.QUESTION_S", 0.2)
     for _ in range(2 * OWED_MAX):  # nor do questions pile up
@@ -117,7 +116,7 @@ def test_a_keeper_that_stands_still_is_not_seen_by_gets_and_puts_in_ram(
         client.scrub()
     assert client.node_status().state == "SERVING"
     monkeypatch.setattr("node.disk.io_process.QUESTION_S", 10.0)
-    os.kill(keeper_of(kept), signal.SIGCONT)
+    os.kill(io_process_of(kept), signal.SIGCONT)
     count = client.flush()
     assert count > 2
     assert len(list(client.list_pages(pages.namespace))) == client.scrub().intact == count
@@ -130,7 +129,7 @@ def test_calls_that_wait_for_a_disk_that_hangs_do_not_stop_the_client_from_readi
     times as long. The node knows how long its caller waits, and answers before.
     """
     assert pages.put(client, pages.keys(1), durable=True) == [STORED]
-    os.kill(keeper_of(kept), signal.SIGSTOP)
+    os.kill(io_process_of(kept), signal.SIGSTOP)
     with pytest.raises(Exhausted, match="not durable in the time"):
         client.put(
             pages.namespace, pages.keys(2), [bytes(pages.nbytes)], Keep(durable=True), timeout_s=6.0
@@ -139,7 +138,7 @@ def test_calls_that_wait_for_a_disk_that_hangs_do_not_stop_the_client_from_readi
     with pytest.raises(Exhausted, match="not durable in the time"):
         client.flush(timeout_s=6.0)
     assert pages.get(client, pages.keys(1)) == [True]
-    os.kill(keeper_of(kept), signal.SIGCONT)
+    os.kill(io_process_of(kept), signal.SIGCONT)
 
 
 def test_a_node_without_descriptors_goes_on_writing_and_reading_its_disk(
@@ -163,37 +162,37 @@ def test_a_node_without_descriptors_goes_on_writing_and_reading_its_disk(
         )
 
 
-# ---- a keeper that is killed ---------------------------------------------------------------
+# ---- an I/O process that is killed ---------------------------------------------------------------
 
 
-def test_a_killed_keeper_costs_no_page_that_was_promised(
+def test_a_killed_io_process_costs_no_page_that_was_promised(
     kept: Node, client: Client, fault: Fault, pages: Pages
 ) -> None:
     """In each of its phases: while it writes pages, before and after their rows, in a sync."""
     assert pages.put(client, pages.keys(0), durable=True) == [STORED]
     phases = ("pages", "rows", "after rows", "sync pages", "after sync rows")
     for number, phase in enumerate(phases, 1):
-        keeper = keeper_of(kept)
+        io_process = io_process_of(kept)
         fault.plant(phase, "kill")
         with pytest.raises(Exhausted, match=r"not durable|stopped"):
             pages.put(client, pages.keys(number), durable=True)
-        assert f"(process {keeper}) was ended by SIGKILL" in reason(client), phase
+        assert f"(process {io_process}) was ended by SIGKILL" in reason(client), phase
         assert pages.get(client, pages.keys(number)) == [True], "RAM serves on"
         assert pages.get(client, pages.keys(number + 100)) == [False]
         client.recover()
-        assert keeper_of(kept) != keeper
+        assert io_process_of(kept) != io_process
         assert client.node_status().state == "SERVING"
         assert client.flush() == number + 1
         pages.drop_from_ram(kept)
         assert pages.get(client, pages.keys(*range(number + 1))) == [True] * (number + 1), phase
 
 
-def test_an_idle_keeper_that_is_killed_is_missed_soon_and_no_other_directory_takes_its_place(
+def test_an_idle_io_process_that_is_killed_is_missed_soon_and_no_other_directory_takes_its_place(
     kept: Node, client: Client, pages: Pages, tmp_path: Path
 ) -> None:
     """The node knows what lies in the old one: pages of a new one would be overwritten."""
     pages.put(client, pages.keys(1), durable=True)
-    os.kill(keeper_of(kept), signal.SIGKILL)
+    os.kill(io_process_of(kept), signal.SIGKILL)
     assert "was ended by SIGKILL" in reason(client)
     assert client.node_status().state == "DEGRADED"
     assert pages.get(client, pages.keys(1)) == [True]
@@ -211,27 +210,27 @@ def test_an_idle_keeper_that_is_killed_is_missed_soon_and_no_other_directory_tak
 # ---- a node that ends ----------------------------------------------------------------------
 
 
-def test_a_keeper_ends_with_its_node_and_the_next_one_waits_for_it(
+def test_a_io_process_ends_with_its_node_and_the_next_one_waits_for_it(
     start: Callable[[], NodeProcess], pages: Pages
 ) -> None:
     process = start()
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(process.pid)}
-    (keeper,) = (pid for pid, command in commands.items() if b"node.disk.io_worker" in command)
+    (io_process,) = (pid for pid, command in commands.items() if b"node.disk.io_worker" in command)
     with connect(process) as client:
         pages.put(client, pages.keys(1), durable=True)
-    os.kill(keeper, signal.SIGSTOP)
+    os.kill(io_process, signal.SIGSTOP)
     process.kill()
     with ThreadPoolExecutor(1) as pool:
         successor = pool.submit(start)
         time.sleep(1.0)
-        assert not successor.done(), "two keepers on one directory"
-        os.kill(keeper, signal.SIGCONT)
+        assert not successor.done(), "two I/O processes on one directory"
+        os.kill(io_process, signal.SIGCONT)
         with connect(successor.result(20.0)) as client:
             assert pages.get(client, pages.keys(1)) == [True]
-    assert not is_running(keeper)
+    assert not is_running(io_process)
 
 
-def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_keeper(
+def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_io_process(
     fault: Fault, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for wait in ("io_process.QUESTION_S", "tier.RECOVER_WAIT_S"):
@@ -239,7 +238,7 @@ def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_ke
     monkeypatch.setattr("node.disk.io_process.END_S", 0.2)
     node = Node(NodeConfig(**PORTS, **SMALL | {"flush_s": 0.2}, data_dir=str(tmp_path / "data")))
     node.start()
-    keeper = keeper_of(node)
+    io_process = io_process_of(node)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(6))
         patience: dict[str, Any] = {"timeout_s": 60.0, "connect_timeout_s": 20.0}
@@ -250,7 +249,7 @@ def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_ke
         clients = [stack.enter_context(Client(config)) for config in configs]
         for client in clients:
             pages.put(client, pages.keys(1))
-        os.kill(keeper, signal.SIGSTOP)
+        os.kill(io_process, signal.SIGSTOP)
         pages.put(clients[0], pages.keys(2))  # the writer hangs with it
         pool.submit(clients[0].recover, 60.0)
         for client in clients[1:]:
@@ -261,16 +260,16 @@ def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_ke
         node.stop()
         took_s = time.monotonic() - begun
     assert took_s < 30.0, "of 60 that calls of the disk are waited for"
-    assert not is_running(keeper)
+    assert not is_running(io_process)
 
 
-def test_the_lock_of_a_keeper_that_does_not_end_is_waited_for_so_long_and_named(
+def test_the_lock_of_a_io_process_that_does_not_end_is_waited_for_so_long_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.data_dir.LOCK_WAIT_S", 0.1)
     arena = Arena(1 << 20)
     first = DataDir(tmp_path, 1 << 20, 1 << 16, arena.fd)
-    with pytest.raises(ConfigError, match="its keeper still waits for the disk"):
+    with pytest.raises(ConfigError, match="its I/O process still waits for the disk"):
         DataDir(tmp_path, 1 << 20, 1 << 16, arena.fd)
     first.close()
     DataDir(tmp_path, 1 << 20, 1 << 16, arena.fd).close()
