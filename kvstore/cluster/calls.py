@@ -140,7 +140,7 @@ def per_key(replies: Sequence[Any], field: str, prefix_hashes: Sequence[bytes]) 
     found = [value for reply in replies for value in getattr(reply, field)]
     if len(found) != len(prefix_hashes):
         raise ProtocolError(
-            f"the node returned {field} of {len(found)} keys for {len(prefix_hashes)}"
+            f"the node returned {len(found)} values of {field} for {len(prefix_hashes)} keys"
         )
     return found
 

@@ -174,7 +174,7 @@ class Nodes:
                 raise ProtocolError(
                     f"the node at {address} is in no cluster, but {len(self._addresses)} addresses "
                     "were given; "
-                    "start its node with --cluster, or name the one node"
+                    "start its node with --cluster, or give one address"
                 )
             return
 

@@ -58,7 +58,7 @@ _CAUSES = {
     "the node more RAM",
     "miss_writing": "the pages were still being written when they were requested",
     "miss_removed": "the pages had been removed by a caller",
-    "miss_expired": "the pages had expired: put them with a longer one (Keep, --ttl)",
+    "miss_expired": "the pages had expired: put them with a longer time to live (Keep, --ttl)",
     "miss_corrupt": "the pages did not match their checksum and were dropped: check this machine's "
     "memory",
 }

@@ -130,7 +130,7 @@ class Registry:
         if not troubles:
             return "etcd"
         since, said = min(troubles)
-        return f"for {time.monotonic() - since:.0f} s: {said}; the last view is kept"
+        return f"for {time.monotonic() - since:.0f} s: {said}; the last view stays in force"
 
     @property
     def apart(self) -> list[str]:
@@ -301,7 +301,7 @@ class Registry:
         name = threading.current_thread().name
         since, _ = self._troubles.get(name, (time.monotonic(), ""))
         if name not in self._troubles:
-            log.warning("%s: %s; the last view is kept", name, error)
+            log.warning("%s: %s; the last view stays in force", name, error)
         self._troubles[name] = since, str(error)
 
     def _clear_trouble(self) -> bool:

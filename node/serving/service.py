@@ -370,7 +370,7 @@ class Service:
 
     def _check_there(self, caller: Caller | Session) -> None:
         if caller.gone():
-            raise Unavailable("the caller is gone")
+            raise Unavailable("the caller has left")
 
     def _remove(self, request: pb.RemoveRequest, caller: Caller) -> pb.RemoveReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)

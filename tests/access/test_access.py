@@ -210,7 +210,7 @@ def test_a_connection_is_of_one_tenant(node: Node, people: People, wire: str) ->
     connection.call("list_namespaces", pb.ListNamespacesRequest(), Deadline(20.0))
     people.change(f"mover-{wire}", "team-b", "write")
     taken_up(node, lambda: node.access.of_token(token).tenant == "team-b")
-    with pytest.raises(Unauthenticated, match="connect anew"):
+    with pytest.raises(Unauthenticated, match="connect again"):
         connection.call("list_namespaces", pb.ListNamespacesRequest(), Deadline(20.0))
     connection.close()
 

@@ -1,4 +1,4 @@
-"""The console at a node that asks who you are: each is told of his own, and may what he may
+"""The console at a node that this node requires authentication: each is told of his own, and may what he may
 elsewhere.
 """
 
@@ -155,7 +155,7 @@ def test_only_an_administrator_acts(stored: Node, people: People, act: str) -> N
     asked: dict[str, Any] = {"act": act, "namespace": OURS.digest.hex(), "key": (b"\1" * 32).hex()}
     for who in ("read", "write"):
         status, values = told(stored, "/console/act", asked, people.tokens[who])
-        assert (status, "asks for admin" in values["error"]) == (403, True), who
+        assert (status, "in the console needs admin" in values["error"]) == (403, True), who
     assert told(stored, "/console/act", asked, people.tokens["admin"])[0] == (
         200 if act == "remove" else 403
     )
@@ -200,7 +200,7 @@ def test_a_stream_ends_when_its_token_is_of_another_tenant_or_role(
         people.change("mover", tenant, role)
         taken_up(stored, lambda: are(tenant, role))
         *seen, (name, values) = islice(events, 60)
-    assert (name, "open it anew" in values["error"]) == ("end", True)
+    assert (name, "open it again" in values["error"]) == ("end", True)
     assert all({space["tenant"] for space in told["namespaces"]} == {"team-a"} for _, told in seen)
     people.leave("mover")
 

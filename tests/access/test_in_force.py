@@ -71,7 +71,7 @@ def test_a_node_that_is_open_to_all_says_so(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         open_node.start()
-    said = "everybody who reaches 0.0.0.0 may read, change and remove all"
+    said = "anyone who reaches 0.0.0.0 may read, change and remove all"
     assert f"insecure: {said}" in caplog.text
     status = CliRunner().invoke(app, ["status", "-a", f"127.0.0.1:{open_node.grpc.port}"])
     assert f"INSECURE: {said}" in " ".join(status.stdout.split())

@@ -153,7 +153,7 @@ def test_a_tenant_is_shown_nothing_that_it_was_not_told(
         assert (" pages wait" in shown, "from etcd" in shown, "of 32.0 MiB" in shown) == (
             all_of_it,
         ) * 3
-        assert ("told to who is of all tenants" in shown) is not all_of_it
+        assert ("shown to identities of all tenants only" in shown) is not all_of_it
     for command in (("status",), ("cluster",)):
         shown = kvstore(*command)
         assert ("sweeps" in shown, "copies of others' pages" in shown) == (all_of_it, all_of_it)
@@ -180,6 +180,6 @@ def test_strangers_are_told_of_no_member(fleet: Start, crew: People) -> None:
     one = started(fleet, crew, "n1")
     with (
         client(one, "") as stranger,
-        pytest.raises((Unauthenticated, Unavailable), match="asks who you are"),
+        pytest.raises((Unauthenticated, Unavailable), match="this node requires authentication"),
     ):
         stranger.view()

@@ -209,7 +209,7 @@ def test_what_is_over_a_quota_is_refused_and_counted(town: Callable[..., Town]) 
     loud = where.client("loud", "shm")
     put(loud, LOUD, keys(*range(20)))
     with pytest.raises(
-        Exhausted, match="tenant loud has 0 pages pinned and wants 11 more, its quota are 10"
+        Exhausted, match="tenant loud has 0 pages pinned and requests 11 more; its quota is 10"
     ):
         loud.pin(LOUD, keys(*range(11)), 60.0)
     assert loud.pin(LOUD, keys(*range(10)), 60.0) == [True] * 10

@@ -104,7 +104,7 @@ def test_nothing_is_overwritten_unless_asked_for(
     before = {path: path.read_bytes() for path in folder.iterdir()}
     refused = kvstore("certs", *words, *at)
     assert refused.code == 2
-    assert "is there already; --force replaces it" in refused.stderr
+    assert "exists already; --force replaces it" in refused.stderr
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     assert kvstore("certs", *words, *at, "--force").code == 0
 

@@ -265,7 +265,7 @@ def test_forget_needs_a_yes_and_erases_one_tenant(
     refused = kvstore("forget", "--tenant", "gone")
     assert (refused.code, refused.stdout) == (2, "")
     assert (
-        "Erase 1 namespaces of gone with 3 pages? Nobody is there to ask; add --yes"
+        "Erase 1 namespaces of gone with 3 pages? There is no terminal to confirm on; add --yes"
         in refused.stderr
     )
     assert client.lookup(gone, hashes).prefix_pages == 3

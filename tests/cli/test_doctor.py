@@ -31,7 +31,7 @@ def test_what_failed_is_shown_with_its_remedy_and_in_the_last_line(kvstore: Kvst
     ran = kvstore("doctor", "-a", NOBODY)
     assert ran.code == 1
     assert "  fail     TCP" in ran.stdout
-    assert "-> nobody listens there" in ran.stdout
+    assert "-> nothing listens there" in ran.stdout
     assert ran.stdout.splitlines()[-1].endswith(": failed TCP")
 
 

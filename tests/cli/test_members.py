@@ -69,14 +69,14 @@ def test_what_is_not_well() -> None:
         "writing failed",
     )
     deaf = serving(apart=["n9: protocol 9"])
-    deaf.peers.registry = "for 7 s: no answer; the last view is kept"
+    deaf.peers.registry = "for 7 s: no answer; the last view stays in force"
     statuses: dict[str, Any] = {"host0:7440": serving(), "host1:7440": stopped, "host2:7440": deaf}
     assert troubles(view, statuses) == [
-        "n1: DISK STOPPED: writing failed; mend it, then: kvstore recover",
-        "n2: its registry does not answer: for 7 s: no answer; the last view is kept",
+        "n1: DISK STOPPED: writing failed; repair it, then: kvstore recover",
+        "n2: its registry does not answer: for 7 s: no answer; the last view stays in force",
         "outside the view: n9: protocol 9",
         "n3: not asked yet",
-        "5 replicas are wanted of 4 members: there are fewer",
+        "5 replicas are configured, but there are only 4 members",
     ]
     assert [row[1] for row in rows(view, view.members, statuses)] == [
         "serving",

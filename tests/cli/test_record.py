@@ -160,7 +160,7 @@ def test_when_nobody_asks_there_is_no_file(
     path = tmp_path / "trace.jsonl"
     ran = kvstore("record", "-a", small_node.address, "-o", str(path), "--seconds", "0.05")
     assert (ran.code, path.exists()) == (1, False)
-    assert "nobody asked" in ran.stderr
+    assert "no client asked" in ran.stderr
 
 
 def test_a_second_recording_is_refused_until_the_first_is_over(
@@ -170,7 +170,7 @@ def test_a_second_recording_is_refused_until_the_first_is_over(
     first = client.record(60.0).recording
     ran = kvstore("record", "-o", str(path), "--seconds", "0.05")
     assert (ran.code, path.exists()) == (4, False)
-    assert "one at a time" in ran.stderr
+    assert "only one recording at a time" in ran.stderr
     while not client.record(recording=first, end=True).over:
         pass
 

@@ -86,7 +86,7 @@ def test_what_can_not_be_a_member(wrong: dict[str, Any], said: str) -> None:
 def test_a_state_that_nobody_knows() -> None:
     message = view_message(VIEW)
     message.members[1].state = 9  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="n1 is in a state that this version does not know"):
+    with pytest.raises(ConfigError, match="n1 is in an unknown state"):
         parse_view(message)
 
 

@@ -78,7 +78,7 @@ def test_a_node_two_versions_away_is_no_node_of_ours(bulk_port: ServeBulk) -> No
 
 def test_a_node_that_takes_no_keys_is_not_used(bulk_port: ServeBulk) -> None:
     port = bulk_port(node_of(PROTOCOL_VERSION, [], pb.Limits()))
-    with client(port.port) as odd, pytest.raises(ProtocolError, match="takes no keys at all"):
+    with client(port.port) as odd, pytest.raises(ProtocolError, match="accepts no keys at all"):
         odd.lookup(SPACE, [KEY])
 
 

@@ -73,12 +73,12 @@ def answered(fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_answers_for_more_or_fewer_keys_are_errors_of_ours(answered: Any, op: str) -> None:
     client = answered(ANSWERS[op])
     more = (60.0,) if op == "pin" else ()
-    with pytest.raises(ProtocolError, match="keys, asked about 1"):
+    with pytest.raises(ProtocolError, match="values of .* for 1 keys"):
         getattr(client, op)(NAMESPACE, KEYS, *more)
 
 
 @pytest.mark.parametrize("token", [b"a", b"b"])
 def test_a_list_that_goes_in_a_circle_ends(answered: Any, token: bytes) -> None:
     client = answered(pb.ListReply(pages=[pb.PageStat(prefix_hash=b"b")], next_page_token=token))
-    with pytest.raises(ProtocolError, match="in a circle"):
+    with pytest.raises(ProtocolError, match="makes no progress"):
         list(client.list_pages(NAMESPACE, after=b"b"))

@@ -145,7 +145,7 @@ def unix_node() -> Iterator[ServeShm]:
     [
         (
             lambda: arena_fd(ARENA // 2),
-            f"an arena of {ARENA // 2} bytes and said that it has {ARENA}",
+            f"an arena of {ARENA // 2} bytes, but announced {ARENA}",
         ),
         (lambda: arena_fd(ARENA * 2), f"an arena of {ARENA * 2} bytes"),
         (lambda: arena_fd(seals=fcntl.F_SEAL_GROW), "could shrink"),
@@ -303,7 +303,7 @@ def test_another_nodes_socket_is_left_alone(
         )
     )
     fake_node.shm_socket = wire._path
-    refused = pytest.raises(Unavailable, match="another node's")
+    refused = pytest.raises(Unavailable, match="belongs to another node")
     with Client(ClientConfig(address=fake_node.address, wire="shm")) as client, refused:
         client.open(NAMESPACE)
     settings = ClientConfig(address=fake_node.address, connect_timeout_s=1.0)

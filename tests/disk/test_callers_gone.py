@@ -33,7 +33,7 @@ def test_who_waits_for_room_in_the_queue_and_leaves_does_not_wait_on(
         time.sleep(0.3)
         assert not offering.done()
         left.set()
-        with pytest.raises(Exhausted, match="the caller is gone"):
+        with pytest.raises(Exhausted, match="the caller has left"):
             offering.result(SOON_S)
     layer.writing.set()
 

@@ -98,7 +98,7 @@ def test_a_node_stops_while_a_recover_waits_for_a_disk_that_hangs(
 
 def recover(node: Node) -> None:
     assert node.disk is not None
-    with pytest.raises(OSError, match=r"the node stops|was ended by SIGKILL"):
+    with pytest.raises(OSError, match=r"the node stops|ended by SIGKILL"):
         node.disk.recover()
 
 
@@ -109,7 +109,7 @@ def test_a_start_on_a_disk_that_hangs_ends_after_a_time_and_says_why(
     others = set(children(os.getpid()))
     fault.plant("begin", "hang")
     arena = Arena(1 << 20)
-    with pytest.raises(ConfigError, match=r"has not begun in 1 s and is killed: the disk hangs"):
+    with pytest.raises(ConfigError, match=r"was not ready in 1 s and was killed: the disk hangs"):
         ProcessStorage(tmp_path / "data", 2 << 20, 64 << 10, arena.fd)
     assert set(children(os.getpid())) <= others
     arena.close()

@@ -34,7 +34,7 @@ def test_all_that_a_node_writes_is_for_its_user_only(tmp_path: Path) -> None:
         with Client(ClientConfig(address=process.address, timeout_s=20.0)) as client:
             pages.put(client, pages.keys(*range(8)))
             client.flush()
-        assert "open to other users" not in process.log_text
+        assert "readable for other users" not in process.log_text
     NodeProcess(
         *FLAGS, "--audit-log", str(audit), "--identities", str(identities), inside=WIDE
     ).stop()
@@ -68,7 +68,9 @@ def test_an_older_directory_is_named_with_the_remedy_and_left_as_it_is(tmp_path:
     for path in (data, data / "rows"):
         path.chmod(0o755)
     with NodeProcess(*flags) as process:
-        (told,) = [line for line in process.log_text.splitlines() if "open to other users" in line]
+        (told,) = [
+            line for line in process.log_text.splitlines() if "readable for other users" in line
+        ]
         assert mode(data) == mode(data / "rows") == 0o755
     remedy = told.partition("close it with: ")[2]
     assert remedy == f"chmod -R o= '{data}'"
@@ -78,7 +80,7 @@ def test_an_older_directory_is_named_with_the_remedy_and_left_as_it_is(tmp_path:
         Client(ClientConfig(address=process.address, timeout_s=20.0)) as client,
     ):
         assert pages.get(client, pages.keys(0)) == [True]
-        assert "open to other users" not in process.log_text
+        assert "readable for other users" not in process.log_text
 
 
 @pytest.mark.parametrize(

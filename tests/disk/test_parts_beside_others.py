@@ -244,7 +244,7 @@ def test_nobody_goes_on_reading_parts_for_a_caller_who_has_left(
 ) -> None:
     before = layer.calls["read"]
     with node.sessions.open(Caller("test", lambda: layer.calls["read"] > before)) as session:
-        with pytest.raises(Unavailable, match="the caller is gone"):
+        with pytest.raises(Unavailable, match="the caller has left"):
             node.service.begin_get(session, large_request(large, stored))
         assert not session.held
     assert layer.calls["read"] == before + 2, "both parts of one page"
@@ -317,7 +317,7 @@ def test_without_its_io_process_a_range_on_disk_is_a_miss(
     client, keys = kept_pages(kept, nodes, large)
     os.kill(io_process_of(kept), signal.SIGKILL)
     assert ask(client, large, keys, (LEAF, 1)) == [False] * 3
-    assert "was ended by SIGKILL" in client.node_status().disk.reason
+    assert "ended by SIGKILL" in client.node_status().disk.reason
     client.recover()
     assert ask(client, large, keys, (LEAF, 1)) == [True] * 3
     client.close()

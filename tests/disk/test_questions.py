@@ -24,7 +24,7 @@ def test_a_list_on_a_disk_that_hangs_ends_before_its_client_leaves_the_node_alon
     ) as client:
         pages.put(client, pages.keys(1), durable=True)
         fault.plant("scan", "hang")
-        with pytest.raises(Exhausted, match="the disk has not answered for 1 s; ask again later"):
+        with pytest.raises(Exhausted, match="the disk has not answered for 1 s; try again later"):
             list(client.list_pages(pages.namespace))
         wait_until(fault.hangs)
         assert pages.get(client, pages.keys(1)) == [True]

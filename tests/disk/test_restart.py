@@ -120,7 +120,7 @@ def test_a_start_tells_how_many_rows_it_dropped_and_why(
     with caplog.at_level(logging.WARNING):
         node = nodes.start()
     (line,) = [line for line in caplog.messages if "dropped at the start" in line]
-    for said in ("3 whose slot can not be", "1 of an unknown namespace", "1 damaged"):
+    for said in ("3 with an impossible slot", "1 of an unknown namespace", "1 damaged"):
         assert said in line
     assert node.disk.records.count == 2
     caplog.clear()

@@ -136,7 +136,7 @@ def test_a_durable_put_of_a_page_that_ram_lost_before_it_was_on_disk_is_not_ackn
         return stored
 
     monkeypatch.setattr(node.tier, "commit", commit_and_evict)
-    with pytest.raises(Exhausted, match=r"1 pages are not on disk.*went meanwhile"):
+    with pytest.raises(Exhausted, match=r"1 pages are not on disk.*removed meanwhile"):
         pages.put(client, pages.keys(1), durable=True)
 
 

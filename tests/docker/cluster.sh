@@ -62,7 +62,7 @@ cluster_stranger() {
     [[ $status == 2 && $said == *"does not know this certificate"* ]] || fail "a stranger at n2: exit status $status: $said"
     said=$("$DOCKER" run --rm --label "$PROJECT" --network "$PROJECT-cluster_default" --env KVSTORE_ADDRESS=n2:7440 \
         --entrypoint kvstore "$IMAGE" cluster 2>&1) && fail "a stranger without TLS was answered: $said"
-    [[ $said == *"the node speaks TLS"* ]] || fail "a stranger without TLS at n2: $said"
+    [[ $said == *"the node uses TLS"* ]] || fail "a stranger without TLS at n2: $said"
 }
 
 check_cluster() {

@@ -51,7 +51,7 @@ def test_an_operator_sees_all(
     found = doctor(node, tls_ca=str(ours.path), token=tokens["operator"])
     assert found.failed == set()
     assert found.of("identity").found == "admin of all tenants there"
-    assert "its certificate is believed, and for localhost, 127.0.0.1, ::1" in found.of("TLS").found
+    assert "its certificate is trusted, and for localhost, 127.0.0.1, ::1" in found.of("TLS").found
     assert found.of("certificate").state is FindingState.OK
     assert found.of("tls_cert").state is FindingState.OK
     assert found.of("removed").found.endswith("and the namespace")
@@ -130,7 +130,7 @@ def test_a_plain_client_is_told_that_the_node_speaks_tls(node: Node, doctor: Doc
 def test_a_node_that_speaks_no_tls(start_node: StartNode, doctor: Doctor, ours: Authority) -> None:
     found = doctor(start_node(), tls_ca=str(ours.path))
     assert found.failed == {"TLS"}
-    assert "speaks no TLS" in found.of("TLS").found
+    assert "does not use TLS" in found.of("TLS").found
 
 
 def test_another_authority(

@@ -25,7 +25,7 @@ def test_what_hangs_is_left_alone_and_what_it_found_before_counts() -> None:
         ("hangs", FindingState.FAIL),
         ("works", FindingState.OK),
     ]
-    assert "has not ended in 0.1 s" in found[1].found
+    assert "did not end within 0.1 s" in found[1].found
 
 
 def test_an_error_is_a_finding_and_one_that_nobody_expected_too() -> None:

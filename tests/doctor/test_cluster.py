@@ -161,5 +161,5 @@ def test_a_registry_that_can_not_be_asked(fleet: list[Node], doctor: Doctor) -> 
     )
     found = doctor(fleet[0])
     assert found.of("registry").state is FindingState.WARN
-    assert "n2 can not ask its registry: since 10 s" in found.of("registry").found
+    assert "the registry of n2 does not answer: since 10 s" in found.of("registry").found
     assert "n9: speaks protocol 9" in found.of("registry").found

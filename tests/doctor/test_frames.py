@@ -47,9 +47,9 @@ def test_tls_by_frames(
     secured = start_node(**of_node(ours))
     found = doctor(**at_bulk(secured), **of_client(ours))
     assert not found.failed
-    assert "is believed" in found.of("TLS").found
+    assert "is trusted" in found.of("TLS").found
     plain = doctor(**at_bulk(secured))
-    assert "speaks TLS" in plain.of("TLS").found
+    assert "uses TLS" in plain.of("TLS").found
     asked_for = doctor(**at_bulk(secured), tls_ca=str(ours.path))
     assert "client certificate" in asked_for.of("TLS").found
     nobody_asked = doctor(**at_bulk(start_node(**pair(ours, "node"))), tls_ca=str(ours.path))

@@ -95,7 +95,7 @@ def test_many_differences_are_cut_and_counted() -> None:
         ({"miss_corrupt": 5}, "checksum"),
         ({"miss_writing": 5}, "still being written"),
         ({"miss_expired": 5}, "time to live"),
-        ({"pages_hit": 4, "miss_evicted": 1}, "the first one of each request is not"),
+        ({"pages_hit": 4, "miss_evicted": 1}, "not the first one of each request"),
     ],
 )
 def test_r15_without_such_a_writer_the_commonest_miss_is_explained(

@@ -119,7 +119,7 @@ def test_a_node_without_room(start_node: StartNode, doctor: Doctor) -> None:
 def test_nobody_listens(doctor: Doctor) -> None:
     found = doctor(address="127.0.0.1:1")
     assert found.failed == {"TCP"}
-    assert "nobody listens there" in found.of("TCP").remedy
+    assert "nothing listens there" in found.of("TCP").remedy
     assert {"gRPC", "status", "wires", "pages"} <= found.names(FindingState.SKIPPED)
 
 
@@ -138,7 +138,7 @@ def test_something_else_listens_there(doctor: Doctor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         found = doctor(address=f"127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=0.5)
     assert found.failed == {"gRPC"}
-    assert "something else" in found.of("gRPC").remedy
+    assert "another program" in found.of("gRPC").remedy
 
 
 def test_a_node_that_hangs(doctor: Doctor) -> None:

@@ -64,7 +64,10 @@ def test_more_copies_than_members() -> None:
     three = View("fleet", 1, MEMBERS, 3)
     nodes: dict[str, Any] = {"n0": SimpleNamespace(hello=None)}
     (found,) = (finding for finding in members.findings(three, nodes) if finding.name == "replicas")
-    assert (found.state, "3 are wanted of 2 members" in found.found) == (FindingState.WARN, True)
+    assert (found.state, "3 are configured, but there are only 2 members" in found.found) == (
+        FindingState.WARN,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_what_a_registry_says_is_told_to_few() -> None:
         VIEW, VIEW, peers=pb.PeersStatus(registry="no etcd answers", apart=["n7: another key"])
     )
     assert found["registry"].state is FindingState.WARN
-    assert "n0 can not ask its registry: no etcd answers" in found["registry"].found
+    assert "the registry of n0 does not answer: no etcd answers" in found["registry"].found
     assert "n7: another key" in found["registry"].found
 
 

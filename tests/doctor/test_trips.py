@@ -66,7 +66,7 @@ def pages() -> Pages:
         (Client(hits=(False, True)), FindingState.OK, "came back equal"),
         (Client(PutOutcome.EXISTS), FindingState.OK, "came back equal"),
         (Client(hits=(False, False)), FindingState.FAIL, "is not found"),
-        (Client(PutOutcome.FULL, hits=(False,)), FindingState.FAIL, "no room"),
+        (Client(PutOutcome.FULL, hits=(False,)), FindingState.FAIL, "no space"),
         (Client(PutOutcome.AWAY, hits=(False,)), FindingState.FAIL, "no owner"),
         (Client(changes=True), FindingState.FAIL, "other bytes"),
         (Client(hits=(False,), corrupt=1), FindingState.FAIL, "other bytes"),

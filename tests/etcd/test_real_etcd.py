@@ -61,7 +61,7 @@ def test_etcd_lost_and_back(fleet: StartNode, etcd: RealEtcd, how: str) -> None:
         pause(etcd.process.pid)
     else:
         etcd.kill()
-    wait_until(lambda: "the last view is kept" in registry(one), 30.0)
+    wait_until(lambda: "the last view stays in force" in registry(one), 30.0)
     space = Namespace(model=how, layout=opaque_layout(4096))
     with Client(
         ClientConfig(address=f"127.0.0.1:{one.grpc.port}", connect_timeout_s=5.0)

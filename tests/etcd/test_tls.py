@@ -199,7 +199,7 @@ def test_certificates_that_are_replaced_while_the_node_runs(
     try:
         node = start(etcd, *files, cluster_wait_s=30.0)
         etcd.kill()
-        wait_until(lambda: "the last view is kept" in peers(node).registry, 30.0)
+        wait_until(lambda: "the last view stays in force" in peers(node).registry, 30.0)
         place(strangers)
         etcd.start()
         wait_until(lambda: peers(node).registry == "etcd", 30.0)

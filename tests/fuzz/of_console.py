@@ -1,4 +1,4 @@
-"""What browsers send to the console of a node that asks who you are."""
+"""What browsers send to the console of a node that this node requires authentication."""
 
 from typing import Any
 

@@ -122,7 +122,7 @@ def test_a_request_behind_a_caller_that_is_not_taken_is_not_served_for_the_one_b
         )
         refused = answer(ours)
         assert refused.error.last
-        assert "who calls is not understood" in refused.error.message
+        assert "the caller is not understood" in refused.error.message
         assert answer(ours) is None
 
 

@@ -164,7 +164,7 @@ def test_an_answer_that_says_neither_yes_nor_no_ends_the_process(
     body = frames.answer_frame(Answer(frames.parse_question(body).number, 0, None, [there]))[
         frames.HEADER.size :
     ]
-    with pytest.raises(lookup_client.ProtocolError, match="neither yes nor no"):
+    with pytest.raises(lookup_client.ProtocolError, match="an invalid byte for a key"):
         asker.on_message(Kind.ANSWER, body)
 
 

@@ -164,7 +164,7 @@ def test_a_call_that_breaks_is_a_miss_and_the_next_one_works(
     verdicts.lookup(b"a", "r")
     verdicts.flush()
     assert not settled(verdicts, b"a")
-    assert "a lookup of 1 pages broke" in caplog.text
+    assert "a lookup of 1 pages failed" in caplog.text
     store.present = present
     verdicts.lookup(b"b", "r")
     verdicts.flush()

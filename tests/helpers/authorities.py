@@ -43,7 +43,7 @@ def pair(authority: "Authority", name: str) -> dict[str, Any]:
 
 
 def of_node(authority: "Authority") -> dict[str, Any]:
-    """Settings of a node that asks for client certificates."""
+    """Settings of a node that requires client certificates."""
     return {**pair(authority, "node"), "tls_client_ca": str(authority.path)}
 
 

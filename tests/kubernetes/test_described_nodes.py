@@ -234,7 +234,7 @@ def test_who_has_no_certificate_is_not_served_and_spoiled_files_end_no_node(
     config = load(ClientConfig, "KVSTORE", {"timeout_s": 20.0, "connect_timeout_s": 10.0}, known)
     with (
         Client(config) as stranger,
-        pytest.raises(Unavailable, match="asks for client certificates"),
+        pytest.raises(Unavailable, match="requires client certificates"),
     ):
         stranger.node_status()
     variables = host.of_pod["kvstore-0"]

@@ -48,9 +48,7 @@ def test_a_directory_from_an_old_backup_is_as_old_as_its_file_says(
     later = time.time() + REMOVALS_KEPT_S + 60
     os.utime(copy / FILE_NAME, (later, later))
     monkeypatch.setattr("time.time", lambda: later)
-    with pytest.raises(
-        ConfigError, match="away for 30 days, and what was removed is remembered for 30"
-    ):
+    with pytest.raises(ConfigError, match="away for 30 days, and removals are remembered for 30"):
         Identity(str(copy), "fleet", "n1")
     monkeypatch.undo()
     assert Identity(str(copy), "fleet", "n1").applied == 7

@@ -364,7 +364,7 @@ def test_an_arena_of_pinned_pages_is_exhausted_at_once(
     pages.put(client, keys)
     assert all(client.pin(pages.namespace, keys[:128], 60.0))
     with pytest.raises(
-        Exhausted, match=r"with 1 more, pinned pages would keep .* \(half of ram_nbytes\)"
+        Exhausted, match=r"with 1 more, pinned pages would occupy .* \(half of ram_nbytes\)"
     ):
         client.pin(pages.namespace, keys[128:129], 60.0)
     held = [

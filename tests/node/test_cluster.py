@@ -161,7 +161,7 @@ def test_who_is_drained_is_given_nothing_and_asked(
 def test_one_nodes_affairs(cluster: list[Node], connect: Connect) -> None:
     client = connect(cluster[0])
     for call in (client.node_status, client.scrub, client.recover):
-        with pytest.raises(InvalidRequest, match="asked of one node"):
+        with pytest.raises(InvalidRequest, match="needs one node"):
             call()
 
 

@@ -155,21 +155,21 @@ def test_after_a_page_that_does_not_fit_nothing_of_the_chain_is_stored() -> None
 
 
 @pytest.mark.parametrize(
-    ("I/O process", "cause"),
+    ("holder", "cause"),
     [("pin", "16 pinned, 16 being read"), ("hold", "32 being read"), ("write", "32 being written")],
 )
 def test_when_nothing_may_go_the_answer_is_exhausted_and_names_the_cause(
-    io_process: str, cause: str
+    holder: str, cause: str
 ) -> None:
     box = Sandbox(2 * EXTENT, EXTENT)
     pages, keys = (space := box.open("model", PAGE)), space.keys(*range(32))
     reservation = box.reserve(pages, keys)
-    if io_process != "write":
+    if holder != "write":
         box.commit(reservation)
-    if io_process == "pin":
+    if holder == "pin":
         box.pin(pages, keys[:16])
         box.acquire(pages, keys[16:])
-    elif io_process == "hold":
+    elif holder == "hold":
         box.acquire(pages, keys)
     with pytest.raises(Exhausted, match=cause):
         box.reserve(pages, pages.keys(99))

@@ -124,7 +124,7 @@ def test_what_is_wrong_with_tls_is_said_at_an_address_of_frames(
     secured = start_node(**pair(ours, "node"))
     with pytest.raises(Unavailable, match="the node uses TLS; name the authority"):
         connect(secured, "bulk", address=by_frames(secured)).node_status()
-    with pytest.raises(Unavailable, match="the other side speaks no TLS"):
+    with pytest.raises(Unavailable, match="the peer does not use TLS"):
         connect(node, "bulk", address=by_frames(node), tls_ca=str(ours.path)).node_status()
 
 

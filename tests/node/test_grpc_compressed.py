@@ -133,7 +133,7 @@ def test_a_node_refuses_compressed_answers_of_an_etcd(answering: Callable[[bytes
     "version", ["1.62.3", "1.81.2", "1.82.1", "1.83.0", "1.83.0rc1", "unknown"]
 )
 def test_a_grpcio_that_unpacks_without_a_limit_is_refused(version: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"grpcio {version} unpacks")) as raised:
+    with pytest.raises(ConfigError, match=re.escape(f"grpcio {version} decompresses")) as raised:
         check_grpcio(version)
     assert "pip install 'grpcio>=1.82.2,!=1.83.0'" in str(raised.value)
 
@@ -161,7 +161,7 @@ def test_a_node_with_an_older_grpcio_ends_with_both_versions_named(tmp_path: Pat
     assert done.returncode == 2
     *log, line = done.stderr.splitlines()
     assert all(" INFO " in told for told in log)
-    assert line.startswith("kvstore-node: gateway-0 does not start: grpcio 1.62.3 unpacks")
+    assert line.startswith("kvstore-node: gateway-0 does not start: grpcio 1.62.3 decompresses")
     assert "a node needs grpcio 1.82.2 or newer" in line
 
 

@@ -257,7 +257,7 @@ def test_without_the_key_nothing_is_put_or_got_and_the_rest_works(
         ):
             with pytest.raises(
                 ConfigError,
-                match=f"sealed with the key {key_id()}, and this client {says}; set KVSTORE",
+                match=f"signed with the key {key_id()}, and this client {says}; set KVSTORE",
             ):
                 call(other, [key])
         assert other.lookup(keyed.namespace, [key]).prefix_pages == 1

@@ -138,7 +138,7 @@ def test_the_oldest_call_without_a_request_leaves_when_a_peer_has_its_share(
             while servicer_of(node)._calls.count < min(number + 1, 8) and not calls[0].done():
                 threading.Event().wait(0.01)
         assert [call.code() for call in calls[:2]] == [EXHAUSTED] * 2
-        assert "made room for another call of its peer" in calls[0].details()
+        assert "it was evicted for another call of its peer" in calls[0].details()
         assert not any(call.done() for call in calls[2:])
         for call in calls:
             call.cancel()
@@ -211,7 +211,9 @@ def test_silent_reflection_streams_keep_nobody_out(
     while sum(stream.done() for stream in streams) < len(streams) - -(-REFLECTION_STREAMS_MAX // 2):
         threading.Event().wait(0.01)
     ended = [stream for stream in streams if stream.done()]
-    assert all("made room for another call of its peer" in stream.details() for stream in ended)
+    assert all(
+        "it was evicted for another call of its peer" in stream.details() for stream in ended
+    )
     answers(node)
     with channel_to(node) as channel:
         request = reflection_pb2.ServerReflectionRequest(list_services="")

@@ -103,7 +103,7 @@ def test_nobody_goes_on_hashing_for_a_reader_who_has_left(
         service.content, "intact", lambda page, ranges: hashed.append(page) or intact(page, ranges)
     )
     with large_node.sessions.open(Caller("test", lambda: bool(hashed))) as session:
-        with pytest.raises(Unavailable, match="the caller is gone"):
+        with pytest.raises(Unavailable, match="the caller has left"):
             service.begin_get(session, ranged(large_pages, 0, 1))
         assert not session.held
     assert len(hashed) == 1

@@ -252,7 +252,7 @@ def test_nobody_goes_on_verifying_for_a_caller_who_has_left(
     request = pb.VerifyRequest(
         namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(5))
     )
-    with pytest.raises(Unavailable, match="the caller is gone"):
+    with pytest.raises(Unavailable, match="the caller has left"):
         node.service.call("verify", request, Caller("peer", lambda: len(verified) == 2))
     assert len(verified) == 2
 

@@ -41,9 +41,7 @@ def test_a_view_is_put_into_words_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replicas_without_a_cluster() -> None:
-    with pytest.raises(
-        ConfigError, match="replicas=2 is named, but no cluster; name it with --cluster"
-    ):
+    with pytest.raises(ConfigError, match="replicas=2 is set without a cluster; set --cluster"):
         Membership("", "", 2)
 
 
@@ -70,7 +68,7 @@ def test_replicas_of_a_static_list() -> None:
             "",
             r"member='' is not of the cluster fleet.* say which of them this node is \(--member\)",
         ),
-        ("", "n1", "member=n1 is named, but no cluster"),
+        ("", "n1", "member=n1 is set without a cluster"),
         (
             "zk://h:2181/fleet",
             "n1",
@@ -81,7 +79,7 @@ def test_replicas_of_a_static_list() -> None:
         ("etcd://h:2379,/fleet", "n1", "is not etcd://HOST:PORT,.../NAME"),
         ("etcd://h:2379/fl/eet", "n1", "the cluster is called 'fl/eet'"),
         ("etcd://h:port/fleet", "n1", "'h:port:2379' is not host:port"),
-        ("etcd://h:2379/fleet", "", r"name it with member \(--member\)"),
+        ("etcd://h:2379/fleet", "", r"set it with member \(--member\)"),
         ("static:fleet", "n1", "is neither etcd://HOST:PORT,.../NAME nor static:NAME/"),
         ("static:fleet/", "n1", "'' is no member"),
         ("static:fleet/n1", "n1", "'n1' is no member; write ID=HOST:PORT"),

@@ -84,7 +84,7 @@ def test_in_place(
         assert slots.hits == [True] * len(keys)
         assert [bytes(page) for page in slots.pages] == [pages.content(key) for key in keys]
     with (
-        pytest.raises(InvalidRequest, match="asked of one node"),
+        pytest.raises(InvalidRequest, match="needs one node"),
         far(cluster).open_get(pages.namespace, keys),
     ):
         pass

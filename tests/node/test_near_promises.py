@@ -289,7 +289,7 @@ def test_a_near_node_that_is_older_is_asked_for_nothing(
     assert pages.get(client, keys) == [True] * len(keys)
     assert [tuple(safe(nodes, pages, key)) for key in keys] == whose
     with (
-        pytest.raises(InvalidRequest, match="asked of one node"),
+        pytest.raises(InvalidRequest, match="needs one node"),
         client.open_put(pages.namespace, keys, DURABLE),
     ):
         pass

@@ -92,7 +92,7 @@ def test_it_ends_by_itself(recorder: Recorder, clock: Clock) -> None:
     recorder.note(SPACE.digest, KEYS[:2], stored=False)
     reply = fetch(recorder, name)
     assert ([len(use.pages) for use in reply.uses], reply.over) == ([1], True)
-    with pytest.raises(InvalidRequest, match="over"):
+    with pytest.raises(InvalidRequest, match="has ended"):
         fetch(recorder, name)
 
 
@@ -100,14 +100,14 @@ def test_one_at_a_time_and_one_that_nobody_asks_for_makes_room(
     recorder: Recorder, clock: Clock
 ) -> None:
     first = begin(recorder, ms=10**6)
-    with pytest.raises(Exhausted, match="one at a time"):
+    with pytest.raises(Exhausted, match="only one recording at a time"):
         begin(recorder)
     clock.now += module.ABANDONED_S + 1
     recorder.note(SPACE.digest, KEYS, stored=False)
     assert not recorder.on
     second = begin(recorder)
     assert recorder.on
-    with pytest.raises(InvalidRequest, match="over"):
+    with pytest.raises(InvalidRequest, match="has ended"):
         fetch(recorder, first)
     assert fetch(recorder, second, end=True).over
 
@@ -119,11 +119,11 @@ def test_who_was_away_for_too_long_is_told_so_and_not_given_a_trace_with_a_hole(
     recorder.note(SPACE.digest, KEYS, stored=False)
     clock.now += module.ABANDONED_S + 1
     recorder.note(SPACE.digest, KEYS, stored=False)
-    with pytest.raises(InvalidRequest, match="nobody asked for it for a minute"):
+    with pytest.raises(InvalidRequest, match="not fetched for a minute"):
         fetch(recorder, name)
     name = begin(recorder, ms=10**6)
     clock.now += module.ABANDONED_S + 1
-    with pytest.raises(InvalidRequest, match="nobody asked for it for a minute"):
+    with pytest.raises(InvalidRequest, match="not fetched for a minute"):
         fetch(recorder, name)
     assert not recorder.on
 

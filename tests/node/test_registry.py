@@ -83,7 +83,7 @@ def test_while_etcd_is_away_the_last_view_holds_and_is_told(
     one, two = fleet("n1"), fleet("n2")
     wait_until(lambda: len(members(one)) == 2)
     etcd.stop()
-    wait_until(lambda: "the last view is kept" in peers(one).registry)
+    wait_until(lambda: "the last view stays in force" in peers(one).registry)
     client = connect(one)
     pages.put(client, pages.keys(*range(20)))
     assert pages.get(client, pages.keys(*range(20))) == [True] * 20
@@ -145,7 +145,7 @@ def test_a_second_node_with_the_same_id_is_refused_by_name(
     one = fleet("n1")
     with pytest.raises(
         ConfigError,
-        match=rf"the id n1 .* is that of another node, at 127.0.0.1:{one.grpc.port}; name",
+        match=rf"the id n1 .* is that of another node, at 127.0.0.1:{one.grpc.port}; give",
     ):
         fleet("n1")
     assert members(one) == ["n1"]
@@ -182,7 +182,7 @@ def test_a_restart_takes_its_id_over_at_once(fleet: Start, etcd: FakeEtcd, tmp_p
         ),
         (
             {"advertise": "127.0.0.1:9"},
-            r"does not reach itself at 127.0.0.1:9: .*name one .* with advertise",
+            r"does not reach itself at 127.0.0.1:9: .*set one .* with advertise",
         ),
         ({"advertise": "host:99999"}, "advertise='host:99999' is not host:port"),
         (
@@ -313,7 +313,7 @@ def test_a_number_that_no_view_can_have_is_not_taken(fleet: Start, etcd: FakeEtc
 def test_more_replicas_than_members_is_said(fleet: Start, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("WARNING"):
         node = fleet("n1", replicas=3)
-    assert "3 replicas are wanted of 1 members" in caplog.text
+    assert "3 replicas are configured, but there are only 1 members" in caplog.text
     assert node.membership.view.replicas == 3  # type: ignore[union-attr]
 
 

@@ -151,7 +151,7 @@ def test_a_directory_says_who_its_node_is(tmp_path: Path) -> None:
         Identity(str(tmp_path), "fleet", "other")
     with pytest.raises(ConfigError, match="belongs to a member of the cluster fleet, not of other"):
         Identity(str(tmp_path), "other", "")
-    with pytest.raises(ConfigError, match=r"name it with member \(--member\)"):
+    with pytest.raises(ConfigError, match=r"set it with member \(--member\)"):
         Identity("", "fleet", "")
 
 
@@ -161,9 +161,7 @@ def test_who_was_away_for_too_long_does_not_bring_back_what_was_removed(
     Identity(str(tmp_path), "fleet", "").save(7)
     later = (tmp_path / "member.json").stat().st_mtime + REMOVALS_KEPT_S + 60
     monkeypatch.setattr("time.time", lambda: later)
-    with pytest.raises(
-        ConfigError, match="away for 30 days, and what was removed is remembered for 30"
-    ):
+    with pytest.raises(ConfigError, match="away for 30 days, and removals are remembered for 30"):
         Identity(str(tmp_path), "fleet", "")
 
 

@@ -129,7 +129,7 @@ def test_a_forward_from_a_stranger_is_refused(
         forwarded_by="n7",
     )
     error = raw(node).ask(put=put).error
-    assert "'n7', who is no member of" in error.message
+    assert "'n7', which is no member of" in error.message
     assert "without forwarded_by" in error.message
     assert present(node, pages.namespace, pages.keys(1)) == [False]
 

@@ -185,8 +185,8 @@ def test_one_put_and_one_get_at_a_time(node: Node, pages: Pages) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         for first, second, wrong, counts in (
-            ("put", "put", "a put before the one before it", (0, 1)),
-            ("get", "get", "a get before the one before it", (1, 1)),
+            ("put", "put", "a put while the previous one", (0, 1)),
+            ("get", "get", "a get while the previous one", (1, 1)),
             ("lookup", "commit", "a commit without a put", (1, 1)),
             # The same page: one is held, twice
             (
@@ -245,7 +245,7 @@ def test_a_client_hears_at_once_that_its_connection_has_ended_though_its_slots_a
     connection.greet()
     assert list(connection.ask(get=get_of(pages, 1)).get.hits) == [True]
     connection.tell(get=get_of(pages, 1))
-    assert "a get before the one before it" in connection.ending().message
+    assert "a get while the previous one" in connection.ending().message
     assert node.tier.held_count == 1, "this process may read it still"
 
 

@@ -34,7 +34,7 @@ SPACE = Namespace(model="anything", layout=opaque_layout(4096))
 
 @pytest.fixture(scope="module")
 def node(start_node: StartNode, ours: Authority) -> Node:
-    """It asks for client certificates."""
+    """It requires client certificates."""
     return start_node(**of_node(ours))
 
 

@@ -66,7 +66,7 @@ def test_bulk_is_not_plain_either_where_the_node_would_have_it_so(
     plain: Node, ours: Authority
 ) -> None:
     wire = BulkWire("127.0.0.1", plain.bulk.port, ClientConfig(**of_client(ours)))
-    with pytest.raises(Unavailable, match="the other side speaks no TLS"):
+    with pytest.raises(Unavailable, match="the peer does not use TLS"):
         wire.connect(Deadline(20.0))
     wire.close()
 
@@ -94,7 +94,7 @@ def test_a_name_that_the_certificate_does_not_have(
 def test_a_client_that_shows_no_certificate(
     node: Node, connect: Connect, ours: Authority, wire: str
 ) -> None:
-    assert "asks for client certificates (--tls-client-ca); set tls_cert and tls_key" in told(
+    assert "requires client certificates (--tls-client-ca); set tls_cert and tls_key" in told(
         connect, node, wire, tls_ca=str(ours.path)
     )
 

@@ -227,9 +227,9 @@ def test_and_nobody_else(node: Node, secrets: Path) -> None:
         pytest.raises(Unavailable) as told,
     ):
         stranger.lookup(SPACE, [KEY])
-    assert "asks for client certificates" in str(told.value)
+    assert "requires client certificates" in str(told.value)
     plain = ClientConfig(f"127.0.0.1:{node.grpc.port}", token_file=str(secrets / "engine.token"))
-    with Client(plain) as client, pytest.raises(Unavailable, match="the node speaks TLS"):
+    with Client(plain) as client, pytest.raises(Unavailable, match="the node uses TLS"):
         client.lookup(SPACE, [KEY])
 
 

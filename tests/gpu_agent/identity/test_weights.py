@@ -111,7 +111,7 @@ def test_weights_that_nothing_names_end_the_start_with_the_remedy(
     told: Names, tmp_path: Path, revision: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        ConfigError, match=r"which weights 'org/tiny' are: .* set the option revision"
+        ConfigError, match=r"the weights of 'org/tiny' are unknown: .* set the option revision"
     ):
         told(tmp_path, "org/tiny", revision)
     monkeypatch.setenv("KVSTORE_REVISION", "by hand")
