@@ -7,11 +7,11 @@ const STYLES = ["s1", "s2", "s3", "s4", "s5", "s7", "s8"];
 const PARTS_MAX = STYLES.length;
 const KEPT = 360; // samples of the last hour
 const MISSES = [
-  ["absent", "miss_absent", "absent", "s1", "never stored here, or forgotten too long ago to tell"],
-  ["evicted", "miss_evicted", "evicted_before", "s2", "was here until space ran out"],
-  ["writing", "miss_writing", "writing", "s3", "somebody is writing it"],
+  ["absent", "miss_absent", "absent", "s1", "never stored here, or removed too long ago to remember"],
+  ["evicted", "miss_evicted", "evicted_before", "s2", "evicted to make space"],
+  ["writing", "miss_writing", "writing", "s3", "a writer is storing it"],
   ["removed", "miss_removed", "removed", "s4", "removed by a caller"],
-  ["expired", "miss_expired", "expired", "s7", "its time to live was over"],
+  ["expired", "miss_expired", "expired", "s7", "its time to live has ended"],
   ["corrupt", "miss_corrupt", "corrupt", "s5", "did not match its checksum, and was dropped"],
 ];
 const place = (id) => document.getElementById(id);
@@ -61,7 +61,7 @@ export class Board {
     this.before = this.rates = null;
     this.history = now.history;
     place("hour-note").hidden = this.history !== null || !now.who.models.length;
-    place("hour-note").textContent = "The last hour is kept by tenant; an identity of some models only is not told of it.";
+    place("hour-note").textContent = "The last hour is kept per tenant and not shown to identities that are limited to models.";
     this.drawHour();
   }
 
@@ -100,29 +100,29 @@ export class Board {
   drawHour() {
     const data = this.history;
     this.graphs = [
-      new Graph("Hit rate", { series: [{ key: "hit", label: "of pages asked for", style: "s1" }], format: (value) => percent(value), top: 1 }),
+      new Graph("Hit rate", { series: [{ key: "hit", label: "of requested pages", style: "s1" }], format: (value) => percent(value), top: 1 }),
       new Graph("Throughput", {
-        series: [{ key: "got_nbytes", label: "got", style: "s1" }, { key: "put_nbytes", label: "put", style: "s2" }],
+        series: [{ key: "got_nbytes", label: "read", style: "s1" }, { key: "put_nbytes", label: "written", style: "s2" }],
         format: nbytesPerS,
       }),
-      new Graph("Pages a second", {
+      new Graph("Pages per second", {
         series: [
-          { key: "asked", label: "asked for", style: "s1" }, { key: "put", label: "put", style: "s2" },
-          { key: "got", label: "got", style: "s3" }, { key: "evicted", label: "evicted", style: "s5" },
+          { key: "asked", label: "requested", style: "s1" }, { key: "put", label: "written", style: "s2" },
+          { key: "got", label: "read", style: "s3" }, { key: "evicted", label: "evicted", style: "s5" },
         ],
         format: short,
       }),
-      new Graph("Misses a second, by reason", {
+      new Graph("Misses per second, by reason", {
         series: MISSES.map(([label, , key, style]) => ({ key, label, style })), format: short, kind: "areas",
       }),
-      new Graph("Page bytes there", {
+      new Graph("Stored bytes", {
         series: [{ key: "ram_nbytes", label: "RAM", style: "s1" }, { key: "disk_nbytes", label: "disk", style: "s3" }],
         format: nbytes,
       }),
     ];
     if (data && "get_p99_ms" in data) {
       for (const [op, title] of [["lookup", "Lookups"], ["get", "Gets"], ["put", "Puts"]]) {
-        const series = [{ key: `${op}_p50_ms`, label: "half within", style: "s1" }, { key: `${op}_p99_ms`, label: "99 of 100 within", style: "s2" }];
+        const series = [{ key: `${op}_p50_ms`, label: "p50", style: "s1" }, { key: `${op}_p99_ms`, label: "p99", style: "s2" }];
         this.graphs.push(new Graph(`${title}: latency`, { series, format: ms }));
       }
     }
@@ -143,7 +143,7 @@ export class Board {
     const name = now.cluster ? `${now.cluster.own} of ${now.cluster.cluster}` : now.ram ? "one node" : "a node";
     place("node").replaceChildren(`${name}, ${now.version}, `, state, `, up ${ms(now.uptime_ms)}`);
     const tenant = this.who.tenant === "*" ? "all tenants" : this.who.tenant;
-    place("who").textContent = this.who.asked ? `${this.who.name}: ${this.who.role} of ${tenant}` : "asks nobody who he is";
+    place("who").textContent = this.who.asked ? `${this.who.name}: ${this.who.role} of ${tenant}` : "no authentication";
   }
 
   tiles(now) {
@@ -152,17 +152,17 @@ export class Board {
     const per = (name, format) => (rates ? format(rates[name]) : "–");
     const shown = [
       ["Hit rate", rates ? percent(rates.prefix_hits, rates.pages_asked) : "–", `${percent(totals.prefix_hits, totals.pages_asked)} since the start`],
-      ["Asked for", per("pages_asked", short), "pages a second"],
-      ["Got", per("nbytes_got", nbytesPerS), `${per("pages_got", short)} pages/s`],
-      ["Put", per("nbytes_put", nbytesPerS), `${per("pages_put", short)} pages/s`],
-      ["Evicted", per("pages_evicted", short), "pages a second"],
+      ["Requested", per("pages_asked", short), "pages per second"],
+      ["Read", per("nbytes_got", nbytesPerS), `${per("pages_got", short)} pages/s`],
+      ["Written", per("nbytes_put", nbytesPerS), `${per("pages_put", short)} pages/s`],
+      ["Evicted", per("pages_evicted", short), "pages per second"],
     ];
     if (ram) {
       shown.push(["RAM", percent(ram.used_nbytes, ram.capacity_nbytes), `${nbytes(ram.used_nbytes)} of ${nbytes(ram.capacity_nbytes)}`]);
-      if (disk) shown.push(["Disk", percent(disk.used_nbytes, disk.capacity_nbytes), `${nbytes(disk.queue_nbytes)} wait to be written`]);
+      if (disk) shown.push(["Disk", percent(disk.used_nbytes, disk.capacity_nbytes), `${nbytes(disk.queue_nbytes)} queued`]);
       shown.push(["Pages in RAM", short(ram.page_count), `${count(ram.held_count)} held, ${count(ram.pinned_count)} pinned`]);
       shown.push(["Sessions", count(now.session_count), `${count(now.refused_calls)} calls refused`]);
-      shown.push(["Beside pages", nbytes(now.rss_nbytes), "of memory"]);
+      shown.push(["Overhead", nbytes(now.rss_nbytes), "memory without pages"]);
     }
     const tiles = shown.map(([name, value, more]) => el("div", {}, el("dt", { text: name }), el("dd", { text: value }, el("small", { text: more }))));
     place("tiles").replaceChildren(...tiles);
@@ -175,7 +175,7 @@ export class Board {
         el("span", {}, el("strong", { text: `${name}: ` }), found, el("span", { class: "faint", text: remedy ? ` → ${remedy}` : "" })),
       ),
     );
-    const well = el("li", {}, el("b", { class: "good", text: "ok" }), "Nothing that this node knows of is wrong.");
+    const well = el("li", {}, el("b", { class: "good", text: "ok" }), "This node knows of no problem.");
     put(place("findings"), ...(items.length ? items : [well]));
   }
 
@@ -186,7 +186,7 @@ export class Board {
     if (!cluster) return;
     const there = cluster.members.filter((member) => member.status).length;
     const rest = `view ${cluster.number}, ${cluster.members.length} members, ${there} answer, replicas ${cluster.replicas}`;
-    place("cluster-line").textContent = `${cluster.cluster}: ${rest}. What others say is some seconds old.`;
+    place("cluster-line").textContent = `${cluster.cluster}: ${rest}. Other members' figures are some seconds old.`;
     const zones = new Map();
     for (const member of cluster.members) zones.set(member.zone, [...(zones.get(member.zone) || []), member]);
     const boxes = [...zones].sort(([one], [other]) => one.localeCompare(other)).map(([zone, members]) =>
@@ -199,7 +199,7 @@ export class Board {
   member(member, own) {
     const { status } = member;
     const told = { DEGRADED: "degraded", DRAINING: "stopping" };
-    const state = status ? told[status.state] || member.state : member.error ? "no answer" : "not asked yet";
+    const state = status ? told[status.state] || member.state : member.error ? "no answer" : "not queried yet";
     const edge = state === "serving" ? "" : state === "no answer" || state === "degraded" ? " bad-edge" : " warn-edge";
     const style = edge === "" ? "good" : edge === " bad-edge" ? "bad" : "warn";
     const head = el("p", { class: "head" }, el("strong", { text: own ? `${member.id} (this one)` : member.id }), el("span", { class: style, text: state }));
@@ -209,10 +209,10 @@ export class Board {
     const { peers } = status;
     lines.push(el("p", { text: `copies of others' pages ${count(peers.copy_count)}, ${nbytes(peers.copy_nbytes)}` }));
     const dropped = peers.pages_dropped ? `, ${count(peers.pages_dropped)} dropped` : "";
-    lines.push(el("p", { text: `to hand on ${count(peers.queue_pages)} pages, ${nbytes(peers.queue_nbytes)}${dropped}` }));
-    if (peers.sweeping) lines.push(el("p", { text: `sweep: ${count(peers.sweep_pages_fetched)} of ${count(peers.sweep_pages_missing)} pages fetched` }));
+    lines.push(el("p", { text: `to replicate ${count(peers.queue_pages)} pages, ${nbytes(peers.queue_nbytes)}${dropped}` }));
+    if (peers.sweeping) lines.push(el("p", { text: `rebalance: ${count(peers.sweep_pages_fetched)} of ${count(peers.sweep_pages_missing)} pages fetched` }));
     const rates = this.memberRates(member.id, status);
-    const speed = rates ? `, got ${nbytesPerS(rates.nbytes_got)}, put ${nbytesPerS(rates.nbytes_put)}` : "";
+    const speed = rates ? `, read ${nbytesPerS(rates.nbytes_got)}, written ${nbytesPerS(rates.nbytes_put)}` : "";
     lines.push(el("p", { text: `hit ${percent(status.totals.prefix_hits, status.totals.pages_asked)}${speed}` }));
     return el("div", { class: `member${edge}` }, ...lines);
   }
@@ -240,7 +240,7 @@ export class Board {
       const parts = shown.map((part, at) => ({ share: part.nbytes / whole, style: STYLES[at] }));
       if (rest) parts.push({ share: rest / whole, style: "s6" });
       const keys = shown.map((part, at) => el("span", { class: STYLES[at] }, el("b", { text: `${part.space.model} (${part.space.tenant}) ${nbytes(part.nbytes)}` })));
-      if (rest) keys.push(el("span", { class: "s6" }, el("b", { text: `${capacity ? "other, and what pages round up to" : "other"} ${nbytes(rest)}` })));
+      if (rest) keys.push(el("span", { class: "s6" }, el("b", { text: `${capacity ? "other, and unused ends of slots" : "other"} ${nbytes(rest)}` })));
       const said = capacity ? `${nbytes(used)} of ${nbytes(capacity)}, ${percent(used, capacity)}` : nbytes(used);
       boxes.push(el("div", { class: "tier" }, el("h3", { text: `${name}: ${said}` }), bar(parts), el("div", { class: "keys" }, ...keys)));
     };
@@ -277,7 +277,7 @@ export class Board {
         worst[0] ? `${worst[1]} ${short(worst[0])}` : "",
       ];
     });
-    const columns = [["Model", "name"], ["Namespace"], ["Tenant"], ["A page", "n"], ["In RAM", "n"], ["Bytes", "n"], ["On disk", "n"], ["Hit", "n"], ["Asked/s", "n"], ["Got", "n"], ["Put", "n"], ["Most misses"]];
+    const columns = [["Model", "name"], ["Namespace"], ["Tenant"], ["Page size", "n"], ["In RAM", "n"], ["Bytes", "n"], ["On disk", "n"], ["Hit", "n"], ["Requested/s", "n"], ["Read", "n"], ["Written", "n"], ["Most misses"]];
     rows(place("space-rows"), columns, lines);
     const left = now.namespace_count - now.namespaces.length;
     place("space-note").hidden = !left;
@@ -296,9 +296,9 @@ export class Board {
   hot(hot) {
     const lines = hot.map((one) => [
       el("button", { type: "button", class: "plain mono", text: one.head, onclick: () => this.onPrefix(one.namespace, one.head) }),
-      one.model, `${short(one.lookups)}${one.error ? ` (${short(one.error)} of them perhaps others')` : ""}`, one.pages.toFixed(1),
+      one.model, `${short(one.lookups)}${one.error ? ` (± ${short(one.error)})` : ""}`, one.pages.toFixed(1),
     ]);
-    rows(place("hot-rows"), [["Begins with"], ["Model", "name"], ["Lookups", "n"], ["Pages found", "n"]], lines);
+    rows(place("hot-rows"), [["Key starts with"], ["Model", "name"], ["Lookups", "n"], ["Pages found", "n"]], lines);
   }
 
   slow(calls) {

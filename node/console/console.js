@@ -85,7 +85,7 @@ function sleepUnseen() {
     hiding = setTimeout(() => {
       wanted?.abort();
       wanted = null;
-      tell("asleep while nobody looks", "");
+      tell("paused while hidden", "");
     }, 1000 * HIDDEN_S);
   } else if (!wanted && place("token-form").hidden) watch();
 }
@@ -115,7 +115,7 @@ async function removePage(at, say) {
   if (!(await confirmed(`Remove the page ${at.key.slice(0, 8)}… from RAM and disk? Engines compute it again.`, "Remove"))) return;
   try {
     const told = await ask("act", { act: "remove", ...at });
-    say(told.removed[0] ? "It is removed." : "It was not there any more.");
+    say(told.removed[0] ? "The page is removed." : "The page was removed already.");
   } catch (error) {
     say(error.message);
   }
@@ -123,8 +123,8 @@ async function removePage(at, say) {
 
 const ACTS = {
   flush: ["Write all pages that are in RAM only to the disk, and wait for it?", "Flush", flush],
-  scrub: ["Read and check every page on disk? Damaged ones are dropped.", "Scrub", scrub],
-  recover: ["Try a disk again that failed? Mend its cause first.", "Recover", recover],
+  scrub: ["Read and verify every page on disk? Damaged ones are dropped.", "Scrub", scrub],
+  recover: ["Use a failed disk again? Repair the cause first.", "Recover", recover],
 };
 
 async function flush() {

@@ -50,7 +50,7 @@ export class LookUp {
       return;
     }
     if (told.pages.length > 1) {
-      this.say(`${told.more ? "More than " : ""}${told.pages.length} pages begin so. Which one?`);
+      this.say(`${told.more ? "More than " : ""}${told.pages.length} pages match. Which one?`);
       const choices = told.pages.map((page) =>
         el("li", {}, el("button", { type: "button", class: "plain mono", text: page.prefix_hash, onclick: () => this.start(told.namespace.digest, page.prefix_hash) })),
       );
@@ -66,8 +66,8 @@ export class LookUp {
     const facts = [
       ["Key", page.prefix_hash], ["Model", namespace.model], ["Tenant", namespace.tenant], ["Where", where], ["Bytes", nbytes(page.nbytes)],
       ["Tokens", count(namespace.layout.page_tokens)], ["Stored", page.in_ram ? `${ms(page.age_ms)} ago` : "–"], ["Last used", `${ms(page.idle_ms)} ago`],
-      ["Pinned", page.pin_ttl_ms ? `for ${ms(page.pin_ttl_ms)}` : "no"], ["Goes by itself", page.ttl_ms ? `in ${ms(page.ttl_ms)}` : "no"],
-      ["Readers now", count(page.holds)], ["Checksum", page.checksum], ["Sealed", namespace.keyed ? "yes; its seal is not checked here" : "no"],
+      ["Pinned", page.pin_ttl_ms ? `for ${ms(page.pin_ttl_ms)}` : "no"], ["Expires", page.ttl_ms ? `in ${ms(page.ttl_ms)}` : "no"],
+      ["Readers now", count(page.holds)], ["Checksum", page.checksum], ["Signed", namespace.keyed ? "yes; its HMAC is not verified here" : "no"],
     ];
     const list = el("dl", { class: "facts" }, ...facts.map(([name, text]) => el("div", {}, el("dt", { text: name }), el("dd", { text }))));
     const all = slices(namespace.layout);
@@ -109,8 +109,8 @@ function plane(slice, values, units) {
   const part = values.length < slice.units * slice.unitElements ? ", of which the first are shown" : "";
   box.append(el("p", { class: "faint", text: `${slice.dtype} ${slice.shape.join(" × ")}, ${nbytes(slice.nbytes)} from ${count(slice.offset)}${part}` }));
   if (told.mean !== null) {
-    const heat = el("canvas", { class: "heat", role: "img", "aria-label": `${slice.name}: units from above to below, elements from left to right` });
-    const counts = el("canvas", { class: "counts", role: "img", "aria-label": `${slice.name}: how many values lie where` });
+    const heat = el("canvas", { class: "heat", role: "img", "aria-label": `${slice.name}: units top to bottom, elements left to right` });
+    const counts = el("canvas", { class: "counts", role: "img", "aria-label": `${slice.name}: histogram of the values` });
     drawHeat(heat, values, units, Math.min(slice.unitElements, values.length), told);
     drawCounts(counts, values, told, getComputedStyle(document.documentElement).getPropertyValue("--s1"));
     box.append(heat, counts);

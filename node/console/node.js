@@ -76,7 +76,7 @@ export async function* events(signal) {
       yield { name: fields.event, values: JSON.parse(fields.data) };
     }
   } catch (error) {
-    throw silence.over ? new Refusal(0, `the node has said nothing for ${SILENT_S} s`) : error;
+    throw silence.over ? new Refusal(0, `no message from the node for ${SILENT_S} s`) : error;
   } finally {
     clearTimeout(silence.timer);
     stream.abort();

@@ -163,7 +163,7 @@ def test_a_node_that_stands_still_is_not_called_live(browser: Chromium) -> None:
     ) as process:
         live(browser, f"http://127.0.0.1:{process.metrics_port}/console/")
         process.pause()
-        browser.until("document.getElementById('link').textContent.includes('has said nothing')")
+        browser.until("document.getElementById('link').textContent.includes('no message from the node')")
         process.resume()
         browser.until("document.getElementById('link').textContent === 'live'")
 
@@ -178,7 +178,7 @@ def test_a_tab_that_nobody_sees_falls_asleep_also_if_it_was_never_seen(
     )
     browser.call("Page.addScriptToEvaluateOnNewDocument", source=SOONER + unseen)
     browser.open(url(hostile))
-    browser.until("document.getElementById('link').textContent === 'asleep while nobody looks'")
+    browser.until("document.getElementById('link').textContent === 'paused while hidden'")
     browser.value("window.unseen = false; document.dispatchEvent(new Event('visibilitychange'))")
     browser.until("document.getElementById('link').textContent === 'live'")
     check(browser)
@@ -275,7 +275,7 @@ def test_a_page_is_looked_up_drawn_and_removed(browser: Chromium, start: Start) 
         assert there.lookup(space, [key]).prefix_pages == 1, "nothing happens without a yes"
         browser.value("document.querySelector('#look-found button.danger').click()")
         browser.value("document.getElementById('confirm-yes').click()")
-        browser.until("document.getElementById('look-said').textContent === 'It is removed.'")
+        browser.until("document.getElementById('look-said').textContent === 'The page is removed.'")
         assert there.lookup(space, [key]).prefix_pages == 0
     check(browser)
 

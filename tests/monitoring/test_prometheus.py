@@ -22,20 +22,20 @@ ANSWERS_S = 90.0
 WINDOWS = {"__interval": "15s", "__rate_interval": "1m", "__range": "5m"}  # what Grafana puts there
 QUIET = {
     "Nodes that do not answer A": "all answer, until one is killed below",
-    "Members that others do not reach A": "likewise",
+    "Unreachable members A": "likewise",
     "Disks stopped A": "no disk fails",
-    "Waits now A": "what waits does so for milliseconds",
-    "Waits now B": "likewise",
-    "Waits to be written A": "likewise",
-    "Waits to be handed on A": "likewise",
-    "Pages in RAM that may not go B": "pages are held for as long as they are sent",
-    "Pages in RAM that may not go C": "no client dies",
-    "Pages that the disk did not take, or damaged A": "the disk is fast enough, or not",
-    "Pages that the disk did not take, or damaged B": "nothing damages pages",
-    "Pages handed on, fetched, dropped "
+    "Waiting now A": "what waits does so for milliseconds",
+    "Waiting now B": "likewise",
+    "Disk write queue A": "likewise",
+    "Replication queue A": "likewise",
+    "Pages in RAM that can not be evicted B": "pages are held for as long as they are sent",
+    "Pages in RAM that can not be evicted C": "no client dies",
+    "Pages refused or damaged by the disk A": "the disk is fast enough, or not",
+    "Pages refused or damaged by the disk B": "nothing damages pages",
+    "Pages replicated, fetched, dropped "
     "C": "all members are there, though one may have no room just then",
-    "Pages handed on, fetched, dropped D": "likewise",
-    "Gateways that serve, ended in an hour B": "nobody floods them",
+    "Pages replicated, fetched, dropped D": "likewise",
+    "Gateways serving, and ends per hour B": "nobody floods them",
 }
 """Queries that answer with a number, which may be 0 here, and why. All others must tell of the
 traffic.
@@ -140,10 +140,10 @@ def test_panels_have_a_line_for_each_of_what_they_tell_apart(
     asked = targets(chosen)
     expected = {
         ("Hit rate by model A", "model"): {"llama"},
-        ("Requests a second A", "wire"): {"bulk", "grpc", "shm"},
+        ("Requests per second A", "wire"): {"bulk", "grpc", "shm"},
         ("Gets until their pages are in RAM A", "tier"): {"ram", "disk", "peer"},
         ("RAM of tenants A", "tenant"): {"default", "team-b"},
-        ("View that members have A", "instance"): set(nodes.scraped),
+        ("View number by member A", "instance"): set(nodes.scraped),
     }
 
     def told() -> bool:
@@ -183,7 +183,7 @@ def test_a_node_that_is_killed_is_told(
     def fails() -> bool:
         nodes.look()
         return ({"member": "n3"}, 2.0) in prometheus.query(
-            asked["Members that others do not reach A"]
+            asked["Unreachable members A"]
         )
 
     wait_until(fails)
