@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
             f"CONTAINER:{folder}/ca.pem . , ..."
         )
     else:
-        print(f"{folder}: all is there already")
+        print(f"{folder}: all files exist already")
     return 0
 
 

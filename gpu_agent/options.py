@@ -64,8 +64,7 @@ class AgentConfig:
         if self.pending_nbytes_max < self.staging_nbytes:
             raise ConfigError(
                 f"pending_nbytes_max={self.pending_nbytes_max} is smaller than "
-                f"staging_nbytes={self.staging_nbytes}: "
-                "a job of one buffer would never be accepted"
+                f"staging_nbytes={self.staging_nbytes}: a job of one buffer would never be accepted"
             )
 
 

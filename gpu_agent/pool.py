@@ -81,8 +81,7 @@ def checked_rows(
     if indices.dim() != 1 or indices.numel() != page_count * per_page:
         raise InvalidRequest(
             f"units of space {name!r} have shape {list(indices.shape)}; {page_count} pages of "
-            f"{per_page} units "
-            f"need [{page_count * per_page}]"
+            f"{per_page} units need [{page_count * per_page}]"
         )
     mine = indices.to("cpu", copy=True)
     if mine.numel():
@@ -166,8 +165,7 @@ class KVPool:
             if plane.bits.device != self.device:
                 raise InvalidRequest(
                     f"{_where(plane.piece)}: is on {plane.bits.device}, others are on "
-                    f"{self.device}; "
-                    "a pool lies on one device"
+                    f"{self.device}; a pool lies on one device"
                 )
         self.spaces = _spaces(self.planes)
 
@@ -181,8 +179,7 @@ class KVPool:
             if len(self.spaces) > 1:
                 raise InvalidRequest(
                     f"this pool has the index spaces {', '.join(self.spaces)}: give units as a "
-                    "mapping "
-                    "from space to tensor"
+                    "mapping from space to tensor"
                 )
             units = {next(iter(self.spaces)): units}
         _same_names("units", set(units), set(self.spaces))
@@ -205,8 +202,7 @@ class KVPool:
             if skip_tokens % space.unit_tokens:
                 raise InvalidRequest(
                     f"skip_tokens {skip_tokens} is no multiple of {space.unit_tokens}, the tokens "
-                    "of a unit "
-                    f"in space {name!r}"
+                    f"of a unit in space {name!r}"
                 )
 
 

@@ -278,6 +278,6 @@ def check_pages(pool: KVPool, units: UnitTable, pages: Sequence[torch.Tensor]) -
         ):
             raise InvalidRequest(
                 f"page buffer {number} must be a contiguous uint8 CPU tensor of shape [{nbytes}], "
-                f"not {page.dtype} "
-                f"{list(page.shape)} with strides {list(page.stride())} on {page.device}"
+                f"not {page.dtype} {list(page.shape)} with strides {list(page.stride())} on "
+                f"{page.device}"
             )

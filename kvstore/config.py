@@ -429,8 +429,7 @@ class ClientConfig(PageKeyConfig):
         if self.connect_timeout_s > self.timeout_s:
             raise ConfigError(
                 f"connect_timeout_s={self.connect_timeout_s} must not exceed "
-                f"timeout_s={self.timeout_s}: "
-                "connecting is part of a call"
+                f"timeout_s={self.timeout_s}: connecting is part of a call"
             )
 
     def _check_wire(self, address: str, scheme: str) -> None:

@@ -358,8 +358,8 @@ class NodeConfig:
         if not self.extent_nbytes <= self.batch_nbytes_max <= self.ram_nbytes:
             raise ConfigError(
                 f"batch_nbytes_max={self.batch_nbytes_max} must be at least one page of the "
-                "largest size "
-                f"(extent_nbytes={self.extent_nbytes}) and at most ram_nbytes={self.ram_nbytes}"
+                f"largest size (extent_nbytes={self.extent_nbytes}) and at most "
+                f"ram_nbytes={self.ram_nbytes}"
             )
         self._check_access()
         self._check_disk()
@@ -433,8 +433,7 @@ class NodeConfig:
         if self.data_dir and not 0 < self.disk_queue_nbytes <= self.ram_nbytes:
             raise ConfigError(
                 f"disk_queue_nbytes={self.disk_queue_nbytes} must be at most "
-                f"ram_nbytes={self.ram_nbytes}: "
-                "queued pages are held in RAM"
+                f"ram_nbytes={self.ram_nbytes}: queued pages are held in RAM"
             )
         if self.encrypt_key_file and self.encrypt_key_command:
             raise ConfigError(

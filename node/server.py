@@ -177,8 +177,7 @@ class Node:
         except OSError as error:
             raise ConfigError(
                 f"can not listen on {config.host} (port={config.port}, "
-                f"bulk_port={config.bulk_port}, "
-                f"metrics_port={config.metrics_port}): {error}"
+                f"bulk_port={config.bulk_port}, metrics_port={config.metrics_port}): {error}"
             ) from error
 
     def _open_ports(self, config: NodeConfig) -> None:

@@ -82,8 +82,7 @@ class PyLocalCacheService:
         )
         log.info(
             "LightLLM's disk cache is the store at %s: model %s, pages of %d bytes, namespace %s; "
-            "not used: "
-            "--disk_cache_dir, --disk_cache_storage_size%s",
+            "not used: --disk_cache_dir, --disk_cache_storage_size%s",
             self._client.config.address,
             self.namespace.model,
             self.namespace.layout.page_nbytes,

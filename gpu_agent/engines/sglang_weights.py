@@ -55,9 +55,8 @@ def model_config(args: Any) -> dict[str, Any]:
         )
     except Exception as error:  # any error of a model's own code
         raise ConfigError(
-            f"the configuration of {args.model_path} can not be read again, so it is "
-            f"unknown whether its pages can be shared: {error}; serve the model from a "
-            "directory"
+            f"the configuration of {args.model_path} can not be read again, so it is unknown "
+            f"whether its pages can be shared: {error}; serve the model from a directory"
         ) from error
     config: dict[str, Any] = found.to_dict()
     return config

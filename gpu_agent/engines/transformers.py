@@ -189,8 +189,8 @@ def _plain_pairs(cache: DynamicCache, model: Any) -> list[tuple[torch.Tensor, to
         if type(layer) is not DynamicLayer:
             raise InvalidRequest(
                 f"layer {number} of the cache is a {type(layer).__name__}, which may not hold the "
-                "plain KV of "
-                f"every token; run the model with {cache_argument(model)}=DynamicCache()"
+                "plain KV of every token; run the model with "
+                f"{cache_argument(model)}=DynamicCache()"
             )
         if layer.keys is None or layer.values is None:
             raise InvalidRequest(f"layer {number} of the cache is empty; save after a forward pass")

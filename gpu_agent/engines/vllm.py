@@ -265,8 +265,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._open(ours)
         elif self._groups and self._scheduler is None:
             told = (
-                "kvstore: the handshake named %d of %d ranks; nothing is saved or loaded "
-                "before "
+                "kvstore: the handshake named %d of %d ranks; nothing is saved or loaded before "
                 "all have reported"
             )
             logger.warning(told, len(ours), ranks)
@@ -399,8 +398,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler and self._scheduler.stop_saving():
             logger.error(
                 "kvstore: a synchronous load of another connector failed: blocks in the prefix "
-                "cache may be wrong. "
-                "Nothing is saved until reset_prefix_cache(reset_connector=True)"
+                "cache may be wrong. Nothing is saved until "
+                "reset_prefix_cache(reset_connector=True)"
             )
 
     def request_finished(

@@ -91,11 +91,9 @@ def check_tier_groups(kv_cache_config: Any) -> None:
                 kind = "non-causal " * getattr(layer, "non_causal", False) + type(layer).__name__
                 raise ConfigError(
                     f"KVStoreTier does not support this model: KV cache group {number} "
-                    f"({group.layer_names[0]}) is a "
-                    f"{kind}, and the tier was tested with causal groups of {tested} only, not "
-                    "with recurrent state "
-                    "(Mamba, linear attention). Remove the tier of type KVStoreTier from "
-                    "secondary_tiers"
+                    f"({group.layer_names[0]}) is a {kind}, and the tier was tested with causal "
+                    f"groups of {tested} only, not with recurrent state (Mamba, linear attention). "
+                    "Remove the tier of type KVStoreTier from secondary_tiers"
                 )
 
 

@@ -70,8 +70,8 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
     if arguments.get("enable_rl"):
         raise ConfigError(
             "LightLLM runs with --enable_rl, which changes weights under the same name, and does "
-            "not tell its disk "
-            "cache: old pages would be taken for new ones. Leave out --enable_disk_cache"
+            "not tell its disk cache: old pages would be taken for new ones. Leave out "
+            "--enable_disk_cache"
         )
     # LightLLM numbers images in the order of their arrival, in each process anew, and a hash does
     # not show what was hashed: a prompt of text alone could not be told from one with an image.
@@ -79,10 +79,8 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
     if arguments.get("enable_multimodal", not text_only) or arguments.get("run_mode") == "decode":
         raise ConfigError(
             "LightLLM serves images or audio, which it numbers in the order of their arrival: "
-            "another server, or "
-            "this one after a restart, gives other images the same page hashes. Start it with "
-            "--disable_vision and "
-            "--disable_audio, or leave out --enable_disk_cache"
+            "another server, or this one after a restart, gives other images the same page hashes. "
+            "Start it with --disable_vision and --disable_audio, or leave out --enable_disk_cache"
         )
 
 

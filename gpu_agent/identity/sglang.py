@@ -84,10 +84,9 @@ def weights(
     if kinds:
         raise ConfigError(
             f"the model has rotary embeddings of the kind {kinds[0]!r}, whose angles SGLang "
-            "chooses by the longest "
-            "prompt of a batch: the KV of a prompt depends on others, and its pages can not be "
-            "shared. Start the "
-            "server without the store, or replace the embedding by --json-model-override-args"
+            "chooses by the longest prompt of a batch: the KV of a prompt depends on others, and "
+            "its pages can not be shared. Start the server without the store, or replace the "
+            "embedding by --json-model-override-args"
         )
     cache = (getattr(args, "download_dir", None) or "") if from_hub else None
     vouched, form = (

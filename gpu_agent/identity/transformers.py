@@ -60,8 +60,7 @@ def check_model(model: Any) -> None:
     if text is not config:
         raise InvalidRequest(
             "the model takes images, sound or video, all of which have the same token ids; store "
-            "the KV of its text "
-            "model, if it has one of its own"
+            "the KV of its text model, if it has one of its own"
         )
     if (
         getattr(text, "use_bidirectional_attention", None)
@@ -81,9 +80,8 @@ def check_model(model: Any) -> None:
     if kinds:
         raise InvalidRequest(
             f"the model has rotary embeddings of the kind {kinds[0]!r}: their angles depend on the "
-            "longest prompt of a "
-            "batch and on those before it, so that the KV of a short prompt is not the beginning "
-            "of a long one's"
+            "longest prompt of a batch and on those before it, so that the KV of a short prompt is "
+            "not the beginning of a long one's"
         )
     check_adapters(model)
 
@@ -93,9 +91,8 @@ def check_adapters(model: Any) -> None:
     if getattr(model, "_hf_peft_config_loaded", False) or getattr(model, "peft_config", None):
         raise InvalidRequest(
             "the model has adapters (LoRA), which can be switched without a trace in its name; "
-            "merge the one that is "
-            "wanted into the weights (merge_and_unload) and give that model a name or revision of "
-            "its own"
+            "merge the one that is wanted into the weights (merge_and_unload) and give that model "
+            "a name or revision of its own"
         )
 
 

@@ -61,15 +61,14 @@ def not_shareable(vllm_config: Any) -> str:
     if kinds := _moving_angles(model):
         return (
             f"rotary embeddings of the kind {kinds[0]!r} computed by transformers' code "
-            "(--model-impl), whose angles "
-            "depend on the longest prompt of a batch and on those before it"
+            "(--model-impl), whose angles depend on the longest prompt of a batch and on those "
+            "before it"
         )
     processing = getattr(model, "multimodal_config", None)
     if processing and processing.mm_processor_cache_gb == 0 and not cache.enable_prefix_caching:
         return (
             "images that are numbered in the order of their arrival, in each process anew "
-            "(mm_processor_cache_gb 0 "
-            "without prefix caching: turn prefix caching on)"
+            "(mm_processor_cache_gb 0 without prefix caching: turn prefix caching on)"
         )
     if not cache.enable_prefix_caching:
         # vLLM turns prefix caching off by itself where a prompt must not continue earlier KV, or

@@ -293,9 +293,8 @@ def _plane_row(plane: PoolPlane, slots_before: int, page_align: int) -> list[int
     if row_words > ROW_WORDS_MAX or rows >= ROWS_MAX:
         raise InvalidRequest(
             f"group {piece.group} layer {piece.layer} plane {piece.plane.name}: {rows} rows of "
-            f"{row_words} words "
-            f"of {word} bytes in a page; a kernel counts fewer than {ROWS_MAX} rows of at most "
-            f"{ROW_WORDS_MAX} words"
+            f"{row_words} words of {word} bytes in a page; a kernel counts fewer than {ROWS_MAX} "
+            f"rows of at most {ROW_WORDS_MAX} words"
         )
     fields = [
         bits.data_ptr(),

@@ -37,8 +37,7 @@ class GroupView:
             if len(tensors) != len(self.layers) or not self.layers:
                 raise InvalidRequest(
                     f"group {self.name} plane {plane}: {len(tensors)} tensors for "
-                    f"{len(self.layers)} layers; "
-                    "give one tensor for each of at least one layer"
+                    f"{len(self.layers)} layers; give one tensor for each of at least one layer"
                 )
         return LayerGroup(
             self.name, tuple(self.layers), tuple(self._plane(name) for name in self.planes)

@@ -68,8 +68,7 @@ class Naming:
         if not identity.revision:
             raise ConfigError(
                 "LMCache's keys do not say which weights the KV is of; give the option revision, "
-                "such as a commit or "
-                "a date, and another one after every change of the weights"
+                "such as a commit or a date, and another one after every change of the weights"
             )
         if not kv_format:
             raise ConfigError(

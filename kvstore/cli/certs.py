@@ -108,8 +108,7 @@ def _authority() -> "type[Authority]":
         if (error.name or "").partition(".")[0] != "cryptography":
             raise
         said = (
-            "cryptography is not installed; it comes with the extra cli of kvstore-llm "
-            "(README, "
+            "cryptography is not installed; it comes with the extra cli of kvstore-llm (README, "
             "Install)"
         )
         raise Failure(said, ExitCode.USAGE) from error

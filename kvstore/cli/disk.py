@@ -158,8 +158,8 @@ def forget(
     else:
         print(
             f"{tenant}: {told.pages:,} pages of {told.namespaces:,} namespaces are gone; "
-            f"{human_nbytes(told.ram_nbytes)} of RAM zeroed, "
-            f"{told.keys_destroyed:,} keys destroyed; left: {told.left:,}"
+            f"{human_nbytes(told.ram_nbytes)} of RAM zeroed, {told.keys_destroyed:,} keys "
+            f"destroyed; left: {told.left:,}"
         )
     if told.plain_disk:
         note(

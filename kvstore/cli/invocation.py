@@ -86,8 +86,7 @@ def _explain(error: KVStoreError, client: Client) -> str:
         return f"{which}: {error}; allow more time with --timeout"
     return (
         f"{which} is {'' if ',' in address else 'un'}available: {error}; is kvstore-node running "
-        "there? "
-        "Name another one with --address or KVSTORE_ADDRESS"
+        "there? Name another one with --address or KVSTORE_ADDRESS"
     )
 
 

@@ -79,11 +79,9 @@ def bench_command(
 def _show_bench(report: BenchReport) -> None:
     print(
         f"wire {report.wire}, pages of {human_nbytes(report.page_nbytes)}, batches of "
-        f"{report.batch}, "
-        f"{report.threads} threads, {report.seconds:.1f} s; {human_nbytes(report.bytes_verified)} "
-        "verified, "
-        f"{report.mismatches} pages wrong, {report.pages_full} found no space, {report.pages_lost} "
-        "were evicted"
+        f"{report.batch}, {report.threads} threads, {report.seconds:.1f} s; "
+        f"{human_nbytes(report.bytes_verified)} verified, {report.mismatches} pages wrong, "
+        f"{report.pages_full} found no space, {report.pages_lost} were evicted"
     )
     rows = []
     for name, op in (("put", report.put), ("lookup", report.lookup), ("get", report.get)):
@@ -178,14 +176,12 @@ def replay_command(
 def _show_replay(report: ReplayReport) -> None:
     print(
         f"prefix hit rate {report.prefix_hit_rate:.4f}: {report.pages_hit:,} of "
-        f"{report.pages_asked:,} pages "
-        f"in {report.requests:,} requests"
+        f"{report.pages_asked:,} pages in {report.requests:,} requests"
     )
     print(
         f"wire {report.wire}, {report.seconds:.1f} s; {human_nbytes(report.bytes_verified)} "
-        "verified, "
-        f"{report.mismatches} pages wrong; {report.pages_stored:,} stored, {report.pages_full:,} "
-        "found no space"
+        f"verified, {report.mismatches} pages wrong; {report.pages_stored:,} stored, "
+        f"{report.pages_full:,} found no space"
     )
     rates = {"put": f"{report.put_gb_per_s:.2f}", "get": f"{report.get_gb_per_s:.2f}", "lookup": ""}
     rows = []

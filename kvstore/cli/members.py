@@ -165,8 +165,7 @@ def headline(view: View, statuses: Statuses) -> str:
     sources = sorted({registry if registry in REGISTRIES else "the last one" for registry in told})
     return (
         f"cluster {view.cluster}  view {view.number}  members {len(view.members)}, {len(there)} "
-        "answer  "
-        f"replicas {view.replicas}{'  from ' + ' and '.join(sources) if sources else ''}"
+        f"answer  replicas {view.replicas}{'  from ' + ' and '.join(sources) if sources else ''}"
     )
 
 

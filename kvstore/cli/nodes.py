@@ -157,8 +157,7 @@ def _gateway_line(reply: pb.NodeStatusReply) -> str:
     ended = ", ".join(f"{end.count:,} {end.why}" for end in reply.gateway_ends if end.count)
     return (
         f"gRPC gateways {ready} of {len(reply.gateways)} ready  calls {calls}  memory "
-        f"{human_nbytes(most)} at most"
-        f"{f'  ended: {ended}' if ended else ''}"
+        f"{human_nbytes(most)} at most{f'  ended: {ended}' if ended else ''}"
     )
 
 
@@ -200,8 +199,7 @@ def _tls_lines(reply: pb.NodeStatusReply) -> list[str]:
 def _peers_lines(peers: pb.PeersStatus) -> list[str]:
     return [
         f"member {peers.member_id} of {peers.cluster}  view {peers.view_number}  members "
-        f"{peers.member_count}  "
-        f"replicas {peers.replicas}  registry {peers.registry}",
+        f"{peers.member_count}  replicas {peers.replicas}  registry {peers.registry}",
         copies_line(peers),
         handing_line(peers),
         rebalance_line(peers),
@@ -215,10 +213,8 @@ def _disk_lines(disk: pb.DiskStatus) -> list[str]:
         f"queue {human_nbytes(disk.queue_nbytes)} of {human_nbytes(disk.queue_nbytes_max)}  "
         f"in {disk.data_dir}{'' if disk.direct_io else ' (no O_DIRECT)'}",
         f"disk written {disk.pages_written:,}  read {disk.pages_read:,}, in part "
-        f"{disk.pages_read_in_part:,}  "
-        f"evicted {disk.pages_evicted:,}  "
-        f"kept in RAM only {disk.pages_refused:,}  damaged {disk.pages_corrupt:,}  verified "
-        f"{disk.pages_scrubbed:,}",
+        f"{disk.pages_read_in_part:,}  evicted {disk.pages_evicted:,}  kept in RAM only "
+        f"{disk.pages_refused:,}  damaged {disk.pages_corrupt:,}  verified {disk.pages_scrubbed:,}",
     ]
     if disk.state != "SERVING":
         lines.append(

@@ -115,9 +115,8 @@ def _need_all(client: Client, space: Namespace, hashes: list[bytes]) -> None:
         missing = hashes[present.index(False)].hex()
         raise Failure(
             f"{present.count(False)} of {len(hashes)} pages are not stored in namespace "
-            f"{space.digest.hex()[:12]}, "
-            f"the first is {missing}; list what is there with: kvstore ls -n "
-            f"{space.digest.hex()[:12]}"
+            f"{space.digest.hex()[:12]}, the first is {missing}; list what is there with: kvstore "
+            f"ls -n {space.digest.hex()[:12]}"
         )
 
 

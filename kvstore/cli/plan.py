@@ -194,7 +194,7 @@ def _counted(requests: Iterator[TraceRequest], on_progress: Report) -> Iterator[
 
 def _show(plan: Plan, words: Sequence[str]) -> None:
     about = (
-        f"{plan.requests:,} requests, {plan.pages_asked:,} pages asked for, {plan.pages:,} distinct"
+        f"{plan.requests:,} requests, {plan.pages_asked:,} pages requested, {plan.pages:,} distinct"
     )
     span = f", {human_ms(1000 * plan.seconds)}" if plan.seconds else ""
     print(f"{about}{span}; a page is {plan.page_tokens:g} tokens, {human_nbytes(plan.page_nbytes)}")
@@ -356,8 +356,7 @@ def _of_policy(rows: Sequence[Row]) -> str:
     far = [row for row in rows if row.hit_rate < NEAR_BOUND * row.bound]
     if not far:
         return (
-            "At all these sizes the store is within 5 % of what any policy could hit: only "
-            "size "
+            "At all these sizes the store is within 5 % of what any policy could hit: only size "
             "helps."
         )
     row = max(far, key=lambda row: row.bound - row.hit_rate)
@@ -376,9 +375,8 @@ def _of_copies(plan: Plan) -> Iterator[str]:
     one, two = costs[1, share], costs[2, share]
     yield (
         f"Two owners for each page (R=2) cost {_points(one.hit_rate - two.hit_rate)} at the "
-        "largest size of the table, "
-        f"or twice the bytes for the same: the knee is at {human_nbytes(two.nearly_all_nbytes)} "
-        "then."
+        "largest size of the table, or twice the bytes for the same: the knee is at "
+        f"{human_nbytes(two.nearly_all_nbytes)} then."
     )
     near = max(
         (cost for cost in plan.copy_costs if cost.copies == plan.copies),
@@ -388,8 +386,7 @@ def _of_copies(plan: Plan) -> Iterator[str]:
         lost = costs[plan.copies, 0.0].hit_rate - near.hit_rate
         yield (
             f"Near copies cost at most {_points(lost)} there, if they fill "
-            f"{percent(near.near_share)} of the RAM; "
-            "they go before all other pages."
+            f"{percent(near.near_share)} of the RAM; they go before all other pages."
         )
 
 
@@ -419,8 +416,7 @@ def _figure_class() -> Any:
     except ModuleNotFoundError as error:
         raise InvalidRequest(
             f"{error.name} is not installed, which draws pictures; it comes with the extra plan of "
-            "kvstore-llm "
-            "(README, Install)"
+            "kvstore-llm (README, Install)"
         ) from error
     return Figure
 
@@ -479,9 +475,8 @@ def _html(plan: Plan, words: Sequence[str]) -> str:
     _figure(plan).savefig(out, format="svg", metadata={"Date": None})
     rows = "".join(_html_row("td", _picture_cells(row)) for row in plan.rows)
     about = (
-        f"{plan.requests:,} requests, {plan.pages_asked:,} pages asked for, {plan.pages:,} "
-        "distinct; "
-        f"a page is {plan.page_tokens:g} tokens, {human_nbytes(plan.page_nbytes)}"
+        f"{plan.requests:,} requests, {plan.pages_asked:,} pages requested, {plan.pages:,} "
+        f"distinct; a page is {plan.page_tokens:g} tokens, {human_nbytes(plan.page_nbytes)}"
     )
     items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in words)
     svg = out.getvalue()

@@ -173,8 +173,7 @@ class Nodes:
             if self._view is None and len(self._addresses) > 1:
                 raise ProtocolError(
                     f"the node at {address} is in no cluster, but {len(self._addresses)} addresses "
-                    "were given; "
-                    "start its node with --cluster, or give one address"
+                    "were given; start its node with --cluster, or give one address"
                 )
             return
 

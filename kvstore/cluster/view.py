@@ -141,8 +141,7 @@ class Member:
         if len(self.address) > ADDRESS_NBYTES_MAX:
             raise ConfigError(
                 f"the address of {self.id} is not host:port: it has {len(self.address)} "
-                "characters, at most "
-                f"{ADDRESS_NBYTES_MAX}"
+                f"characters, at most {ADDRESS_NBYTES_MAX}"
             )
         if not self.address.isprintable():
             raise ConfigError(f"the address of {self.id} is not host:port: {self.address!r}")

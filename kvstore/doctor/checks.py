@@ -79,9 +79,8 @@ def remedy_of(error: KVStoreError, otherwise: str = "") -> str:
     """Return the remedy for an error; `otherwise` if its message names none."""
     if isinstance(error, Unauthenticated):
         return (
-            "set KVSTORE_TOKEN_FILE, or KVSTORE_TLS_CERT and KVSTORE_TLS_KEY, to a "
-            "credential of the node's identities file that has not expired: kvstore tokens "
-            "list shows them"
+            "set KVSTORE_TOKEN_FILE, or KVSTORE_TLS_CERT and KVSTORE_TLS_KEY, to a credential of "
+            "the node's identities file that has not expired: kvstore tokens list shows them"
         )
     if isinstance(error, Forbidden):
         return "use a token whose role, tenant and models allow it: kvstore tokens list shows them"

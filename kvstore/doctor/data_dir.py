@@ -144,8 +144,7 @@ def speed(fd: int) -> Finding:
     sync_s = statistics.median(syncs)
     said = (
         f"{writing / 1e6:,.0f} MB/s written, {reading / 1e6:,.0f} read, one thread; a sync "
-        f"{1000 * sync_s:.1f} ms "
-        f"({1000 * min(syncs):.1f} to {1000 * max(syncs):.1f})"
+        f"{1000 * sync_s:.1f} ms ({1000 * min(syncs):.1f} to {1000 * max(syncs):.1f})"
     )
     if writing < SLOW_NBYTES_PER_S or sync_s > SLOW_SYNC_S:
         remedy = (

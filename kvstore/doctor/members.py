@@ -87,9 +87,8 @@ def clock(told: Clock | None) -> Finding:
         return skipped("clock", "an older node does not report its clock")
     off_s = max(0.0, abs(told.ahead_s) - told.within_s)
     said = (
-        f"{abs(told.ahead_s):.3f} s {'ahead of' if told.ahead_s > 0 else 'behind'} this "
-        "host's, "
-        f"± {told.within_s:.3f} s"
+        f"{abs(told.ahead_s):.3f} s {'ahead of' if told.ahead_s > 0 else 'behind'} this host's, ± "
+        f"{told.within_s:.3f} s"
     )
     remedy = (
         "set the clock that is wrong, and run chrony or systemd-timesyncd there: "
@@ -158,9 +157,8 @@ def gateways(status: pb.NodeStatusReply) -> Iterator[Finding]:
     )
     if ended >= STREAK_MIN or not ready:
         remedy = (
-            "the gRPC port is flooded, or --grpc-memory-bytes is too small for its "
-            "callers: bind it to another network (--grpc-host), or require client "
-            "certificates"
+            "the gRPC port is flooded, or --grpc-memory-bytes is too small for its callers: bind "
+            "it to another network (--grpc-host), or require client certificates"
         )
         finding = warn if ready else fail
         yield finding("gRPC gateways", f"{said}; {ended} times in the last minute", remedy)

@@ -327,8 +327,7 @@ def _nearest(namespace: Namespace, known: Sequence[tuple[Namespace, pb.Namespace
     more = f" and {len(listed) - DIFFERENCES_SHOWN} more" if len(listed) > DIFFERENCES_SHOWN else ""
     return (
         f"[{other.digest.hex()[:12]}] of the same model holds {page_count(info)} pages but differs "
-        "in "
-        f"{', '.join(listed[:DIFFERENCES_SHOWN])}{more}"
+        f"in {', '.join(listed[:DIFFERENCES_SHOWN])}{more}"
     )
 
 

@@ -197,10 +197,8 @@ def surveyed(requests: Iterable[TraceRequest], wishes: Wishes, sample: Sampling 
             if pages < sample.pages_min:
                 raise InvalidRequest(
                     f"{name} with room for {pages:,} pages is too small for a sample of one page "
-                    "in "
-                    f"{1 / sample.rate:g}, which tells of {sample.pages_min:,} and more: take a "
-                    "smaller "
-                    "--sample, or 1 for all pages"
+                    f"in {1 / sample.rate:g}, which tells of {sample.pages_min:,} and more: take a "
+                    "smaller --sample, or 1 for all pages"
                 )
     chosen = [place * 2**octave // 2 for octave in _OCTAVES for place in (2, 3)]
     sizes = {wishes.ram_pages(nbytes) for nbytes in (*chosen, *wishes.ram)}

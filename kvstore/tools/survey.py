@@ -121,8 +121,7 @@ class Survey:
         if len(self.asked) + len(self._stored) > WINDOWS_MAX:
             raise InvalidRequest(
                 f"the trace has more than {WINDOWS_MAX:,} stretches of {self.window_ms / 1000:g} "
-                "s: "
-                "take a longer --window"
+                "s: take a longer --window"
             )
         lacks = pages * self._page_tokens - request.input_length if request.input_length else 0.0
         if self.sample is EXACT:
@@ -152,8 +151,8 @@ class Survey:
         if self.sample is not EXACT and least < GROUP_PAGES_MIN:
             raise InvalidRequest(
                 f"a sample of one page in {1 / self.sample.rate:g} has {least} pages in one of its "
-                f"{len(self._groups)} "
-                "groups, too few to say anything: take a smaller --sample, or 1 for all pages"
+                f"{len(self._groups)} groups, too few to say anything: take a smaller --sample, or "
+                "1 for all pages"
             )
 
     # ---- what was found ------------------------------------------------------------------

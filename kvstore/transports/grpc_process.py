@@ -86,9 +86,8 @@ class _Gate:
         if self.unusable:
             raise InvalidRequest(
                 "this process was forked while a thread of its parent was in a gRPC call, so it "
-                "can not use gRPC; fork "
-                "before the first call, or start processes with subprocess or multiprocessing's "
-                "'spawn'"
+                "can not use gRPC; fork before the first call, or start processes with subprocess "
+                "or multiprocessing's 'spawn'"
             )
         while not self._enter():
             time.sleep(LOOK_S)

@@ -315,8 +315,7 @@ class Negotiation:
             wire.close()
             said = type(error)(
                 f"{self._address}: {error}; name the node's address of TCP instead, "
-                f"{BULK_SCHEME}HOST:{BULK_PORT} "
-                f"or HOST:{GRPC_PORT}, where no memory is mapped"
+                f"{BULK_SCHEME}HOST:{BULK_PORT} or HOST:{GRPC_PORT}, where no memory is mapped"
             )
             said.answered = error.answered
             raise said from error

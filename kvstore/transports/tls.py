@@ -237,8 +237,7 @@ class ClientTls:
                 "tls_cert and tls_key"
             )
         return (
-            f"the node hung up: tls_cert={cert} has expired, or is not from an authority in "
-            "its "
+            f"the node hung up: tls_cert={cert} has expired, or is not from an authority in its "
             "--tls-client-ca"
         )
 

@@ -36,8 +36,7 @@ def check_path(path: str, setting: str) -> None:
     if nbytes > PATH_NBYTES_MAX:
         raise ConfigError(
             f"{setting}={path!r} has {nbytes} bytes; a Unix socket's path has at most "
-            f"{PATH_NBYTES_MAX}, "
-            "choose a shorter directory"
+            f"{PATH_NBYTES_MAX}, choose a shorter directory"
         )
     if not os.path.isabs(path):
         raise ConfigError(f"{setting}={path!r} must be an absolute path")

@@ -164,8 +164,7 @@ class Access:
             )
         if principal.role < Role.WRITE or principal.models:
             return (
-                f"{principal.name} may not write all pages of {principal.tenant}, and in "
-                "shared "
+                f"{principal.name} may not write all pages of {principal.tenant}, and in shared "
                 "memory it could"
             )
         return ""

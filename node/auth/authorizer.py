@@ -164,8 +164,8 @@ class Authorizer:
             raise Forbidden(
                 f"{principal.name} belongs to tenant {principal.tenant}, the namespace to tenant "
                 f"{tenant[:TENANT_NBYTES_MAX]!r}, which does not share it: set "
-                f"KVSTORE_TENANT={principal.tenant} "
-                "or unset it; in a program use Namespace(tenant=client.tenant)"
+                f"KVSTORE_TENANT={principal.tenant} or unset it; in a program use "
+                "Namespace(tenant=client.tenant)"
             )
         raise Forbidden(f"{principal.name} reaches models {', '.join(principal.models)} only")
 

@@ -67,8 +67,8 @@ class Identity:
         if member and own and member != own:
             raise ConfigError(
                 f"member={member}, but data_dir={data_dir} is that of {own}; start it as {own}, or "
-                "with a data_dir of "
-                f"its own, or remove {self._path} if its pages are to be {member}'s"
+                f"with a data_dir of its own, or remove {self._path} if its pages are to be "
+                f"{member}'s"
             )
         if not (member or own or data_dir):
             raise ConfigError(
@@ -92,8 +92,7 @@ class Identity:
         if known.get("cluster") != cluster:
             raise ConfigError(
                 f"data_dir belongs to a member of the cluster {known.get('cluster')}, not of "
-                f"{cluster}; give another "
-                f"data_dir, or remove {self._path} if its pages are to move"
+                f"{cluster}; give another data_dir, or remove {self._path} if its pages are to move"
             )
         # A copy from a backup has a new modification time; the time in the file is then the older
         # one.
@@ -107,9 +106,8 @@ class Identity:
         if age_s < -AHEAD_S_MAX:
             raise ConfigError(
                 f"{self._path} is dated {-age_s / 86400:.1f} days in the future by this host's "
-                "clock, so it is "
-                "unknown how long this node was away; correct the clock, or empty data_dir if it "
-                "was ahead then"
+                "clock, so it is unknown how long this node was away; correct the clock, or empty "
+                "data_dir if it was ahead then"
             )
         return known
 
@@ -207,9 +205,8 @@ def check_listens(host: str, address: str) -> None:
         if is_loopback(host) and not ipaddress.ip_address(named).is_loopback:
             raise ConfigError(
                 f"others reach this member at {address}, and with host={host} it listens for its "
-                "own host only; "
-                f"name an address to listen on (--host {named}, or 0.0.0.0), with TLS and "
-                "identities (docs/SECURITY.md)"
+                f"own host only; name an address to listen on (--host {named}, or 0.0.0.0), with "
+                "TLS and identities (docs/SECURITY.md)"
             )
 
 
@@ -318,8 +315,7 @@ class Membership:
             known = ", ".join(sorted(self.view.by_id))
             raise ConfigError(
                 f"member={member!r} is not of the cluster {self.view.cluster}; its members are "
-                f"{known}; say which of "
-                "them this node is (--member)"
+                f"{known}; say which of them this node is (--member)"
             )
 
     def become(self, view: View, member: str = "") -> None:
@@ -362,8 +358,7 @@ class Membership:
         if self.announcer is None:
             raise InvalidRequest(
                 f"the members of a fixed list stay as they are; {self.member} can not become "
-                f"{state.name}; stop it, "
-                "and start the others with a list without it, or use etcd"
+                f"{state.name}; stop it, and start the others with a list without it, or use etcd"
             )
         self._announced = state
         self.announcer(state)
@@ -390,7 +385,6 @@ def _listed(cluster: str, replicas: int) -> View:
     if view.replicas > len(view.members):
         raise ConfigError(
             f"replicas={replicas}, but the cluster {view.cluster} has {len(view.members)} members; "
-            "list more of them, "
-            "or ask for fewer replicas"
+            "list more of them, or ask for fewer replicas"
         )
     return view

@@ -66,8 +66,7 @@ class Peers:
         if self._are_many and not were_many:
             log.warning(
                 "%d members and sessions_max=%d: connections between them may leave none to "
-                "clients; start all nodes "
-                "with --sessions-max %d or more",
+                "clients; start all nodes with --sessions-max %d or more",
                 len(view.members),
                 self._sessions_max,
                 CONNECTIONS_MAX * len(view.members),

@@ -189,9 +189,8 @@ class Registry:
             if not anew:
                 log.warning(
                     "etcd has lost its data of the cluster %s, so removals that this node missed "
-                    "while it was away are "
-                    "unknown; if a tenant was forgotten meanwhile, forget it again (kvstore "
-                    "forget)",
+                    "while it was away are unknown; if a tenant was forgotten meanwhile, forget it "
+                    "again (kvstore forget)",
                     self._identity.cluster,
                 )
             anew = True

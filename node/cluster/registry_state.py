@@ -188,8 +188,7 @@ def parse_settings(value: bytes) -> Settings:
     ):
         raise ConfigError(
             f"the cluster's config in etcd says {value[:200]!r}; replicas must be in "
-            f"1..{REPLICAS_MAX}, base in "
-            f"0..{BASE_MAX}"
+            f"1..{REPLICAS_MAX}, base in 0..{BASE_MAX}"
         )
     return Settings(replicas, base)
 

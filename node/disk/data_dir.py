@@ -213,6 +213,6 @@ def allow_open_files(extent_count: int) -> None:
     elif soft != resource.RLIM_INFINITY and soft < wanted:
         raise ConfigError(
             f"{extent_count} extents on disk need {wanted} open files, {hard} are allowed (ulimit "
-            "-Hn); allow more, "
-            "or take fewer disk_nbytes or, in a new data_dir, a larger disk_extent_nbytes"
+            "-Hn); allow more, or take fewer disk_nbytes or, in a new data_dir, a larger "
+            "disk_extent_nbytes"
         )

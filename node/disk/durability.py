@@ -161,8 +161,7 @@ class Durability:
             self._check(wait)
             raise Exhausted(
                 "the disk tier stopped, or the node ran out of memory or descriptors, before the "
-                "pages were safe; "
-                "see its status and its log"
+                "pages were safe; see its status and its log"
             )
 
     def _check(self, wait: Wait) -> None:

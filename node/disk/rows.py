@@ -166,8 +166,7 @@ def stored_extents(found: bytes, wanted_nbytes: int, keep_own: bool, key_mark: s
     if nbytes != str(extent_nbytes):
         raise ConfigError(
             f"data_dir was written with extents of {nbytes} bytes, this node wants "
-            f"{wanted_nbytes}; use the same "
-            "disk_extent_nbytes, or another directory"
+            f"{wanted_nbytes}; use the same disk_extent_nbytes, or another directory"
         )
     if problem := _key_conflict(mark, key_mark):
         raise ConfigError(f"data_dir {problem}")
@@ -291,9 +290,8 @@ def _key_conflict(mark: str, key_mark: str) -> str:
         return f"is encrypted with key {mark}; {remedy}"
     if not mark:
         return (
-            "was made without encryption; start without encrypt_key_file and "
-            "encrypt_key_command, name another directory, or delete it (its pages can be "
-            "computed again)"
+            "was made without encryption; start without encrypt_key_file and encrypt_key_command, "
+            "name another directory, or delete it (its pages can be computed again)"
         )
     return (
         f"is encrypted with key {mark}, the key given is {key_mark}; give that of this "

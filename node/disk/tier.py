@@ -5,7 +5,7 @@
 
 A page can be found only after its row is written; a row is deleted no later than in the batch that
 reuses its slot. An error of the disk stops ("poisons") the tier: nothing is found or written any
-more, RAM serves on, and the status has the reason, until `recover` or a restart.
+more, RAM still serves, and the status has the reason, until `recover` or a restart.
 """
 
 import heapq

@@ -284,8 +284,7 @@ class Namespaces:
         if digest != value.digest:
             raise LayoutMismatch(
                 f"namespace digest {shown(digest)} does not belong to this description, whose "
-                "digest is "
-                f"{value.digest.hex()} (layout {value.layout.fingerprint.hex()[:16]}, "
+                f"digest is {value.digest.hex()} (layout {value.layout.fingerprint.hex()[:16]}, "
                 f"{value.stored_nbytes} bytes a page); compute it from the same layout"
             )
         known = self._by_digest.get(digest)
@@ -370,8 +369,7 @@ class Namespaces:
                 there_now = "there is no room for one more namespace"
             raise Exhausted(
                 f"{there_now}; allowed are {count_max} (namespaces_max) and {nbytes_max} bytes of "
-                "descriptions, "
-                "remove some of their pages"
+                "descriptions, remove some of their pages"
             )
 
     def find(self, digest: bytes) -> NamespaceIndex:

@@ -47,9 +47,8 @@ class Pins:
         nbytes = self._nbytes_with(pages[0].namespace.slot_nbytes, more_count)
         if nbytes > self.nbytes_max:
             raise Exhausted(
-                f"with {more_count} more, pinned pages would occupy more than "
-                f"{self.nbytes_max} bytes of RAM (half of ram_nbytes); unpin some, or wait "
-                "until their pins end"
+                f"with {more_count} more, pinned pages would occupy more than {self.nbytes_max} "
+                "bytes of RAM (half of ram_nbytes); unpin some, or wait until their pins end"
             )
 
     def _nbytes_with(self, slot_nbytes: int, more_count: int) -> int:

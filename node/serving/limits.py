@@ -150,13 +150,11 @@ class Limit:
             whose = "for one tenant" if most == self.per_peer else "by its quota"
             return Exhausted(
                 f"{self.what}: {used_by_peer} of {peer}; allowed are {most} {whose}, less while "
-                "others need them; "
-                f"{self.remedy}"
+                f"others need them; {self.remedy}"
             )
         return Exhausted(
             f"{self.what}: {used_by_peer} of {peer} and {used} in all; allowed are {self.per_peer} "
-            "for one peer "
-            f"and {self.total} in all; {self.remedy}"
+            f"for one peer and {self.total} in all; {self.remedy}"
         )
 
 
@@ -503,8 +501,7 @@ class Requests:
         if len(data) > self._nbytes_max[op]:
             raise InvalidRequest(
                 f"a {op} of {len(data)} bytes; the largest that this node serves has "
-                f"{self._nbytes_max[op]}, "
-                "split the batch (batch_keys_max)"
+                f"{self._nbytes_max[op]}, split the batch (batch_keys_max)"
             )
         if len(data) <= REQUEST_NBYTES_FREE:
             return _TYPES[op][1].FromString(data)

@@ -313,8 +313,8 @@ class Service:
         if nbytes > DESCRIPTION_NBYTES_MAX:  # before anything is computed from it
             raise InvalidRequest(
                 f"the description of this namespace has {nbytes} bytes, allowed are "
-                f"{DESCRIPTION_NBYTES_MAX}; "
-                "shorten its names, or put layers of one shape into one group"
+                f"{DESCRIPTION_NBYTES_MAX}; shorten its names, or put layers of one shape into one "
+                "group"
             )
         index, created = self._tier.open_namespace(
             namespace_value(request.namespace), request.digest, caller.peer

@@ -92,8 +92,7 @@ class Rates:
         rate = quota.requests_per_s if what == "requests" else quota.nbytes_per_s
         return Exhausted(
             f"tenant {tenant} has had the {rate} {what} a second of its quota; wait "
-            f"{max(wait_s, 0.001):.3f} s, make "
-            "fewer and larger requests, or ask for a larger quota"
+            f"{max(wait_s, 0.001):.3f} s, make fewer and larger requests, or ask for a larger quota"
         )
 
 

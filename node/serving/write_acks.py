@@ -56,9 +56,8 @@ class WriteAcks:
                 else "any cluster that this node is of"
             )
             raise InvalidRequest(
-                f"a put forwarded by {sender!r}, which is no member of {where}; only "
-                "members forward: start it with this cluster's name, or put without "
-                "forwarded_by"
+                f"a put forwarded by {sender!r}, which is no member of {where}; only members "
+                "forward: start it with this cluster's name, or put without forwarded_by"
             )
 
     def begin(self, session: Session, request: pb.PutRequest, result: Reservation) -> None:
@@ -109,9 +108,8 @@ class WriteAcks:
         if not promised:
             raise Exhausted(
                 "pages are visible but not "
-                f"{'at all owners' if put.ack_all else 'durable at their owners'}: one of "
-                "them is unreachable, full or slow, its queue is full, or the deadline "
-                "passed"
+                f"{'at all owners' if put.ack_all else 'durable at their owners'}: one of them is "
+                "unreachable, full or slow, its queue is full, or the deadline passed"
             )
 
     def _awaited(

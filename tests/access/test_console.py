@@ -1,6 +1,4 @@
-"""The console at a node that this node requires authentication: each is told of his own, and may what he may
-elsewhere.
-"""
+"""Test the console of a node with authentication: each caller sees and does only what it may."""
 
 from itertools import islice
 from typing import Any

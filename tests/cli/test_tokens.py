@@ -32,7 +32,8 @@ def test_from_an_empty_file_to_pages_of_a_tenant(
         flush = kvstore("flush", *at)
         assert (
             flush.code,
-            "is for who is of all" in flush.stderr or "has the role write" in flush.stderr,
+            "needs an identity of all tenants" in flush.stderr
+            or "has the role write" in flush.stderr,
         ) == (2, True)
         monkeypatch.setenv("KVSTORE_TOKEN", reader["token"])
         assert kvstore("ls", *at, "--json").json == []

@@ -163,7 +163,9 @@ def test_a_node_that_stands_still_is_not_called_live(browser: Chromium) -> None:
     ) as process:
         live(browser, f"http://127.0.0.1:{process.metrics_port}/console/")
         process.pause()
-        browser.until("document.getElementById('link').textContent.includes('no message from the node')")
+        browser.until(
+            "document.getElementById('link').textContent.includes('no message from the node')"
+        )
         process.resume()
         browser.until("document.getElementById('link').textContent === 'live'")
 

@@ -73,7 +73,7 @@ def answered(fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_answers_for_more_or_fewer_keys_are_errors_of_ours(answered: Any, op: str) -> None:
     client = answered(ANSWERS[op])
     more = (60.0,) if op == "pin" else ()
-    with pytest.raises(ProtocolError, match="values of .* for 1 keys"):
+    with pytest.raises(ProtocolError, match=r"values of .* for 1 keys"):
         getattr(client, op)(NAMESPACE, KEYS, *more)
 
 

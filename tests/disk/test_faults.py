@@ -1,5 +1,6 @@
-"""A disk that fails in every way we can think of: no wrong byte, RAM serves on, the node says why,
-and `recover` brings the tier back.
+"""Fail the disk in every way: no wrong byte is served, RAM still serves, the status has the reason.
+
+Then `recover` brings the tier back.
 """
 
 import errno
@@ -97,7 +98,9 @@ def test_a_failing_disk_keeps_durable_pages_in_ram_and_recovers(
         pages.put(client, keys, durable=True)
     assert_degraded(client, os.strerror(code))
     assert pages.get(client, keys) == [True] * 4, "visible in RAM"
-    assert pages.put(client, pages.keys(*range(8))) == [EXISTS] * 4 + [STORED] * 4, "RAM serves on"
+    assert pages.put(client, pages.keys(*range(8))) == [EXISTS] * 4 + [STORED] * 4, (
+        "RAM still serves"
+    )
     layer.heal()
     client.recover()
     assert_serving(client)

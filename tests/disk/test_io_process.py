@@ -1,4 +1,4 @@
-"""Faults of the I/O process: RAM serves on, no wrong byte is served, nothing is left behind.
+"""Faults of the I/O process: RAM still serves, no wrong byte is served, nothing is left behind.
 
 Faults are planted as `planted.py` says. For a disk that hangs for ever see `test_hangs.py`.
 """
@@ -177,7 +177,7 @@ def test_a_killed_io_process_costs_no_page_that_was_promised(
         with pytest.raises(Exhausted, match=r"not durable|stopped"):
             pages.put(client, pages.keys(number), durable=True)
         assert f"({io_process}) ended by SIGKILL" in reason(client), phase
-        assert pages.get(client, pages.keys(number)) == [True], "RAM serves on"
+        assert pages.get(client, pages.keys(number)) == [True], "RAM still serves"
         assert pages.get(client, pages.keys(number + 100)) == [False]
         client.recover()
         assert io_process_of(kept) != io_process

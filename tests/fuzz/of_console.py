@@ -1,4 +1,4 @@
-"""What browsers send to the console of a node that this node requires authentication."""
+"""What browsers send to the console of a node with authentication."""
 
 from typing import Any
 

@@ -105,7 +105,7 @@ def traces() -> Target:
 
 
 def heads() -> Target:
-    """The metrics of a node that this node requires authentication; the input's first byte is how many bytes come at
+    """The metrics of a node with authentication; the input's first byte is how many bytes come at
     a time.
     """
     house = guarded()

@@ -26,7 +26,7 @@ OF_PUTS_AND_GETS = ("commit", "release")  # nothing without a put or get that wa
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Rogue, str]]:
-    """A node that this node requires authentication, its rogue gateway, and the token of a reader, which it has
+    """A node with authentication, its rogue gateway, and the token of a reader, which it has
     seen.
     """
     path = tmp_path_factory.mktemp("rogue") / "identities"

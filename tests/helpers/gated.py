@@ -14,7 +14,7 @@ TENANT = "team-a"
 
 
 class Gated:
-    """A node that this node requires authentication, and how often somebody knocked in vain."""
+    """A node with authentication, and how often somebody knocked in vain."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.folder = folder / "identities", folder

@@ -182,8 +182,6 @@ def test_a_node_that_is_killed_is_told(
 
     def fails() -> bool:
         nodes.look()
-        return ({"member": "n3"}, 2.0) in prometheus.query(
-            asked["Unreachable members A"]
-        )
+        return ({"member": "n3"}, 2.0) in prometheus.query(asked["Unreachable members A"])
 
     wait_until(fails)

@@ -16,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from known_pages import Pages
 from local_nodes import Connect, ConnectRaw
+from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Unavailable
 from kvstore.checksum import leaves
@@ -105,10 +106,14 @@ def test_while_draining_health_says_so_and_new_pages_are_refused(
         health = health_pb2_grpc.HealthStub(channel)
         stopping = Stopping(node)
         for service in ("", "kvstore.KVStore"):
-            status = health.Check(
-                health_pb2.HealthCheckRequest(service=service), timeout=5.0
-            ).status
-            assert status == health_pb2.HealthCheckResponse.NOT_SERVING
+            asked = health_pb2.HealthCheckRequest(service=service)
+            # the gateway process hears of the drain a moment after the node begins it
+            wait_until(
+                lambda asked=asked: (
+                    health.Check(asked, timeout=5.0).status
+                    == health_pb2.HealthCheckResponse.NOT_SERVING
+                )
+            )
         assert pages.get(over_grpc, pages.keys(0, 1)) == [True, True]
         assert over_grpc.node_status().state == "DRAINING"
         for client in (bulk, over_grpc):

@@ -77,7 +77,7 @@ def test_the_command_makes_all_of_it_once(tmp_path: Path) -> None:
         "127.0.0.1",
     ]
     again = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (again.stdout, again.stderr) == (f"{tmp_path}: all is there already\n", "")
+    assert (again.stdout, again.stderr) == (f"{tmp_path}: all files exist already\n", "")
     assert contents(tmp_path) == before
 
 
