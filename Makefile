@@ -1,16 +1,17 @@
-# `make help` lists the targets. A target makes the environment that it needs. Tests that need an engine, another program
-# or root are in tests/run.py: `make test-NAME` runs one of them.
+# `make help` lists the targets. A target makes the environment that it needs. Tests that need an
+# engine, another program or root are in tests/run.py: `make test-NAME` runs one of them.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Two workers for each processor: they wait half of the time, for deadlines and outages. The tests of a file share a node.
+# Two workers for each processor: half of the time they wait for deadlines and outages. The tests of
+# a file share a node.
 WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-# A test run starts hundreds of processes of the same few files: byte code is kept, whatever the environment says.
+# A test run starts hundreds of processes of the same files, so byte code is always cached.
 export PYTHONDONTWRITEBYTECODE :=
-# The commit's time, not the build's, so that a build is reproducible.
+# The commit's time instead of the build's makes a build reproducible.
 SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 1580601600)
 export SOURCE_DATE_EPOCH
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' kvstore/__init__.py)
@@ -19,29 +20,28 @@ VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' kvstore/__init__.py)
 	soak-cluster demo-vllm clean
 
 help:
-	@echo "make setup        the development environment, .venv; other targets make it when they need it"
-	@echo "make demo         KV of one process loaded by another through a real node (a minute; MODEL=path, ARGS=--keep)"
-	@echo "make demo-cluster three nodes as one store: one is killed, one stopped, one joins under load (a minute; TRACE=path)"
-	@echo "make test         all tests that need no GPU, engine or Docker (ARGS goes to pytest)"
-	@echo "make check        what CI runs: format, lint, types, tests; make lint and make types are parts of it"
-	@echo "make docs         the reference from the code, a check of all links, and the site in site/"
-	@echo "make format       rewrites the sources in the project's format"
-	@echo "make proto        generates the protobuf stubs again after a change in proto/"
-	@echo "make golden       records the names, flags, fields and metrics that are promised, after some were added"
-	@echo "make bench        benchmarks of wires, TLS, lookups, metadata and disk (15 minutes on an idle machine; redis-server,"
-	@echo "                  13 GiB of disk; TRACE=path adds two of hit rates, DIR=path puts the data on another disk)"
-	@echo "make dist         the wheel and the sources, the same bytes from every clone of a commit"
-	@echo "make image        the node's image, kvstore-node:VERSION, labelled with its commit (Docker; BASE=, SOURCE=)"
-	@echo "make docker-test  the image and the compose files: killed, refused, three as one store (10 minutes; Docker, or root"
-	@echo "                  on Debian)"
-	@echo "make clean        removes all environments and caches"
+	@echo "make setup        make the development environment, .venv; other targets do it when needed"
+	@echo "make demo         load one process's KV in another, through a node (1 minute; MODEL=path, ARGS=--keep)"
+	@echo "make demo-cluster kill, stop and add nodes of a cluster under load (1 minute; TRACE=path)"
+	@echo "make test         run all tests that need no GPU, engine or Docker (ARGS goes to pytest)"
+	@echo "make check        run what CI runs: format, lint, types, tests (parts: make lint, make types)"
+	@echo "make docs         write the reference, check all links, and build the site in site/"
+	@echo "make format       format the sources"
+	@echo "make proto        generate the protobuf stubs after a change in proto/"
+	@echo "make golden       record the stable names, flags, fields and metrics after some were added"
+	@echo "make bench        measure wires, TLS, lookups, metadata and disk (15 minutes; redis-server, 13 GiB"
+	@echo "                  of disk; TRACE=path adds hit rates, DIR=path uses another disk)"
+	@echo "make dist         build the wheel and the sources, the same bytes from every clone of a commit"
+	@echo "make image        build the node's image, kvstore-node:VERSION (Docker; BASE=, SOURCE=)"
+	@echo "make docker-test  test the image and the compose files (10 minutes; Docker, or root on Debian)"
+	@echo "make clean        remove all environments and caches"
 	@echo
 	@$(PYTHON) tests/run.py --list
 
 setup: $(READY)
 
-# Environments. `make demo`, `make demo-cluster` and `make dist` use the development environment where it is ready, and
-# otherwise make a small one of their own.
+# Environments. `make demo`, `make demo-cluster` and `make dist` use the development environment if it
+# exists, and otherwise make a smaller one.
 DEMO := $(if $(wildcard $(READY)),$(VENV),.venv-demo)
 CLUSTER := $(if $(wildcard $(READY)),$(VENV),.venv-cluster)
 BUILD := $(if $(wildcard $(READY)),$(VENV),.venv-build)
@@ -49,11 +49,11 @@ $(READY): packages = --editable '.[dev]'
 .venv-demo/.ready: packages = --editable '.[node,cli,agent]' transformers
 .venv-cluster/.ready: packages = --editable '.[node,cli]'
 .venv-build/.ready: packages = hatchling
-# The torch of the public index brings gigabytes of CUDA to Linux. Where there is no NVIDIA GPU, PyTorch's own index is asked
-# first for the one without. TORCH_INDEX= asks nobody.
+# torch of the public index brings gigabytes of CUDA to Linux. Without an NVIDIA GPU, PyTorch's index is
+# tried first for a CPU build. An empty TORCH_INDEX= skips that.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 $(READY) .venv-demo/.ready: torch = $(TORCH_INDEX)
-# pip shows its progress on a terminal, and elsewhere only what goes wrong.
+# pip shows its progress on a terminal, and only errors elsewhere.
 QUIET = [ -t 1 ] && quiet= || quiet=--quiet
 INSTALL = $(@D)/bin/python -m pip install $$quiet --disable-pip-version-check --constraint constraints.txt
 # A demo imports a small part of torch and transformers; the rest is not compiled.
@@ -74,7 +74,7 @@ demo: $(DEMO)/.ready
 demo-cluster: $(CLUSTER)/.ready
 	$(CLUSTER)/bin/python benchmarks/demo_cluster.py $(if $(TRACE),--trace $(TRACE)) $(ARGS)
 
-# A user's PYTHONPATH is none of the tests' business. What else may be set, tests/helpers/hermetic.py keeps off.
+# A user's PYTHONPATH must not change the tests; tests/helpers/hermetic.py removes other variables.
 test: $(READY)
 	env -u PYTHONPATH -u PYTHONOPTIMIZE $(PYTEST) $(ARGS)
 
@@ -97,7 +97,7 @@ format: $(READY)
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=. --grpc_python_out=. --pyi_out=. proto/kvstore/pb/kvstore.proto proto/node/pb/etcd.proto
 
-# New names are promised from now on; a name that is gone needs a line in docs/upgrading.md.
+# Record new names as stable. A removed name needs a line in docs/upgrading.md.
 golden: $(READY)
 	PYTHONPATH=$(CURDIR) $(BIN)/python tests/helpers/record.py names
 
@@ -130,7 +130,7 @@ dist: $(BUILD)/.ready
 	$(BUILD)/bin/python -m hatchling build --directory dist >/dev/null
 	@cd dist && sha256sum kvstore_llm-*
 
-# SOURCE: where the repository is for others. BASE with its digest is the same base for ever.
+# SOURCE is the repository's public address. BASE with a digest fixes the base image.
 image:
 	DOCKER_BUILDKIT=1 docker build --file docker/node.Dockerfile --tag kvstore-node:$(VERSION) $(if $(BASE),--build-arg BASE=$(BASE)) \
 		--build-arg SOURCE_DATE_EPOCH=$(SOURCE_DATE_EPOCH) --build-arg VERSION=$(VERSION) \

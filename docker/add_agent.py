@@ -2,11 +2,8 @@
 
     python3 add_agent.py /wheels [cuda12|cuda13]
 
-    what is installed --constraints--> pip install wheel[extra] --> the same, and more --> the agent
-    can be imported
-
-Runs by the engine's own Python. Status 0: added. 1: it can not be, and what would have to change is
-told.
+Runs with the engine's own Python. It installs the wheel with all installed packages as constraints,
+and then imports the agent. Exit status 0: added; 1: a package would have to change, which it names.
 """
 
 import importlib
@@ -19,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 OURS = "kvstore-llm"
-# That pip reads
+# Match a version that pip accepts.
 VERSION = re.compile(
     r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9.]+)?"
 )
@@ -57,7 +54,7 @@ def main(arguments: list[str]) -> int:
             str(constraints),
             wanted,
         ]
-        # An engine's image is often a system's Python, of which pip would keep away.
+        # An engine's image often has a system's Python, which pip refuses to change by default.
         done = subprocess.run(
             [sys.executable, "-m", "pip", *words],
             check=False,

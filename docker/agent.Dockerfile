@@ -1,14 +1,16 @@
-# An engine's image with the agent, for vLLM, SGLang, LightLLM and LMCache. Build from the repository's root, with BuildKit:
+# An engine's image with the agent, for vLLM, SGLang, LightLLM and LMCache. Build from the
+# repository's root, with BuildKit:
 #
-#   DOCKER_BUILDKIT=1 docker build -f docker/agent.Dockerfile --build-arg ENGINE_IMAGE=vllm/vllm-openai:v0.33.0 \
-#       --build-arg EXTRA=cuda13 -t vllm-kvstore .
+#   DOCKER_BUILDKIT=1 docker build -f docker/agent.Dockerfile \
+#       --build-arg ENGINE_IMAGE=vllm/vllm-openai:v0.33.0 --build-arg EXTRA=cuda13 -t vllm-kvstore .
 #
-# EXTRA is cuda12 or cuda13, as the engine's torch is for (CuPy comes with it), and empty for an engine that moves no pages
-# on a GPU. Nothing that the engine has is changed: the build ends, and says what would be (docker/add_agent.py).
+# EXTRA is cuda12 or cuda13, like the engine's torch (it adds CuPy), and empty for an engine that
+# moves no pages on a GPU. The build changes no package of the engine: it fails and names the
+# packages that would change (docker/add_agent.py).
 #
-# PYTHON         the engine's, if it is not `python3`: /opt/venv/bin/python
-# ENGINE_USER    whom the image runs as, if that is not root
-# BASE           where the wheel is made: any Python >= 3.10 with pip
+# PYTHON         the engine's Python, if it is not `python3`: /opt/venv/bin/python
+# ENGINE_USER    the user of the image, if it is not root
+# BASE           the image that builds the wheel: any Python >= 3.10 with pip
 # --secret id=ca,src=/path/to/bundle.crt    a package index behind a private CA
 ARG BASE=python:3.11-slim-bookworm
 ARG ENGINE_IMAGE

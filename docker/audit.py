@@ -1,14 +1,13 @@
-"""Run `make audit`: list the packages in the node's image, their licences and known flaws.
+"""Run `make audit`: list the packages of the node's image, their licences and vulnerabilities.
 
     python docker/audit.py PYTHON SBOM CONSTRAINTS
 
-PYTHON is an environment into which was installed what the image gets. SBOM is written, CycloneDX
-JSON, the same bytes for the same packages. The vulnerability service is asked by pip-audit about
-these and the pins of CONSTRAINTS.
+PYTHON is an environment with the packages of the image. The list is written to SBOM as CycloneDX
+JSON, with the same bytes for the same packages. pip-audit looks up these packages and the pins of
+CONSTRAINTS.
 
-Status 0: all of them were looked up, and nothing is known. 1: something is. 3: the service was not
-asked about all of them, as where it can not be reached; nothing is known then, which is not the
-same as that all is well.
+Exit status 0: all packages were looked up, without a finding. 1: a vulnerability is known. 3: the
+service could not be reached for all packages, so the result is unknown.
 """
 
 import json
@@ -24,7 +23,7 @@ LINES_MAX = 3
 
 
 def tool(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a tool beside this interpreter."""
+    """Return the path of a tool of this environment."""
     found = str(Path(sysconfig.get_path("scripts")) / command[0])
     return subprocess.run([found, *command[1:]], capture_output=True, text=True, check=False)
 
@@ -67,11 +66,11 @@ def _licence(said: Any) -> str:
     return str(said.get("expression") or inner.get("id") or inner.get("name"))
 
 
-# ---- what is known against it ----------------------------------------------------------------
+# ---- known vulnerabilities ---------------------------------------------------------------------
 
 
 def ask(*what: str) -> str:
-    """Return pip-audit's JSON; empty if it could not ask."""
+    """Return pip-audit's JSON; empty if it could not reach its service."""
     done = tool(
         "pip-audit", "--format", "json", "--progress-spinner", "off", "--timeout", "15", *what
     )
@@ -79,7 +78,7 @@ def ask(*what: str) -> str:
 
 
 def verdict(said: str) -> tuple[int, list[str]]:
-    """Return (status, lines) of an answer of pip-audit."""
+    """Return (exit status, lines) for pip-audit's answer."""
     try:
         dependencies = [some for some in json.loads(said)["dependencies"] if some["name"] != OURS]
     except (ValueError, KeyError, TypeError):

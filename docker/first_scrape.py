@@ -2,19 +2,18 @@
 
     python first_scrape.py /secrets /prometheus /grafana HOST:PORT...
 
-/prometheus/prometheus.token   of all tenants (*), role read; /secrets/identities then knows it as
-                               compose-prometheus
-/prometheus/ca.pem             a copy: whom Prometheus believes
-/prometheus/client.pem  .key   copies: what it shows, like all clients
-/prometheus/nodes.json         what it scrapes: each HOST:PORT whose HOST the nodes' certificate
-                               names
-/grafana/admin.password        of Grafana's user admin
+It writes these files:
 
-It runs before each start of Prometheus, after first_start.py. A token and a password that are there
-stay as they are, so one that was revoked stays so; the other files are made anew. A HOST that the
-certificate does not name could not be scraped: it is left out, so that one list does for several
-compose files. The files are for their owner's group, which the two containers have beside their
-own.
+    /prometheus/prometheus.token  token of the identity compose-prometheus: all tenants, role read
+    /prometheus/ca.pem            copy of the authority that Prometheus trusts
+    /prometheus/client.pem .key   copies of the clients' certificate and key
+    /prometheus/nodes.json        scrape targets: each HOST:PORT with HOST in the nodes' certificate
+    /grafana/admin.password       password of Grafana's user admin
+
+It runs before each start of Prometheus, after first_start.py. An existing token or password stays,
+so a revoked token is not replaced; the other files are rewritten. A HOST that the certificate does
+not name could not be scraped and is left out, so one list serves several compose files. The two
+containers read the files through their owner's group.
 """
 
 import json
@@ -84,7 +83,7 @@ def _scraped(certificate: Path, nodes: Sequence[str]) -> list[str]:
 def _introduce(identities: Path, token_file: Path) -> None:
     """Create the token of Prometheus; an identity without its token file is replaced.
 
-    A run that was killed before that has left an identity whose token nobody has: it goes.
+    An earlier run that was killed may have left an identity whose token is lost.
     """
     if token_file.exists():
         return

@@ -2,20 +2,20 @@
 
     python first_start.py /secrets NAME...
 
-ca.pem  ca.key        an authority of its own
-node.pem  node.key    the nodes' certificate: for the NAMEs, hosts or addresses, and for localhost
-                      and 127.0.0.1
-client.pem client.key what all clients show: without it nobody gets as far as HTTP/2. It names
-nobody: tokens do
-operator.token        of all tenants (*), role admin
-member.token          of all tenants, role node: what nodes show each other
-engine.token          tenant default, role write: what engines show
-identities            who has these tokens: what the nodes read
+It writes these files:
 
-What is there stays as it is, so this may run before each start of a node. Each file is written
-whole; of a pair the certificate, and of tokens and identities the latter, comes last and says that
-all of it is there. So a run that is killed is gone on with by the next one, and a token that was
-revoked or taken away does not come back.
+    ca.pem ca.key          an authority of its own
+    node.pem node.key      certificate of the nodes, for each NAME (a host or an address), localhost
+                           and 127.0.0.1
+    client.pem client.key  certificate of all clients; it names no identity, tokens do
+    operator.token         token of the operator: all tenants (*), role admin
+    member.token           token of nodes at each other: all tenants, role node
+    engine.token           token of engines: tenant default, role write
+    identities             the tokens' identities, which nodes read
+
+Existing files stay, so it may run before each start of a node. Each file is written atomically. The
+certificate is written after its key, and the identities after the tokens. So a run that was killed
+is completed by the next one, and a revoked token does not come back.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ from kvstore.errors import ConfigError
 from kvstore.identities import ALL
 from kvstore.secrets import DEFAULT_TENANT, token_of, write_whole
 
-CA_NAME, DAYS = "kvstore compose CA", 3650.0  # nobody is there to renew them
+CA_NAME, DAYS = "kvstore compose CA", 3650.0  # no process renews them
 HERE = ("localhost", "127.0.0.1")
 CLIENT = "client"
 # (tenant, role)
@@ -74,7 +74,7 @@ def _make(folder: Path, hosts: list[str]) -> list[str]:
     """Make what is missing and return the names."""
     directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)  # one at a time, and `kvstore tokens` not meanwhile
+        fcntl.flock(directory, fcntl.LOCK_EX)  # excludes a second run, and `kvstore tokens`
         made = [] if (folder / "ca.pem").exists() else _found(folder)
         if (folder / "node.pem").exists():
             _compare(folder, hosts)
@@ -96,7 +96,7 @@ def _found(folder: Path) -> list[str]:
 
 
 def _admit(folder: Path) -> list[str]:
-    """Make the client's certificate, if the authority's key is here."""
+    """Make the client's certificate, if the authority's key exists."""
     if not (folder / "ca.key").exists():
         print(
             f"{folder} has no client.pem, and no ca.key to make it with: clients show one of "
@@ -109,7 +109,7 @@ def _admit(folder: Path) -> list[str]:
 
 
 def _introduce(folder: Path) -> list[str]:
-    """Make a token per role, or keep that of an earlier run."""
+    """Make a token for each role, or keep that of an earlier run."""
     made, lines = [], []
     for name, (tenant, role) in WHO.items():
         path = folder / f"{name}.token"

@@ -1,12 +1,11 @@
 """Check a container's health: exit 0 if this node serves, 1 with a line on stderr if not.
 
-Asks /health at the metrics' port, and not grpc.health.v1 at the gRPC port: a gateway that strangers
-end is back within a second, and the node serves its other clients meanwhile. Ports and files of TLS
-are found as the node finds them, so a node in a container gets them from the environment
-(KVSTORE_NODE_PORT), not from flags. Like a kubelet's probe it does not verify the node's
-certificate. To a node that asks for client certificates it shows the node's own. A node that
-refuses that one lives and serves others, so it stays healthy: files that were spoiled must not end
-it.
+It asks /health at the metrics port, not grpc.health.v1 at the gRPC port: a gateway process that
+crashed is back within a second, and the node serves other clients meanwhile. Ports and TLS files
+come from the environment (KVSTORE_NODE_PORT), as for a node in a container; flags are not seen.
+Like a kubelet's probe it does not verify the node's certificate. It shows the node's certificate to
+a node that requires client certificates. A node that refuses it is running, so it counts as
+healthy: a damaged certificate file must not end the node.
 """
 
 import http.client
@@ -18,7 +17,7 @@ from kvstore.config import load
 from kvstore.errors import ConfigError
 from node.config import NodeConfig
 
-DEADLINE_S = 3.0  # below the 5 s after which Docker kills the check: then it would say nothing
+DEADLINE_S = 3.0  # below the 5 s after which Docker kills the check without a message
 
 
 def main() -> int:
@@ -54,7 +53,7 @@ def _asked(sock: socket.socket, host: str, config: NodeConfig) -> tuple[int, str
     except (OSError, http.client.HTTPException) as error:
         if not config.tls_client_ca:
             raise
-        # In TLS 1.3 the handshake is over here before the node has seen the certificate.
+        # In TLS 1.3 the handshake ends here before the node has verified the certificate.
         print(
             f"the node hung up; it may refuse the certificate in {config.tls_cert}: {error}",
             file=sys.stderr,

@@ -2,10 +2,10 @@
 
     python docker/lock.py
 
-docker/requirements.txt: what the image gets. docker/build-requirements.txt: what makes the wheel in
-it. Asks pip, for each processor and each Python that the image may have, what it would install
-under constraints.txt. Run it after a change of constraints.txt or of the dependencies in
-pyproject.toml. It takes minutes.
+docker/requirements.txt has the image's packages, docker/build-requirements.txt those that build the
+wheel in it. For each processor and Python version of the image, pip resolves them under
+constraints.txt. Run it after a change of constraints.txt or of the dependencies in pyproject.toml.
+It takes minutes.
 """
 
 import json
@@ -19,18 +19,18 @@ from typing import Any
 import tomllib
 
 ROOT = Path(__file__).parent.parent
-# pip reads the conditions of packages (python_version < "3.11") for the Python that it runs on.
-# They are the same for these, so this runs on any of them.
+# pip evaluates conditions (python_version < "3.11") for the Python that it runs on. They have the
+# same value for all of these versions, so this script runs on any of them.
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PROCESSORS = ("x86_64", "aarch64")
-GLIBCS = (36, 34, 31, 28, 27, 17)  # of Debian 12 and all before
+GLIBCS = (36, 34, 31, 28, 27, 17)  # of Debian 12 and older
 HEAD = """# The packages of {whose} with the hashes of their files, for pip --require-hashes.
 # Python {pythons}; glibc 2.36 and newer; {processors}. Made by docker/lock.py.
 """
 
 
 def wanted() -> dict[str, tuple[str, list[str]]]:
-    """Return what each lock file is for and its packages."""
+    """Return the purpose of each lock file and its packages."""
     said = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, extras = said["project"], said["project"]["optional-dependencies"]
     image = [*project["dependencies"], *extras["node"], *extras["cli"]]

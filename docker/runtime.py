@@ -2,12 +2,10 @@
 
     python3 docker/runtime.py /opt/kvstore /runtime
 
-    interpreter --> its standard library --> the environment --> the libraries that all of these are
-    linked with
-
-No shell, no package manager, no compiler, no pip: whoever gets to run something in a node finds
-Python and the node. Runs in the build stage, which has `ldd`. Two runs make the same: byte code is
-known by its source's hash, and all that is there has the time SOURCE_DATE_EPOCH.
+It copies the interpreter, the standard library, the environment and the shared libraries that these
+are linked with. There is no shell, package manager, compiler or pip in the image. It runs in the
+build stage, which has `ldd`. Two runs write the same bytes: byte code is identified by its source's
+hash, and all files have the time SOURCE_DATE_EPOCH.
 """
 
 import compileall
@@ -20,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
-# Of the standard library: what installs, shows windows, tests or edits, and byte code with times in
-# it.
+# Parts of the standard library to leave out: installers, windows, tests, editors, and byte code
+# with times in it.
 LEFT_OUT = (
     "test",
     "tests",
@@ -34,9 +32,9 @@ LEFT_OUT = (
     "dist-packages",
 )
 LEFT_OUT += ("config-*", "_tkinter*", "__pycache__")
-# Libraries that are opened by name: glibc's, for a thread that ends, and for names of hosts.
+# Libraries that are opened by name: glibc's, for ending threads and for host names.
 BY_NAME = ("libgcc_s.so.1", "libnss_dns.so.2", "libnss_files.so.2", "libresolv.so.2")
-# How names are resolved, where libraries are, who is who, and the authorities that TLS trusts.
+# Files for name resolution, the linker, users, and the authorities that TLS trusts.
 FILES = (
     "/etc/nsswitch.conf",
     "/etc/ld.so.cache",
@@ -54,12 +52,12 @@ def main(environment: Path, target: Path) -> None:
     interpreter = Path(sys.executable).resolve()
     _copy_tree(environment, target, ("__pycache__",))
     _copy_tree(library, target, LEFT_OUT)
-    for folder in (environment, library):  # the root is read-only, so it is now or at every start
+    for folder in (environment, library):  # compiled now: the root file system is read-only later
         compileall.compile_dir(
             target / folder.relative_to("/"),
             quiet=2,
             stripdir=str(target),
-            # and nobody changes sources in it
+            # sources in the image do not change
             invalidation_mode=PycInvalidationMode.UNCHECKED_HASH,
         )
     for path in _interpreters(environment, interpreter):
@@ -119,7 +117,7 @@ def _by_name() -> Iterator[str]:
 
 
 def _copy(path: Path, target: Path) -> None:
-    """Copy a file under its own name, and what links lead to."""
+    """Copy a file under its own name, and the targets of its links."""
     place = target / path.relative_to("/")
     if place.exists() or place.is_symlink():
         return

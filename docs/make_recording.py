@@ -45,7 +45,7 @@ def output_of(command: str, folder: Path, address: str) -> str:
     while True:
         try:
             read += os.read(ours, 65536)
-        except OSError:  # the terminal is closed with its last process
+        except OSError:  # the last process has closed the terminal
             break
     os.close(ours)
     if process.wait():

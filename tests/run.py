@@ -1,10 +1,11 @@
-"""Run tests that need an environment or a program of their own: `make test-NAME`, or `python
-tests/run.py TARGET`.
+"""Run tests that need an environment or a program of their own, as `make test-NAME` does.
 
-Without a target it lists them. A target is a function below: it names what is missing on this
-machine, makes the environment that it needs (`.venv-*`) and runs pytest or a script there. The
-interpreter that runs this file makes the environments; `gpu-test*` run on it. Variables are those
-of make's command line (`make test-crash CYCLES=20`); ARGS goes to pytest or the script.
+    python tests/run.py [TARGET]
+
+Without a target it lists all targets. A target is a function below: it names what this machine
+lacks, makes its environment (`.venv-*`) and runs pytest or a script in it. The interpreter that
+runs this file makes the environments and runs the `gpu-test*` targets. Variables are given on
+make's command line (`make test-crash CYCLES=20`); ARGS goes to pytest or the script.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ ROOT = Path(__file__).resolve().parent.parent
 MAKE = os.environ.get("MAKE", "make")
 PYTHON = ".venv/bin/python"
 CONSTRAINED = ("--constraint", "constraints.txt")
-# Workers wait half of the time, for deadlines and outages: two a processor, eight at most.
+# Workers wait half of the time, for deadlines and outages: two for each processor, eight at most.
 WORKERS = os.environ.get("WORKERS") or str(2 * (os.cpu_count() or 1))
 PARALLEL = [
     *("--numprocesses", WORKERS, "--maxprocesses", "8"),
     *("--dist", "loadfile", "--no-loadscope-reorder"),
 ]
-# A release of each major that our range of protobuf allows, the oldest and the newest among them,
-# and the newest health checking and reflection that load under it.
+# One release of each supported major version of protobuf, among them the oldest and the newest, and
+# the newest health checking and reflection that load with it.
 PROTOBUFS = {"4.21.6": "1.62.3", "5.26.1": "1.65.5", "6.33.6": "1.81.1", "7.36.2": "1.85.1"}
 # The lower bounds of pyproject.toml.
 OLDEST = ("grpcio==1.62.3", "protobuf==4.21.6", "xxhash==3.2.0")
 # The last exporters that fit our pins, and today's.
 OPENTELEMETRIES = ("1.27.0", "1.45.2")
-# The release of which the documents speak, and the one that comes.
+# The release that the documents describe, and the next one.
 LMCACHES = "0.5.6 0.5.7rc2"
-# Their nodes run in the tests' own process, and they write no HTTP/2 by hand.
+# Tests whose nodes run in the tests' own process, without handwritten HTTP/2.
 OVER_TLS = (
     "bulk_abuse bad_requests limits_requests limits_ranges limits_grpc cluster near broken_work "
     "storm hand_over grpc_abuse"
@@ -71,7 +72,7 @@ def target_in_venv(function: Target) -> Target:
 
 
 def run(*command: str, cwd: Path = ROOT, **variables: str) -> None:
-    """Show the command and run it with these variables; end with its status if that is not 0."""
+    """Show and run the command with these variables; exit with its status if that is not 0."""
     print(
         shlex.join([*(f"{name}={value}" for name, value in variables.items()), *command]),
         flush=True,
@@ -153,41 +154,35 @@ def engine(name: str, script: str, *arguments: str) -> str:
 
 @target_in_venv
 def test_hostile() -> None:
-    """all tests under a hostile HOME, pip, git, locale, terminal and umask (UMASK=000 for another
-    one)
-    """
+    """all tests under a hostile HOME, pip, git, locale, terminal and umask (UMASK=000)"""
     umask, chosen = os.environ.get("UMASK") or "077", words("ARGS") or [str(ROOT / "tests")]
     run(PYTHON, "tests/helpers/hostile.py", "--umask", umask, *PARALLEL, *chosen)
 
 
 @target_in_venv
 def test_tls() -> None:
-    """tests of nodes that know nothing of TLS, all of it over TLS (2 minutes)"""
+    """tests of nodes, over TLS although the tests do not mention it (2 minutes)"""
     files = [f"tests/node/test_{name}.py" for name in OVER_TLS.split()]
     pytest(*PARALLEL, "-p", "over_tls", *files, PYTHONPATH="tests/helpers")
 
 
 @target_in_venv
 def test_races() -> None:
-    """300 lives of the RAM tier, users interleaved at random (2 minutes; LIVES=60)"""
+    """300 runs of the RAM tier with clients interleaved at random (2 minutes; LIVES=60)"""
     lives = os.environ.get("LIVES") or "300"
     pytest(*PARALLEL, "--dist", "load", "tests/node/test_interleaved.py", KVSTORE_RACES=lives)
 
 
 @target_in_venv
 def test_crash() -> None:
-    """a node killed 300 times under load, each page checked (6 minutes; CYCLES=20 for less;
-    DIR=path)
-    """
+    """a node killed 300 times under load, all pages checked (6 minutes; CYCLES=20, DIR=path)"""
     cycles = os.environ.get("CYCLES") or "300"
     run(PYTHON, "tests/helpers/crash.py", "--cycles", cycles, *flags("DIR", "--dir"))
 
 
 @target_in_venv
 def test_power() -> None:
-    """power lost at 5,000 moments of what a node does to its disk (3 minutes; RUNS=5 for less;
-    DIR=path)
-    """
+    """power lost at 5,000 points of a node's disk writes (3 minutes; RUNS=5, DIR=path)"""
     runs = os.environ.get("RUNS") or "50"
     run(PYTHON, "tests/helpers/power.py", "--runs", runs, *flags("DIR", "--dir"))
 
@@ -202,9 +197,7 @@ def test_etcd() -> None:
 
 @target_in_venv
 def test_cluster() -> None:
-    """nodes on hosts of their own (network namespaces), killed, cut off, full (8 minutes; root,
-    Linux)
-    """
+    """nodes on hosts of their own (network namespaces), killed, cut off, full (8 minutes; root)"""
     pytest("tests/cluster_faults", KVSTORE_CLUSTER_FAULTS="1")
 
 
@@ -240,17 +233,13 @@ def test_console() -> None:
 
 @target_in_venv
 def test_image() -> None:
-    """the image built twice without cache, all files compared (3 minutes; Docker, or root on
-    Debian)
-    """
+    """the image built twice without cache and compared (3 minutes; Docker, or root on Debian)"""
     run("tests/docker/twice.sh", PYTHON=PYTHON)
 
 
 @target_in_venv
 def fuzz() -> None:
-    """a million inputs, guided by coverage, for each parser of bytes from outside (INPUTS=10000,
-    TARGET=bulk)
-    """
+    """a million guided inputs for each parser of untrusted bytes (INPUTS=10000, TARGET=bulk)"""
     if subprocess.run(
         [PYTHON, "-c", "import atheris"], cwd=ROOT, stderr=subprocess.DEVNULL, check=False
     ).returncode:
@@ -270,21 +259,17 @@ def fuzz() -> None:
 
 @target_in_venv
 def soak() -> None:
-    """a node's private memory while namespaces come and go (2 minutes; ARGS=--disk, --evict,
-    --rounds)
-    """
+    """a node's private memory while namespaces come and go (2 minutes; ARGS=--disk, --evict)"""
     run(PYTHON, "benchmarks/soak.py", *words("ARGS"))
 
 
 @target_in_venv
 def soak_cluster() -> None:
-    """three nodes under load and faults: what must stay flat, as a picture (30 minutes;
-    ARGS='--minutes 5')
-    """
+    """three nodes under load and faults: which metrics stay flat (30 minutes; ARGS)"""
     run(PYTHON, "benchmarks/soak_cluster.py", *words("ARGS"))
 
 
-# ---- other versions of what we depend on -----------------------------------------------------
+# ---- other versions of dependencies ------------------------------------------------------------
 
 
 def service(release: str, path: str) -> None:
@@ -300,7 +285,7 @@ def service(release: str, path: str) -> None:
 
 @target_in_venv
 def test_protobuf() -> None:
-    """the service under a protobuf of each major that our range allows (3 minutes; network)"""
+    """the service with each supported major version of protobuf (3 minutes; network)"""
     for version, companions in PROTOBUFS.items():
         pinned = (
             "--no-deps",
@@ -314,9 +299,7 @@ def test_protobuf() -> None:
 
 @target_in_venv
 def test_grpcio() -> None:
-    """the service under the oldest grpcio and protobuf of a node, and under the newest (2 minutes;
-    network)
-    """
+    """the service with a node's oldest grpcio and protobuf, and the newest (2 minutes; network)"""
     service(
         "the oldest",
         overlay(".venv-grpcio/oldest", "--no-deps", "grpcio==1.82.2", "protobuf==4.21.6"),
@@ -327,15 +310,14 @@ def test_grpcio() -> None:
 
 @target_in_venv
 def test_oldest() -> None:
-    """the client with the oldest grpcio, protobuf and xxhash that it allows (Python 3.12 or older;
-    network)
-    """
+    """the client with the oldest grpcio, protobuf and xxhash (Python 3.12 or older; network)"""
     if sys.version_info >= (3, 13):
         fail(f"needs Python 3.12 or older, for which {OLDEST[0]} has wheels; set PYTHON=...")
     python = environment(".venv-oldest", "--clear", python=PYTHON)
     pip(python, "--only-binary", ":all:", *OLDEST)
     pip(python, "--no-deps", "--editable", ".")
-    # All else comes from `.venv`. Python reads no .pth file of a folder that a .pth file names.
+    # Other packages come from `.venv`. Python reads no .pth file of a folder that a .pth file
+    # names.
     (site,) = (ROOT / ".venv").glob("lib/python*/site-packages")
     (own,) = (ROOT / ".venv-oldest").glob("lib/python*/site-packages")
     (own / "dependencies.pth").write_text(f"{site}\n")
@@ -361,9 +343,7 @@ def test_transformers() -> None:
 
 @target
 def test_otlp() -> None:
-    """OpenTelemetry's exporters, over HTTP and gRPC, to a collector that takes, refuses or hangs
-    (network)
-    """
+    """OpenTelemetry's exporters to a working, refusing or hanging collector (network)"""
     packages = ("sdk", "exporter-otlp-proto-http", "exporter-otlp-proto-grpc")
     for version in OPENTELEMETRIES:
         python = environment(f".venv-otlp/{version}")
@@ -373,7 +353,7 @@ def test_otlp() -> None:
         pytest("tests/tracing", python=python)
 
 
-# ---- what is built ---------------------------------------------------------------------------
+# ---- built artefacts ---------------------------------------------------------------------------
 
 
 @target_in_venv
@@ -394,9 +374,7 @@ def test_dist() -> None:
 
 @target
 def audit() -> None:
-    """what the image installs: licences, dist/sbom.json, known vulnerabilities (network; status 3:
-    not asked)
-    """
+    """the image's licences, dist/sbom.json, known vulnerabilities (network; status 3: unknown)"""
     run(MAKE, "--no-print-directory", "dist")
     image, tools = (
         environment(".venv-image", "--clear", "--without-pip"),
@@ -421,15 +399,13 @@ def audit() -> None:
     for path in (ROOT / ".venv-image").glob(
         "lib/python*/site-packages/kvstore_llm-*.dist-info/direct_url.json"
     ):
-        path.unlink()  # the SBOM would tell where the wheel was built
+        path.unlink()  # the SBOM would contain the build's path
     run(tools, "docker/audit.py", image, "dist/sbom.json", "constraints.txt")
 
 
 @target_in_venv
 def test_kubernetes() -> None:
-    """deploy/kubernetes rendered and held against the API's schemas (kubectl; network the first
-    time)
-    """
+    """deploy/kubernetes rendered and checked against the API's schemas (kubectl; network)"""
     ready = ROOT / ".venv-kubernetes" / ".ready"
     if is_older(ready, ROOT / "constraints.txt"):
         pip(environment(".venv-kubernetes"), *CONSTRAINED, "kubernetes-validate")
@@ -449,9 +425,7 @@ def engine_tests(python: str, *files: str) -> None:
 
 @target
 def test_vllm() -> None:
-    """vLLM's whole engine on the CPU, and the official wheel's scheduler (Python 3.11, 5 GB;
-    SEEDS=200)
-    """
+    """vLLM's engine on the CPU, the official wheel's scheduler (Python 3.11, 5 GB; SEEDS)"""
     python = engine("vllm", "tests/engines/vllm/install.sh")
     test_vllm_scheduler()
     engine_tests(python, "tests/engines/vllm")
@@ -476,17 +450,13 @@ def test_sglang() -> None:
 
 @target
 def test_lightllm() -> None:
-    """LightLLM's CPU cache and disk worker (Python 3.11, 2.7 GB; git, or LIGHTLLM_SRC=checkout;
-    SEEDS=1000)
-    """
+    """LightLLM's CPU cache and disk worker (Python 3.11, 2.7 GB; LIGHTLLM_SRC; SEEDS=1000)"""
     engine_tests(engine("lightllm", "tests/engines/lightllm/install.sh"), "tests/engines/lightllm")
 
 
 @target
 def test_lmcache() -> None:
-    """LMCache's contract suite, bench and server (LMCACHE_VERSIONS=0.5.6 for one; 1.6 GB each, 5
-    GiB of memory)
-    """
+    """LMCache's contract suite, bench and server (LMCACHE_VERSIONS=0.5.6 for one; 1.6 GB each)"""
     for version in words("LMCACHE_VERSIONS", LMCACHES):
         lmcache(version)
 
@@ -548,7 +518,7 @@ def gpu_engine(name: str, version: str) -> None:
     need_gpu(
         f"cupy, torch, {name}, rocksdict, pytest, xdist", f"and in {sys.executable}: {packages}"
     )
-    # A node for each file
+    # tests with one node for each file
     parallel = (
         "-p",
         "no:benchmark",
@@ -562,15 +532,13 @@ def gpu_engine(name: str, version: str) -> None:
 
 @target
 def gpu_test_vllm() -> None:
-    """real vLLM 0.33: hits, caches, outages, its server, both routes (6 minutes; two ranks need two
-    GPUs)
-    """
+    """real vLLM 0.33: hits, caches, outages, server (6 minutes; two ranks need two GPUs)"""
     gpu_engine("vllm", "0.33.0")
 
 
 @target
 def gpu_test_sglang() -> None:
-    """real SGLang 0.5.23: HiCache and the linker, layouts, outages, ends (2 minutes)"""
+    """real SGLang 0.5.23: HiCache and the linker, layouts, outages (2 minutes)"""
     gpu_engine("sglang", "0.5.23")
 
 
@@ -586,7 +554,8 @@ def main(arguments: list[str]) -> None:
         print(listing())
         return
     (name,) = arguments
-    signal.signal(signal.SIGINT, lambda *_: None)  # the command gets it as well, and ends first
+    # the command gets the signal as well, and ends first
+    signal.signal(signal.SIGINT, lambda *_: None)
     if name.startswith("test-lmcache-"):
         lmcache(name[len("test-lmcache-") :])
     elif name in TARGETS:
