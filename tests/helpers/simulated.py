@@ -106,10 +106,11 @@ class SimNode:
         reservation = self.tier.reserve(SPACE.digest, keys, PAGE_NBYTES)
         session = next(self.cluster.numbers)
         self.sessions[session] = reservation
-        self.world.at(STALL_S, partial(self._abort, session))
+        self.world.at(STALL_S, partial(self.abort, session))
         return session, list(reservation.verdicts)
 
-    def _abort(self, session: int) -> None:
+    def abort(self, session: int) -> None:
+        """End a session without a commit, unless it is over."""
         if reservation := self.sessions.pop(session, None):
             self.tier.abort(reservation)
 
@@ -206,6 +207,8 @@ class SimNode:
             # As `node.cluster.replicator` has it
             if any(p.page.state is not PageState.VISIBLE for p in batch.queued_pages):
                 taken = []
+                # The connection is closed without a commit, which ends the session there
+                self._ask(batch.target, lambda node: node.abort(session), limit)
             else:
                 self._ask(
                     batch.target,
