@@ -3,15 +3,14 @@
     save     lookup, reserve, gather into the node's memory, checksum, commit
     load     acquire, verify, scatter, release
 
-Batches of 32 pages of new keys; two in flight as the agent's two workers allow ("sustained"), and
-one alone ("one batch"). limit: one big copy between page-locked memory and the GPU in the same run,
+Batches have 32 pages of new keys. "sustained": two in flight, as the agent's two workers allow;
+"one batch": one alone. limit: one big copy between page-locked memory and the GPU in the same run,
 by CUDA events. Every loaded byte is compared. Aim: sustained at least 0.95 of the limit.
 
     python benchmarks/agent.py                 on a machine with an NVIDIA GPU and CuPy (a minute)
-    python benchmarks/agent.py --in-flight 4   as engines do, which wait for none: a worker's next
-                                               batch is there
+    python benchmarks/agent.py --in-flight 4   as engines do, which do not wait between batches
     python benchmarks/agent.py --in-flight 3 --workers 3
-    python benchmarks/agent.py --cpu           a CPU pool, small: proves the script
+    python benchmarks/agent.py --cpu           a small CPU pool, to test the script
 """
 
 import argparse

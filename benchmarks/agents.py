@@ -1,12 +1,11 @@
 """Measure as many agents as GPUs, each in its own process, with one node on their host.
 
-Batches of 32 llama pages of new keys, two in flight at each agent; all agents save, then all load,
-at the same time. Bare: one big copy between page-locked memory and each GPU, at the same time.
-GB/s: the sum over the GPUs of what each reached. Every loaded byte is compared before.
+Batches have 32 llama pages of new keys, two in flight at each agent. All agents save, then all
+load, at the same time. Bare: one big copy between page-locked memory and each GPU, at the same
+time. GB/s: the sum over the GPUs. Every loaded byte is compared before.
 
-    python benchmarks/agents.py                on a machine with several NVIDIA GPUs and CuPy (a
-                                               minute)
-    python benchmarks/agents.py --cpu          two CPU pools, small: proves the script
+    python benchmarks/agents.py          on a machine with several NVIDIA GPUs and CuPy (a minute)
+    python benchmarks/agents.py --cpu    two small CPU pools, to test the script
 """
 
 import argparse
@@ -26,7 +25,7 @@ from kvstore import Client, Namespace, client_config
 from kvstore.tools.node_process import NodeProcess
 
 BATCHES, REPEATS = 12, 5
-STARTED_S = 120.0  # that the slowest may take to be ready
+STARTED_S = 120.0  # for the slowest agent to be ready
 
 
 def beside(number: int, device: str, address: str, together: Any, found: Any) -> None:

@@ -1,4 +1,4 @@
-"""Define the batches that transport benchmarks put and get, and our side of them."""
+"""Define the batches that transport benchmarks put and get, and this project's contender."""
 
 import itertools
 import os
@@ -11,16 +11,16 @@ from kvstore import Client, Namespace, PutOutcome
 from kvstore.checksum import LEAF_SUM_NBYTES, cuts
 from kvstore.layout import opaque_layout
 
-# Pages, slots and buffers are each as much as this: more than a core has of the caches of the
-# machines that we know, so that nobody's bytes are still there from the time before.
+# Bytes of the pages, of the slots and of the buffers: more than the caches of one core of current
+# machines, so that no cache has them from the previous turn.
 MOVED_NBYTES = 128 << 20
-TURN = 5  # batches a contender moves before it is another's turn
+TURN = 5  # batches that a contender moves in its turn
 
 
 class Batch:
-    """The pages every contender stores, and the buffers they come back into.
+    """The pages that every contender stores, and the buffers that they are read into.
 
-    `number`: among its Batches.
+    `number`: index among its Batches.
     """
 
     def __init__(self, namespace: Namespace, page_nbytes: int, count: int, number: int = 0) -> None:
@@ -38,10 +38,10 @@ class Batch:
 
 
 class Batches:
-    """As many of `count` pages as make `moved_nbytes`.
+    """Batches of `count` pages, `moved_nbytes` in all.
 
-    Contenders take them in turn, each from the first on, and put each in a place of its own: all
-    move through the same amount of memory, and no cache holds it.
+    Contenders use them in turn, each from the first on, and store each in another place: all
+    contenders move through the same amount of memory, and no cache holds it.
     """
 
     def __init__(self, page_nbytes: int, count: int, moved_nbytes: int = MOVED_NBYTES) -> None:
@@ -71,11 +71,11 @@ Contender = Callable[[Batch], Samples]
 def turn(contender: Contender, cycle: Iterator[Batch], into_buffers: bool = True) -> Samples:
     """Run a contender a few times after a warm-up; check the bytes that come back.
 
-    `into_buffers`: there the bytes come back.
+    `into_buffers`: whether they come back in the batch's buffers.
     """
     batch = next(cycle)
     for buffer in batch.buffers:
-        buffer[:] = bytes(len(buffer))  # what an earlier turn left could pass for this one's
+        buffer[:] = bytes(len(buffer))  # bytes of an earlier turn could pass as this one's
     contender(batch)
     assert not into_buffers or batch.buffers == batch.pages, (
         "the bytes that came back are not those that were sent"
@@ -85,7 +85,7 @@ def turn(contender: Contender, cycle: Iterator[Batch], into_buffers: bool = True
 
 
 class NoChecksum:
-    """Takes the place of `kvstore.checksum.Leaves` and costs next to nothing."""
+    """Replace `kvstore.checksum.Leaves` at almost no cost."""
 
     def __init__(self, page_nbytes: int) -> None:
         self._count = len(cuts(page_nbytes))
@@ -112,8 +112,8 @@ def get(client: Client, batch: Batch) -> None:
 def ours(client: Client, batch: Batch) -> Samples:
     """Time one put and one get.
 
-    The pages of the time before are removed first, so that each put really writes; they stay until
-    then, so that the next batch gets slots of its own.
+    The pages of the previous turn are removed first, so that each put writes. They stay until then,
+    so that the next batch gets other slots.
     """
     client.remove(batch.namespace, batch.hashes)
     return {"put": [timed(lambda: put(client, batch))], "get": [timed(lambda: get(client, batch))]}

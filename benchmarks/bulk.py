@@ -2,16 +2,16 @@
 
     limit      two Python processes, `sendall` and `recv_into` page by page between warm buffers,
                one byte of acknowledgement a batch, TCP_NODELAY: no node, no keys, no checksum
-    bulk       ours as it is: put reserves, sends and commits, get looks up, holds and sends; the
-               page's checksum is made by the writer and verified by the reader
-    others     ours without the checksum, ours over gRPC, Redis with pipelined SET and MGET
+    bulk       this store: put reserves, sends and commits, get looks up, holds and sends; the
+               writer makes the page's checksum, the reader verifies it
+    others     this store without the checksum and over gRPC; Redis with pipelined SET and MGET
 
-All of them send from the same pages, keep them in as many places at the other side and, but for
-Redis, whose client can only return new objects, receive into the same buffers: 128 MiB each, batch
-after batch, which no cache holds. They take turns; a turn is five puts and gets, of which the first
-does not count: the scheduler needs it to move two processes that begin to talk onto two cores. The
-bytes that came back are compared in that first call. GB/s: 10^9 page bytes in the median of all
-calls. Aim: put and get each at least 0.85 of the limit for pages of 1 MiB and above.
+All contenders send the same pages and store them in equally many places. All but Redis, whose
+client returns new objects, receive into the same buffers. Each of these is 128 MiB, which no cache
+holds. They take turns of five puts and gets, of which the first does not count: in it the scheduler
+moves two processes that begin to talk to two cores, and the bytes are compared. GB/s: 10^9 page
+bytes in the median of all calls. Aim: put and get each at least 0.85 of the limit for pages of 1
+MiB and above.
 
     python benchmarks/bulk.py [--rounds 15] [--json]
 """
@@ -84,7 +84,7 @@ def limit(batches: Batches, flags: int = 0) -> Iterator[Contender]:
             target=serve_limit, args=args, daemon=True
         )
         process.start()
-        listener.settimeout(30.0)  # a child that died must not leave us waiting
+        listener.settimeout(30.0)  # so that a dead child does not block this process
         sock = listener.accept()[0]
     with sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -108,11 +108,11 @@ def limit(batches: Batches, flags: int = 0) -> Iterator[Contender]:
     process.join()
 
 
-# ---- ours and the rival ------------------------------------------------------------------
+# ---- the contenders ----------------------------------------------------------------------------
 
 
 def without_checksum(client: Client, batch: Batch) -> Samples:
-    """Run our side without checksums."""
+    """Run this store without checksums."""
     with mock.patch("kvstore.transports.bulk.Leaves", NoChecksum):
         return ours(client, batch)
 

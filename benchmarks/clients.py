@@ -1,8 +1,7 @@
 """Measure several client processes over bulk TCP, beside as many pairs of bare sockets.
 
-    bare       each process sends its pages to a process of its own and gets them back: `sendall`
-               and `recv_into`, no
-               node, no keys, no checksum
+    bare       each process sends its pages to another process and gets them back: `sendall` and
+               `recv_into`, no node, no keys, no checksum
     bulk       each puts its pages into the one node and gets them back, as in bulk.py
 
 They take turns, all processes in step; a turn is some puts and gets of 16 pages, of which the first
@@ -26,7 +25,7 @@ from kvstore import Client, client_config
 from kvstore.tools.node_process import NodeProcess
 
 AIMS = {256: 0.7, 1024: 0.9, 4096: 0.9}
-MOVED_NBYTES = 64 << 20  # of each process: all of them are more than the machine's caches hold
+MOVED_NBYTES = 64 << 20  # of each process: all of them exceed the machine's caches
 WAIT_S = 120.0
 
 
@@ -40,7 +39,7 @@ def work(address: str, page_nbytes: int, order: Any, barrier: Any, said: Any) ->
         contenders = {"bare": bare, "bulk": lambda batch: ours(client, batch)}
         while (name := order.get()) is not None:
             cycle, contender, spans = batches.cycle(), contenders[name], []
-            # Both are done each time; the way that is not timed is beside the point
+            # Both directions run each time; only one of them is timed
             for way in (
                 "put",
                 "get",

@@ -1,24 +1,23 @@
 """Measure what a lost member costs: a trace against three nodes, with and without faults.
 
-    killed           n1, when a fifth of the requests is done, for good
-    stopped 5 s      n1, by SIGSTOP, then it goes on
-    cut off 5 s      n1 hears and says nothing, to clients and members, as by a switch that failed
-    deaf 5 s         it hears nothing, and what it says arrives
+    killed           n1 is killed for good after a fifth of the requests
+    stopped 5 s      n1 is stopped (SIGSTOP) and continues
+    cut off 5 s      n1 neither receives nor sends, as behind a failed switch
+    deaf 5 s         n1 does not receive, but what it sends arrives
     all in turn      n1 killed and started again after 5 s, empty; n2 stopped; n3 cut off; 10 s
-                     between them, to heal
+                     between them, to recover
     ... on etcd      the same, but n1 is killed for good
 
 Every loaded byte is verified. `found of undisturbed`: pages that were stored when a request asked
 for them, from the fault on, as a share of what the undisturbed replay found from there on; `share`:
 of the keys, that n1 owns alone. Aims: no errors, no wrong page, no call later than its deadline +
-0.1 s, and what a sleep beside it was late at most; with R=2 a hit rate within 0.01 of the
-undisturbed.
+0.1 s and the measured lateness of a sleep; with R=2 a hit rate within 0.01 of the undisturbed.
 
-    python benchmarks/cluster_faults.py [TRACE] [--requests N] [--replicas 1,2] [--faults FAULT,...]
-    [--json]
+    python benchmarks/cluster_faults.py [TRACE] [--requests N] [--replicas 1,2] [--faults F,...]
+        [--json]
 
-A node can be cut off where each is on a host of its own, a network namespace, which needs root;
-else those rows are left out. So is that on etcd where there is none. A replay that ends before its
+A node can be cut off only if each is on a host of its own, a network namespace, which needs root;
+else those rows are left out, and so is the one on etcd without etcd. A replay that ends before its
 faults do has too few requests.
 """
 
@@ -42,8 +41,8 @@ from kvstore.tools.trace import TraceRequest, conversations, read_trace, trace_p
 NODES = 3
 PAGE_NBYTES = 4096
 FAULT_S = 5.0
-HEAL_S = 10.0  # until the next one: more than a lease and a sweep
-AT = 0.2  # of the requests are done when it begins
+HEAL_S = 10.0  # until the next fault: more than a lease and a sweep
+AT = 0.2  # share of the requests before the fault
 TIMEOUT_S = 1.0
 READY_S = 10.0
 ON_ETCD = "all in turn, on etcd"
@@ -122,7 +121,7 @@ def trial(
         fleet = stack.enter_context(Fleet(places, *NODE_FLAGS, replicas=replicas, etcd=registry))
         client = stack.enter_context(fleet.client(timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S))
         namespace = replay_namespace(PAGE_NBYTES)
-        client.open(namespace, timeout_s=READY_S)  # a node that is new answers its first call late
+        client.open(namespace, timeout_s=READY_S)  # the first call of a new node takes long
         owned = share(fleet, namespace, requests)
         events = [Event(AT, "begins", script(fleet)), Event(AT, "over", lambda: None)]
         found = Trial(client, namespace, events, tick)

@@ -1,15 +1,15 @@
 """Compute what a change of a large cluster moves, and how long that takes on given links.
 
-Computed, not run: the real views and placement, for a sample of pages; nothing is sent.
+Computed with the real views and placement for a sample of pages; nothing is sent.
 
-    join      one more member       it fetches its share from those who had it
-    leave     one is lost           what it had is copied from the other owners, or lost with one
+    join      one more member       it fetches its share from the owners before
+    leave     one is lost           its pages are copied from the other owners, or lost with one
                                     replica
-    drain     one is to go          its pages go to who owns them without it
+    drain     one leaves            its pages go to their owners in the view without it
     zone      all of a zone lost    as leave
 
-A page goes to each new owner that did not have it, from any member that has it and is there. Time
-is that of the busiest link: of the one member who takes or gives all, else of the mean of those who
+A page goes to each new owner that did not have it, from any reachable member that has it. Time is
+that of the busiest link: of the one member that takes or gives all, else of the mean of those that
 do, as the placement is even.
 
     python benchmarks/cluster_moves.py      six minutes
@@ -29,7 +29,7 @@ from kvstore.cluster.view import Member, Placement, State, View
 
 NAMESPACE = bytes(16)
 LINKS_GBIT = (25, 100)
-AT_ONCE = 256  # pages placed between two looks at the progress
+AT_ONCE = 256  # pages placed between two updates of the progress bar
 
 
 def cluster(members: int, zones: int, replicas: int) -> View:
@@ -98,7 +98,7 @@ def _busiest(counts: "collections.Counter[str]") -> float:
     if not counts:
         return 0.0
     most, total = max(counts.values()), sum(counts.values())
-    # Among many, the sample's most says nothing
+    # Among many members, the sample's maximum is mostly noise
     return most if most > total / 2 else total / len(counts)
 
 

@@ -3,10 +3,10 @@
 1. Put and get of 16 pages a call, the contenders in turns; the bytes that come back are compared.
 2. 96 pages of 1 MiB are put, then one server is killed. For 20 s batches of them are got and new
    ones are put. `back at first` and `at last`: of 96 pages, in the first round and the last; `puts
-   well after`: seconds until all of a batch of new pages were taken, and from then on.
+   well after`: seconds until all later batches of new pages were stored.
 
-Each deadline is 1 s where the store lets it be said. Our checksums are on; neither rival has any. A
-pipeline of redis-py's that raises is done again key by key.
+Each deadline is 1 s where the store has one. Our checksums are on; neither rival has any. If a
+pipeline of redis-py raises, its commands are sent one by one.
 
     python -m venv .venv-rivals
     .venv-rivals/bin/pip install -e '.[node]' mooncake-transfer-engine-non-cuda 'redis[hiredis]'
@@ -109,7 +109,7 @@ def speeds(
 
 
 class Watch:
-    """What calls return and raise, and how long they take."""
+    """Results, errors and times of calls."""
 
     def __init__(self) -> None:
         self.raised = 0

@@ -1,8 +1,7 @@
 """Measure lookups of 256 keys and gets of 64 pages on a cluster, beside one node.
 
-    1        a node that is alone
-    2, 4, 8  members of a cluster, each key with one owner, so that a call is divided among all of
-             them
+    1        a single node
+    2, 4, 8  members of a cluster with one owner for each key, so that a call is divided among all
 
 All are up at once and take turns; clients are processes, all in step; a turn's first call does not
 count. Every page that comes back is compared once, before the rounds. Speeds are sums over the

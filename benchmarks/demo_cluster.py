@@ -1,15 +1,15 @@
-"""Run `make demo-cluster`: three nodes as one store, while nodes come and go.
+"""Run `make demo-cluster`: kill, stop and add nodes of a cluster while a trace is replayed.
 
-    this process   starts etcd and three nodes, then replays a trace against them: each request
-                   looks its pages
-                   up, loads the leading run, verifies every byte and stores the rest. Meanwhile
-                   n1 is killed, and started again later
-                   n2 is stopped for 5 s (SIGSTOP) and goes on
-                   n4 joins (with etcd only)
+It starts etcd and three nodes, then replays a trace: each request looks up its pages, loads the
+leading hits, verifies every byte and stores the other pages. Meanwhile
+
+    n1 is killed, and started again later
+    n2 is stopped for 5 s (SIGSTOP) and continues
+    n4 joins (with etcd only)
 
 Without etcd, or with --static, the members are a fixed list. Exit status 0 only if no call raised,
-none came back later than its deadline + 0.1 s (and what this machine makes a sleep late), and no
-byte was wrong.
+none returned later than its deadline + 0.1 s and the measured lateness of a sleep, and no byte was
+wrong.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def good(trial: Trial, report: ReplayReport) -> bool:
 
 
 def etcd_here(args: argparse.Namespace) -> EtcdProcess | None:
-    """Start etcd; return None, and say why, if there is to be none."""
+    """Start etcd; return None and print the reason without it."""
     if not args.static and shutil.which(args.etcd):
         return EtcdProcess(program=args.etcd)
     why = (

@@ -27,10 +27,11 @@ from kvstore import Client, KVStoreError, client_config, prefix_hashes
 
 QUESTION = "\n\nQuestion: May I redistribute a modified version of this work?\nAnswer:"
 GENERATED_TOKENS = 16
-# The demo's node takes 1 GiB; a model whose document needs more than this of it gets fewer tokens.
+# The demo's node has 1 GiB; a model with a larger document gets fewer tokens.
 DOCUMENT_NBYTES_MAX = 768 << 20
-# Random weights with a fixed seed; token ids are the bytes of the text. Every size has its prefill
-# take long enough to be worth a load: seconds on two CPU cores, a third of a second on a large GPU.
+# Random weights with a fixed seed; token ids are the bytes of the text. The prefill of every size
+# takes long enough to be worth a load: seconds on two CPU cores, a third of a second on a large
+# GPU.
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 128,
@@ -57,7 +58,7 @@ Result = TypeVar("Result")
 
 
 class Subject:
-    """The model, its tokens and the adapter, which both processes make alike."""
+    """The model, its tokens and the adapter, made alike by both processes."""
 
     def __init__(self, args: argparse.Namespace, client: Client) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

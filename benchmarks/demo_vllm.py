@@ -28,7 +28,7 @@ from kvstore.tools.node_process import NodeProcess
 try:
     from rich.console import Console
     from rich.table import Table
-except ImportError:  # without it there are plain lines
+except ImportError:  # without it the output is plain lines
     Console = Table = None  # type: ignore[assignment, misc]
 
 BLOCK_TOKENS = 32
@@ -51,7 +51,7 @@ def step(text: str) -> Iterator[None]:
 
 def ask(model: Path, address: str, prompt: list[int], wait_pages: int) -> dict[str, Any]:
     """Start a server, ask one question, wait for `wait_pages` stored pages, and stop it."""
-    # A second server that begins beside other work may wait longer than a user's would.
+    # A second server that starts on a busy machine may wait longer than a user's.
     config = store_config(address, lookup_timeout_s=10.0)
     with Server(model, config, max_model_len=len(prompt) + GENERATED_TOKENS) as server:
         server.wait_up()

@@ -1,9 +1,8 @@
 """Measure the disk tier, beside direct file I/O and beside RocksDB with the pages inside.
 
     limit     as many threads doing `pwrite` and `pread` of the same sizes, from and to the same
-              arena,
-              on preallocated files in the same directory, `O_DIRECT` where it works: no rows, no
-              eviction, no checksum
+              arena, on preallocated files in the same directory, `O_DIRECT` where it works: no
+              rows, no eviction, no checksum
     tier      the node's disk tier and its I/O process: `store` in batches as its writer thread
               makes them (slot, bytes, row), `begin` and `read` with verification of every page
     RocksDB   BlobDB and SST files, see disk_rivals.py
@@ -13,8 +12,8 @@ new page displaces the oldest, and reading in random order. Each write ends with
 medium: `fdatasync` of the limit's files, `sync` of the tier, `flush` of RocksDB. The contenders
 take turns of 256 MiB, and RocksDB ends its compactions in its own turn, untimed. GB/s: 10^9 page
 bytes in the median turn. Written / page bytes: bytes that the kernel counts as sent to storage by
-the writing process in a contender's turns, over the page bytes of those turns; the file system's
-journal is not in it. Aim: sustained write and read at least 0.85 of the limit; at most 1.05 bytes
+the writing process in a contender's turns, over the page bytes of those turns, without the file
+system's journal. Aim: sustained write and read at least 0.85 of the limit; at most 1.05 bytes
 written per page byte.
 
     python benchmarks/disk.py [--dir DIR] [--page-kib 1024 4096] [--gib 2] [--json]
@@ -58,9 +57,11 @@ SUSTAINED, FIRST = "sustained write", "first write"
 
 
 class Store(Protocol):
-    """`write` returns when the pages are on the medium; `read` when the page is in the slot.
+    """A contender.
 
-    `pid`: of the process that writes.
+    `write` returns when the pages are on the medium; `read` when the page is in the slot.
+
+    `pid`: the process that writes.
     """
 
     pid: int
@@ -101,7 +102,7 @@ class Pages:
 
 
 class BareFiles:
-    """The limit: pages in files of the tier's extent size, with nothing to remember but where."""
+    """The limit: pages in files of the tier's extent size, without any index on disk."""
 
     def __init__(self, directory: Path, arena: Arena, capacity: int, page_nbytes: int) -> None:
         directory.mkdir()
@@ -150,7 +151,7 @@ class BareFiles:
 
 
 class Tier:
-    """The node's own."""
+    """The node's disk tier."""
 
     def __init__(
         self, directory: Path, arena: Arena, capacity: int, page_nbytes: int, vault: Vault = PLAIN

@@ -1,25 +1,19 @@
 """Measure gets from RAM while the disk tier writes at full rate, beside an idle node.
 
-    idle             nobody else talks to the node with the disk
-    bare writes      another process writes as many bytes to the same file system with `O_DIRECT`, 1
-                     MiB
-                     a call, and does nothing else: what the disk's traffic costs a get on this
-                     machine, whoever causes it
-    disk writes      another process has put pages, the disk is full, so that they wait in RAM until
-                     they
-                     are due; now it flushes the node: all of them are written, as fast as the disk
-                     can, each in the place of an older one, and there are no puts
+    idle             no other client uses the node with the disk
+    bare writes      another process writes as many bytes to the same file system with `O_DIRECT`,
+                     1 MiB a call: what the disk's traffic costs a get on this machine
+    disk writes      another process has put pages to the full disk, which wait in RAM until they
+                     are due; now it flushes the node, which writes them as fast as the disk can,
+                     each in the place of an older one, without puts
     puts and disk    that process keeps putting new pages, and the disk writes as many
-    same puts, RAM   the same puts at the same rate to a node without a disk: what the load of
-                     serving
-                     them costs by itself, on as many cores as this machine has
+    same puts, RAM   the same puts at the same rate to a node without a disk: what serving them
+                     costs on this machine's cores
 
-A get asks for one page over the bulk wire; the pages are pinned in RAM, and the run fails if a
-single one comes from the disk. Puts are batches of 1 MiB pages on a schedule; a batch that is late
-by more than 50 ms is not made up for. The conditions take turns. Aim: p99 while the disk writes at
-most 2 times that of the idle node.
-
-Where bare writes cost more than that, the ratio to them tells what is the node's own.
+A get asks for one page over the bulk wire; the pages are pinned in RAM, and the run fails if one
+comes from the disk. Puts are batches of 1 MiB pages on a schedule; a batch that is late by more
+than 50 ms is skipped. The conditions take turns. Aim: p99 while the disk writes at most 2 times
+that of the idle node. Where bare writes cost more than that, compare with them.
 
     python benchmarks/disk_latency.py [--dir DIR] [--rounds 10] [--put-gb-s 0.5] [--json]
 """
@@ -56,8 +50,8 @@ LATE_S = 0.05
 PIN_S = 3600.0
 AIM = 2.0
 NODE_FLAGS = ("--extent-bytes", "64MiB", "--log-level", "WARNING")
-# A page is due on a full disk when RAM has turned over by half: by so much a flush finds nearly
-# all of what was put still waiting, and steady puts make as many pages due as they bring.
+# On a full disk a page is due when half of the RAM has been replaced. With this much, a flush finds
+# nearly all pages still waiting, and steady puts make as many pages due as they add.
 FLUSHED_NBYTES = 15 << 26
 PRIMED_NBYTES = 18 << 26
 WITH_DISK = ("--ram-bytes", "2GiB", "--disk-queue-bytes", "2GiB", "--scrub-bytes-per-s", "0")
@@ -73,7 +67,7 @@ IDLE, BARE, WRITING, BOTH, RAM_ONLY = (
 
 
 class Load(NamedTuple):
-    """What the loading process did in a turn, per second."""
+    """Rates of the loading process in a turn."""
 
     put_nbytes: float
     written_nbytes: float
@@ -223,7 +217,7 @@ def quiet(probe: Probe) -> Samples:
 
 
 def flushing(probe: Probe, pipe: Connection, loads: list[Load]) -> Samples:
-    """Run gets while the disk tier writes and nobody puts."""
+    """Run gets while the disk tier writes, without puts."""
     pipe.send(Order(probe.address, FLUSHED_NBYTES))
     assert pipe.recv() == "ready"
     samples = probe.turn(pipe.poll)

@@ -5,8 +5,8 @@
     range         `get_ranges` of 1 MiB that is one leaf of the page
     page          `get` of the page
 
-One caller, one page a call. The pages of a size are three times what the RAM holds, and before each
-call one is chosen that is not there, untimed. The contenders take turns.
+One caller, one page a call. The pages of a size are three times the RAM. Before each call one is
+chosen that is not in RAM, untimed. The contenders take turns.
 
     python benchmarks/disk_ranges.py [--dir DIR] [--page-mib 16 64] [--rounds 10] [--json]
 """

@@ -1,12 +1,11 @@
 """Replay a trace on a node with little RAM and a disk tier, and measure its hit rate.
 
 Each request counts the leading pages that are stored, loads and verifies them, then stores all its
-pages (`kvstore.tools.replay`). Beside it the same trace with RAM only, and what a cache that
-forgets nothing would reach. Aim: 0.355 with 5,000 pages of RAM and 50,000 on disk, and no page that
-differs.
+pages (`kvstore.tools.replay`). Beside it: the same trace with RAM only, and with a cache without
+limits. Aim: 0.355 with 5,000 pages of RAM and 50,000 on disk, and no page that differs.
 
     python benchmarks/disk_replay.py traces/conversation_trace.jsonl [--dir DIR] [--limit N]
-    [--json]
+        [--json]
 """
 
 import contextlib
@@ -107,7 +106,7 @@ def main(argv: list[str]) -> None:
         report.rows.append(live(requests, f"RAM {RAM_PAGES:,} + disk {DISK_PAGES:,}", flags, tick))
         report.rows.append(live(requests, f"RAM {RAM_PAGES:,}", (), tick))
         report.rows.append(unbounded(requests))
-        if args.limit:  # the aim is of the whole trace
+        if args.limit:  # the aim holds for the whole trace
             report.rows[0][f"aim {AIM}"] = None
         report.notes.append(
             f"data directory on {file_system(directory)}; requests one after the other"

@@ -1,7 +1,7 @@
 """Store pages in RocksDB, as BlobDB and plain SST files, beside the disk tier.
 
-No WAL, no compression, direct I/O for flush, compaction and reads. rocksdict takes and gives
-`bytes` only, so each page is copied once on its way from and to the arena, which is in the time.
+No WAL, no compression, direct I/O for flush, compaction and reads. rocksdict accepts and returns
+`bytes` only, so each page is copied once between it and the arena, which the time includes.
 """
 
 import contextlib

@@ -1,26 +1,24 @@
-"""Flood a node's gRPC port and measure what its other clients feel.
+"""Flood a node's gRPC port and measure how its other clients are served.
 
-For each way to ask who calls, each attack and each number of addresses, a new node, and clients
-that look up 16 keys and get a page of 1 MiB over the bulk wire, shared memory and gRPC, each in a
-process of its own. They are measured
+For each way of authentication, each attack and each number of addresses, a new node is started, and
+clients look up 16 keys and get a page of 1 MiB over the bulk wire, shared memory and gRPC, each in
+a process of its own. They are measured
 
     quiet      alone
-    control    beside the same attackers that flood another process of this machine, which takes all
-               they send
-    attack     beside the attackers at the node's gRPC port
+    control    while the same attackers flood another process of this machine, which reads all
+    attack     while the attackers flood the node's gRPC port
 
-The node must stay inside the memory that docs/operations.md documents. If this machine lets us make
-a control group, the kernel ends what has more; else that is watched, and the attack ends when all
-together have more.
+The node must stay inside the memory that docs/operations.md documents. Where a control group can be
+made, the kernel enforces that; else the memory is watched, and the attack ends when it is exceeded.
 
 Aims: the node's private memory grows by at most 16 MiB. Over bulk and shared memory no call fails,
 and the p99 is at most 2 times the higher one of quiet and control. Over gRPC a client is served
 again within 2 s of the attack's end, and with client certificates (mtls) no call fails during it.
 The node is not restarted.
 
-    python benchmarks/floods.py [--modes open,token,mtls] [--attacks continuation-12,...] [--sources
-    one,many]
-        [--seconds 60] [--quiet-seconds 10] [--attackers 1] [--node-flags ...] [--json]
+    python benchmarks/floods.py [--modes open,token,mtls] [--attacks continuation-12,...]
+        [--sources one,many] [--seconds 60] [--quiet-seconds 10] [--attackers 1]
+        [--node-flags ...] [--json]
 """
 
 import contextlib
@@ -302,7 +300,7 @@ def cases(args: Any) -> Iterator[tuple[str, str, str]]:
     for mode in args.modes.split(","):
         for attack in args.attacks.split(","):
             if mode == "open" and not ATTACKS[attack].tls:
-                continue  # it is about TLS
+                continue  # a case about TLS
             for sources in args.sources.split(","):
                 yield mode, attack, sources
 
@@ -341,7 +339,7 @@ def main(argv: Sequence[str]) -> None:
                 KVStoreError,
                 RuntimeError,
                 OSError,
-            ) as error:  # the other cases are worth their time all the same
+            ) as error:  # the other cases are still worth running
                 why = f"not measured: {type(error).__name__}: {error}"
                 whole.append({"mode": mode, "attack": attack, "from": sources, "missed": [why]})
             print(

@@ -3,20 +3,19 @@
     put, get      16 pages of 1 MiB over gRPC: one client, and --clients processes at a time; GB/s,
                   10^9 page bytes
     lookup        of 16 keys, all stored, one client: p50, p99, and the processor time that a lookup
-                  costs the node and
-                  its gateways (user and system)
+                  costs the node and its gateways (user and system)
     beside        lookups over the bulk wire while all clients put and get over gRPC
     start         from the spawn of the node to its line "ready"
     memory        private memory (RssAnon) of the idle node and of its gateways
 
-Each round starts nodes of each checkout anew, in turn, with clients of the same checkout. A figure
-is the median over the rounds, with the least and the greatest. With --repo, aims are about this
-checkout ("after") beside that one ("before"): put and get of one client at least 0.85, of many at
-least 3 times; the lookup's p50 not higher; lookups over bulk beside the load at most 1.2 times
-alone; a start at most 0.3 s longer.
+Each round starts new nodes of each checkout, in turn, with clients of the same checkout. A figure
+is the median over the rounds, with minimum and maximum. With --repo, aims compare this checkout
+("after") with that one ("before"): put and get of one client at least 0.85, of many at least 3
+times; the lookup's p50 not higher; lookups over bulk beside the load at most 1.2 times alone; a
+start at most 0.3 s longer.
 
     python benchmarks/gateway.py [--repo PATH] [--rounds 3] [--clients 8] [--grpc-processes 1]
-    [--json]
+        [--json]
 """
 
 import argparse
@@ -47,13 +46,14 @@ KEYS = 16
 LOOKUPS = 4000
 LOOKUPS_WARM = 200
 STARTS = 3
-TRANSFERS = 12  # batches that one client puts and gets, after as many that do not count as it has
-MOVED_NBYTES = 32 << 20  # of each client: two batches, which take turns
+# timed batches that one client puts and gets, after one warm-up batch for each of its batches
+TRANSFERS = 12
+MOVED_NBYTES = 32 << 20  # bytes of each client: two batches, which take turns
 LOAD_S = 5.0
 WAIT_S = 120.0
 IDLE_S = 2.0
 NODE_FLAGS = ("--ram-bytes", "1GiB", "--extent-bytes", "64MiB", "--log-level", "WARNING")
-# Name of a figure: unit, and what it is to be beside the other checkout's: "at least"/"at most" so
+# Name of a figure: its unit, and its aim relative to the other checkout: "at least" or "at most" so
 # many times.
 AIMS: dict[str, tuple[str, float]] = {
     "put, 1 client, GB/s": (">=", 0.85),
@@ -242,7 +242,7 @@ def beside(
             yield f"{way}, all clients, GB/s", sum(nbytes / span[way] for span in spans) / 1e9
         alone = lookups.run(bulk, LOOKUPS)
         crowd.ask(LOAD_S)
-        time.sleep(0.5)  # until all are at it
+        time.sleep(0.5)  # until all clients run
         loaded: list[float] = []
         end = time.monotonic() + LOAD_S - 1.0
         while time.monotonic() < end:
@@ -270,7 +270,7 @@ def once(repo: Path, args: argparse.Namespace) -> dict[str, float]:
         f"--node-flags={flags}",
     ]
     environment = {**os.environ, "PYTHONPATH": str(repo)}
-    # In its directory: what `python -m` finds there comes before all other paths.
+    # In its directory: `python -m` searches it before all other paths.
     done = subprocess.run(
         command, env=environment, cwd=repo, stdout=subprocess.PIPE, text=True, check=False
     )

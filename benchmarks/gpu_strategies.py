@@ -1,7 +1,7 @@
 """Define the ways to move pages that benchmarks/transfer.py compares on a GPU.
 
-A strategy enqueues or makes one move of all pages; its `timed` gives the seconds between two CUDA
-events around what the GPU did. Ours runs on streams of its own, so its device notes the events.
+A strategy makes one move of all pages; its `timed` gives the seconds between two CUDA events around
+the GPU's work. The transfer's own streams are timed by events that its device records.
 """
 
 import abc
@@ -25,7 +25,7 @@ HOST = HostMemory()  # the arenas of all works
 
 
 class NotedEvent(cupy.cuda.Event):
-    """The pipeline's own event, with its time; the device knows the last one of each stream."""
+    """An event with its time; the device remembers the last one of each stream."""
 
     def __init__(self, device: "TimedDevice") -> None:
         super().__init__(block=True)
@@ -58,12 +58,12 @@ class TimedDevice(CudaDevice):
         return NotedEvent(self)
 
     def copy(self, targets: Any, sources: Any, nbytes: int, stream: Any, locked: bool) -> None:
-        """Copy and note the stream."""
+        """Copy, and remember the stream."""
         self._note(stream)
         super().copy(targets, sources, nbytes, stream, locked)
 
     def launch(self, kernel: str, launch: Launch, stream: Any) -> None:
-        """Launch and note the stream."""
+        """Launch, and remember the stream."""
         self._note(stream)
         super().launch(kernel, launch, stream)
 
@@ -77,7 +77,7 @@ class Strategy(abc.ABC):
     """One work's move in both directions on one stream."""
 
     name = ""
-    checked = True  # False: moves no pool
+    checked = True  # False: it moves no pool, so its bytes are not checked
     jobs = 1  # of each direction in flight when both run at once
 
     def __init__(self, work: Work) -> None:
@@ -120,7 +120,7 @@ class Staged(Strategy):
     """Use the staged transfer."""
 
     name = "staged pipeline"
-    jobs = 2  # the agent's workers
+    jobs = 2  # as many as the agent's workers
 
     def prepare(self) -> None:
         """Make what a server would make once."""
@@ -190,7 +190,7 @@ class TorchIndex(Strategy):
 
 
 class CopyPerPage(Strategy):
-    """Pages that lie whole in GPU memory already: no gather, the copies alone."""
+    """Pages that are contiguous in GPU memory already: the copies alone, without a gather."""
 
     name = "one copy per page (no gather)"
     checked = False
@@ -213,7 +213,7 @@ class CopyPerPage(Strategy):
 
 
 class Fragments(Strategy):
-    """Each page's tokens of one layer and plane lie next to each other, as in block pools."""
+    """Copies of each page's tokens of one layer and plane, which are contiguous in block pools."""
 
     name = "batched copies of per-layer fragments"
 
@@ -277,7 +277,7 @@ class Direct(Strategy):
 
 
 class DirectFromHost(Direct):
-    """With the indices where a caller has them."""
+    """Run the kernels with the indices in host memory, as a caller has them."""
 
     name = f"direct kernel ({DIRECT_BLOCKS} blocks), indices uploaded"
 

@@ -1,19 +1,17 @@
 """Measure put and get of 16 pages over gRPC, beside a bare gRPC stream in Python.
 
-    limit      a stream each way between this process and a server of its own: messages of the size
-               of ours, whose only
-               field is `bytes`, by generated code; they lie ready before the clock starts, and who
-               gets one counts its bytes: no node, no keys, no checksum, no copy to any place
+    limit      a stream each way between this process and a server: messages of the size of ours,
+               whose only field is `bytes`, by generated code. They are made before the clock
+               starts, and the receiver counts their bytes: no node, no keys, no checksum, no copy
     no codec   the same with the bytes themselves as messages, which generated code would copy twice
                at either end
-    gRPC       ours as it is: put reserves, sends and commits, get looks up, holds and sends; the
-               page's checksum is
-               made by the writer and verified by the reader; the bytes end in the node's slots, the
-               caller's buffers
+    gRPC       this store: put reserves, sends and commits, get looks up, holds and sends; the
+               writer makes the page's checksum, the reader verifies it; the bytes end in the
+               node's slots or the caller's buffers
 
-The server is the one with threads, which moves more than the one of asyncio, and takes frames of
-HTTP/2 as large as our node does. The contenders take turns as in `bulk.py`. GB/s: 10^9 page bytes
-in the median of all calls. Aim: put and get each at least 0.8 of the limit.
+The server is the threaded one, which moves more than the asyncio one, and accepts frames of HTTP/2
+as large as our node does. The contenders take turns as in `bulk.py`. GB/s: 10^9 page bytes in the
+median of all calls. Aim: put and get each at least 0.8 of the limit.
 
     python benchmarks/grpc_stream.py [--rounds 15] [--page-kib 4096] [--json]
 """
@@ -44,7 +42,7 @@ OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_NBYTES_MAX),
     ("grpc.http2.max_frame_size", MESSAGE_NBYTES_MAX),
 ]
-# To and from the wire, the message of some bytes, the bytes of a message.
+# Functions to and from the wire, the message of some bytes, and the bytes of a message.
 CODEC = (
     pb.PageChunk.SerializeToString,
     pb.PageChunk.FromString,
@@ -55,7 +53,7 @@ BARE = (None, None, lambda data: data, lambda m: m)
 
 
 def serve(pipe: Any, nbytes: int, batch_count: int, codec: bool) -> None:
-    """Serve as the other process, each batch from a place of its own.
+    """Serve as the other process.
 
     Each batch comes from a place of its own, as in a node.
     """

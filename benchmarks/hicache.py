@@ -3,14 +3,14 @@
 Backup and prefetch run through SGLang's own controller and threads.
 
     backup     from `write_storage` until the node's host slots are released
-    query      hashing of the prompt and the question how much of it is stored
+    query      hashing the prompt and asking how much of it is stored
     prefetch   from the allocated host slots until the last page is in them
 
 Batches of 128 MiB of new keys. limits, in the same run: one copy of as many bytes within memory; as
-many through one TCP connection, which nobody looks at. `file` calls no fsync: on a disk it is
+many through one TCP connection without any processing. `file` calls no fsync: on a disk it is
 measured into the page cache. Every prefetched byte is compared.
 
-After `make test-sglang`; the node runs in the environment that has one (two minutes; no GPU):
+After `make test-sglang`; the node runs in its own environment (two minutes; no GPU):
 
     KVSTORE_NODE_PYTHON=.venv/bin/python .venv-sglang/bin/python benchmarks/hicache.py
 """
@@ -49,7 +49,7 @@ MEMORY = Path("/dev/shm")
 
 
 class Backend:
-    """One engine over a host pool: its first half is backed up, its second half prefetched into."""
+    """One engine with a host pool: its first half is backed up, its second half prefetched into."""
 
     def __init__(
         self, entry: Any, pages: int, options: dict[str, Any], storage: str = "dynamic"

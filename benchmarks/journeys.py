@@ -2,20 +2,19 @@
 
     python benchmarks/journeys.py [--frames] [--json] [--only put near hit]
 
-put     put of 64 pages over bulk TCP into one node
-near    get of 64 pages from a near node that has none of them: it fetches them from their owner
-hit     a hit of the block connector: scheduler, lookups and agents in processes of their own, a
-        load.
-        It is the path below `gpu_agent/engines/vllm.py`, which imports vLLM and is left out, so
-        that a real vLLM hit touches the files of that adapter, too
+    put     put of 64 pages over bulk TCP into one node
+    near    get of 64 pages from a near node that has none of them: it fetches them from their owner
+    hit     a hit of the block connector: scheduler, lookups and agents in processes of their own, a
+            load. It is the path below `gpu_agent/engines/vllm.py`, which imports vLLM and is left
+            out, so a real vLLM hit touches the files of that adapter, too
 
 Nodes, clients and the engine's side run in this process, and a profiler's hook sees all threads.
-The two processes beside the engine run the same hook and write what they saw. Frames count that lie
-in kvstore, node or gpu_agent, generated stubs left out; a stack is that of one thread. A journey is
-made a few times before it is recorded, so that connections, namespaces and imports are there, and
-then several times with new pages. What every recording has is counted, as threads that do other
-work in the background come and go; the stack is the shallowest recording's deepest one. Up to
-Python 3.11 a comprehension is a frame, too.
+The two processes beside the engine run the same hook and write what they saw. Only frames in
+kvstore, node or gpu_agent count, without generated stubs; a stack is that of one thread. A journey
+is made a few times before it is recorded, so that connections, namespaces and imports exist, and
+then several times with new pages. Files that are in every recording count, as background threads
+come and go; the stack is the shallowest recording's deepest one. Up to Python 3.11 a comprehension
+is a frame, too.
 """
 
 import argparse
@@ -308,7 +307,7 @@ class Engine:
         }
         pool = table_pool(views, POOL, BLOCK)
         self.namespace, client = Namespace("journeys", pool.layout), ClientConfig(address)
-        self.client = Client(client)  # beside the journey: to see what is stored
+        self.client = Client(client)  # outside the journey, to see what is stored
         home = ProcessBackend(
             [GroupPool(self.namespace, pool)], client, AgentConfig(), children.command
         )
@@ -380,7 +379,7 @@ def hit_journey() -> Result:
     with tempfile.TemporaryDirectory() as folder, nodes(1) as (node,):
         children = Children(Path(folder))
         engine = Engine(f"bulk://127.0.0.1:{node.bulk.port}", children)
-        blocks = list(range(1, PAGES + 2))  # block 0 is nobody's in vLLM
+        blocks = list(range(1, PAGES + 2))  # vLLM never uses block 0
         others = list(range(PAGES + 2, 2 * PAGES + 3))
         made: list[Prompt] = []
 

@@ -3,12 +3,11 @@
     persist    create "w", until the pages may be reused (data_safe) and until they are stored
                (ready)
     load       create "r", until ready
-    query      what a request asks first, for all pages of the batch
+    query      a request's first question, for all pages of the batch
     memcpy     the same rows copied into other memory, one after the other: no store, no checksum
 
-The same calls in the same order as LightLLM's disk worker makes them, which polls as it does, every
-millisecond; LightLLM itself is not needed. Contenders take turns; the bytes of the first round are
-compared.
+The calls and their order are those of LightLLM's disk worker, which polls every millisecond;
+LightLLM itself is not needed. Contenders take turns; the bytes of the first round are compared.
 
     python benchmarks/lightllm_cache.py [--rounds 7] [--page-mib 8] [--pages 16] [--json]
 """
@@ -124,7 +123,7 @@ def main(argv: list[str]) -> None:
         "Pages of LightLLM's CPU cache, node on the same host",
         "python benchmarks/lightllm_cache.py",
     )
-    ram = nbytes * 32  # what a query found is held for two seconds, gigabytes at this rate
+    ram = nbytes * 32  # pages found by a query are held for two seconds, gigabytes at this rate
     with (
         tempfile.TemporaryDirectory() as model,
         NodeProcess(

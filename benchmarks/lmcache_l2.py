@@ -1,4 +1,4 @@
-"""Measure LMCache's objects through us, Redis and LMCache's own `lm://` server, in one run.
+"""Measure LMCache's objects through this store, Redis and LMCache's own `lm://` server, in one run.
 
 The measuring functions are those of `lmcache bench l2` (0.5.6), with its setting of 16 keys a call
 and two calls at a time; contenders are the adapters that LMCache makes of their JSON:
@@ -6,23 +6,21 @@ and two calls at a time; contenders are the adapters that LMCache makes of their
     kvstore, shm     native_plugin over shared memory with a node on this host
     kvstore, bulk    the same over TCP
     Redis            LMCache's own C++ connector, `resp`, 4 threads
-    lm://            the connector of LMCache's in-process mode, one call after the other, as it
-                     works
+    lm://            the connector of LMCache's in-process mode, which makes one call at a time
 
 They take turns in one process; a turn is four times store, lookup and load of 32 new objects, of
-which the first does not count. After a turn the objects are deleted; `lm://` can not and
+which the first does not count. After a turn the objects are deleted; `lm://` can not delete and
 overwrites, which is the faster case for it. Bytes that came back are compared in every turn. MB/s:
-2^20 bytes, as the tool has it, in the median of all calls. Aim for objects of 1 MiB and above:
-store and load each at least twice the better of Redis and `lm://` over shared memory, 1.2 times
-over TCP. torch's threads do not spin when they are done (OMP_WAIT_POLICY): the tool zeroes its
-buffers right before a load, and a thread that spins would have one of two cores while that is
-measured.
+2^20 bytes, as in the tool, in the median of all calls. Aim for objects of 1 MiB and above: store
+and load each at least twice the better of Redis and `lm://` over shared memory, 1.2 times over TCP.
+OMP_WAIT_POLICY keeps torch's idle threads from spinning: the tool zeroes its buffers right before a
+load, and a spinning thread would use one of two cores during the measurement.
 
-Run it with LMCache's environment (`make test-lmcache` makes .venv-lmcache-0.5.6) and name a python
+Run it with LMCache's environment (`make test-lmcache` makes .venv-lmcache-0.5.6) and name a Python
 that has the node:
 
-    .venv-lmcache-0.5.6/bin/python benchmarks/lmcache_l2.py --node-python .venv/bin/python [--rounds
-    5] [--json]
+    .venv-lmcache-0.5.6/bin/python benchmarks/lmcache_l2.py --node-python .venv/bin/python
+        [--rounds 5] [--json]
 """
 
 import asyncio
@@ -124,7 +122,7 @@ def adapter_turn(adapter: Any, objects: Objects) -> Samples:
 
 
 class LmConnector(LMCServerConnector):
-    """Without the engine around it: `targets` are handed out as what a load allocates."""
+    """A connector without its engine: `targets` replace what a load allocates."""
 
     def __init__(self, port: int, loop: asyncio.AbstractEventLoop) -> None:
         self.client_socket = socket.create_connection(("127.0.0.1", port))
@@ -145,7 +143,7 @@ async def lm_turn(connector: LmConnector, objects: Objects) -> Samples:
         start = time.perf_counter()
         for key, item in zip(keys, sources, strict=True):
             await connector.put(key, item)
-        # Puts are not answered; this is, when they are done
+        # Puts have no reply; this call returns after them
         assert await connector.exists(keys[-1])
         stored = time.perf_counter()
         assert all([await connector.exists(key) for key in keys])
@@ -277,7 +275,7 @@ def main(argv: list[str]) -> None:
         for kib in args.object_kib:
             report.rows += size_rows(turns, kib, args.rounds, tick)
             if redis is not None:
-                redis.flushdb()  # what its connector can not delete
+                redis.flushdb()  # its connector can not delete
     report.show(args.json)
 
 

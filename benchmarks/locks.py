@@ -1,8 +1,8 @@
 """Measure how long the RAM tier's lock is held at most, with few and with many pages.
 
 The longest hold of each operation in CPU time of its thread, which other processes do not lengthen;
-garbage collections as in a node. The median over runs. No hold may grow with the pages, but for a
-dict of Python's that doubles: `reserve`, in a tier that is not full, meets that.
+garbage collection runs as in a node. The median over runs. No hold may grow with the pages, except
+when a Python dict doubles, which `reserve` in a tier that is not full meets.
 
     python benchmarks/locks.py [--pages 16384 262144] [--runs 3] [--json]
 """
@@ -28,7 +28,7 @@ BATCH = 4096
 
 
 class TimedLock:
-    """The longest CPU time that one thread had the lock."""
+    """A lock that records the longest CPU time that one thread held it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,9 +1,9 @@
 """Measure `Lookup` of 64 keys, beside Redis `EXISTS` of 64 keys.
 
 Both over one loopback TCP connection, with the same 48-byte keys, once all stored and once none.
-The question is not the same: Redis counts the keys it has in a loop of C; the node says for each
-key whether it is there and how long the prefix is, checks the request against its limits and counts
-hits and the reason of each miss. The contenders take turns of 50 calls.
+The operations differ: Redis counts the keys it has in a loop of C; the node answers for each key,
+checks the request against its limits, and counts hits and the reason of each miss. The contenders
+take turns of 50 calls.
 Aim: p50 of the bulk wire at most 2 times that of Redis.
 
     python benchmarks/lookup.py [--rounds 120] [--json]

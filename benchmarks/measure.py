@@ -1,7 +1,7 @@
 """Share what benchmarks need: interleaved rounds, percentiles, a Redis, the report.
 
-Contenders take turns in every round and the order changes from round to round, so that whatever
-else the machine does meets all of them alike. Figures are medians over rounds, never best cases.
+Contenders take turns in every round and the order changes from round to round, so that the
+machine's other work affects all of them alike. Figures are medians over rounds, never best cases.
 """
 
 import argparse
@@ -86,9 +86,9 @@ def rounds(
 
 @contextlib.contextmanager
 def redis_client(notes: list[str]) -> Iterator[Any]:
-    """Yield a client of a throwaway redis-server on loopback TCP without persistence.
+    """Yield a client of a temporary redis-server on loopback TCP without persistence.
 
-    Without redis-server or redis-py it yields None, and `notes` says what to install.
+    Without redis-server or redis-py it yields None, and `notes` names what to install.
     """
     program = shutil.which("redis-server")
     if program is None or redis is None:
@@ -163,10 +163,7 @@ def progress(total: int) -> Iterator[Callable[[], None]]:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine; `load` is the load average before the start.
-
-    `load` is the load average before the start.
-    """
+    """Describe the machine; `load` is the load average before the start."""
     cpu = next(
         (
             line.split(":")[1].strip()
@@ -196,11 +193,10 @@ def _lines(path: str) -> list[str]:
 
 @dataclass
 class Report:
-    """A table with what was measured, as Markdown or as one JSON object.
+    """A table of results, as Markdown or as one JSON object.
 
-    `command` is what gives the figures again. `rows` are dicts with the same keys, one per line;
-    None is shown as a dash. Make the report before the measurement begins: it notes the machine's
-    load.
+    `command` repeats the measurement. `rows` are dicts with the same keys, one per line; None is
+    shown as a dash. Make the report before the measurement begins: it records the machine's load.
     """
 
     title: str

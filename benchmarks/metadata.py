@@ -1,9 +1,9 @@
 """Measure a page's cost beside its bytes: private memory per page, outside the arena.
 
-Pages of 4 KiB are stored through the client. The node's private resident memory (RssAnon, as
-NodeStatus tells it; the arena is shared memory and not in it) is read before and after; the growth
-is divided by the number of pages. Before it is read for the first time, a few thousand pages are
-put and removed, so that buffers and threads that exist once do not count.
+Pages of 4 KiB are stored through the client. The node's private resident memory (RssAnon, from
+NodeStatus; the arena is shared memory and not in it) is read before and after; the growth is
+divided by the number of pages. Before the first reading a few thousand pages are put and removed,
+so that buffers and threads that exist once do not count.
 Aim: at most 600 bytes a page at 200,000 pages.
 
     python benchmarks/metadata.py [--pages 200000] [--json]

@@ -3,18 +3,17 @@
     alone        one node, shared memory: put, get, and get in place (`open_get`) of 16 pages
     near, held   two nodes, of which the first is near: the same of pages that it has, owned or
                  copies
-    near, calm   the same, but what was put is handed on before it is read
+    near, calm   the same, but after the puts were replicated
     owner, bulk  the second node asked directly over bulk TCP: get
     near, far    the first node asked for pages that only the second has: get, get in place. It
-                 forgets them before
-                 each call
+                 drops them before each call
     one page     the time of a get of one page, by each way
 
 All move the same pages, 128 MiB of each size, batch after batch, which no cache holds; nodes are
-processes on this host, so that the network is the loopback interface. They take turns, and the
-bytes that came back are compared in the first of each. GB/s: 10^9 page bytes in the median of all
-calls. In place nothing is copied by the client: what it costs is the node's work. Aims: near, held
-at least 0.97 of alone; near, far at least 0.8 of owner, bulk.
+processes on this host, so the network is the loopback interface. They take turns, and the bytes
+that came back are compared in the first of each. GB/s: 10^9 page bytes in the median of all calls.
+In place the client copies nothing: the cost is the node's work. Aims: near, held at least 0.97 of
+alone; near, far at least 0.8 of owner, bulk.
 
     python benchmarks/near.py [--rounds 8] [--json]
 """
@@ -65,9 +64,9 @@ def one_page(client: Client, batch: Batch) -> None:
 
 
 def held(client: Client, nodes: Sequence[Client], batch: Batch, calm: bool = False) -> Samples:
-    """Time calls for pages that the client's node has; `nodes` forget them before.
+    """Time calls for pages that the client's node has.
 
-    `nodes`: each alone, its own the first, to forget it before.
+    `nodes`: clients of each node, its own first, which drop the pages before.
     """
     for node in nodes:
         node.remove(batch.namespace, batch.hashes)

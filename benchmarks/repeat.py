@@ -3,9 +3,9 @@
     python benchmarks/repeat.py 3 benchmarks/bulk.py
     python benchmarks/repeat.py 5 benchmarks/disk.py --dir /data
 
-A figure of one run says nothing about the next one: what README and RESULTS.md quote as several
-runs comes from here. A cell is `median (least–greatest)` where the runs differ; where they agree,
-and where it is no number, what it was in each.
+README and RESULTS.md quote medians of several runs made by this script. A cell is `median
+(least–greatest)` where the runs differ, and otherwise the common value; a cell that is no number
+has the values of all runs.
 """
 
 import argparse

@@ -1,15 +1,15 @@
 """Measure the start of a node with 1,000,000 pages on disk, and their cost in RAM.
 
-Rows are made as the disk tier makes them, in random order of keys, slots and uses; the pages
-themselves are not there: a start never reads them, and the scrub that would is off. The limit is
+Rows are made as the disk tier makes them, in random order of keys, slots and uses. The pages
+themselves do not exist: a start never reads them, and scrubbing, which would, is off. The limit is
 reading and checking the rows alone, in this process, right before. "cold": the rows' files were
 dropped from the page cache. CPU: user and system time of the node's threads until it serves,
-without its I/O process, which reads the rows meanwhile. Resident bytes: RssAnon of the node
-then, less that of a node with no rows, per page. Aim: ready to serve in 10 s; about 64 resident
-bytes a page.
+without its I/O process, which reads the rows meanwhile. Resident bytes: RssAnon of the node then,
+less that of a node with no rows, per page. Aim: ready to serve in 10 s; about 64 resident bytes a
+page.
 
     python benchmarks/restart.py [--dir DIR] [--pages 1000000] [--page-kib 1024] [--starts 3]
-    [--json]
+        [--json]
 """
 
 import os
@@ -32,14 +32,14 @@ from kvstore.tools.node_process import NodeProcess
 from node.disk.rows import PageRow, Rows, parse_page_row
 
 EXTENT_NBYTES = 64 << 20
-BATCH_ROWS = 64  # as many as the disk tier's writer puts together
+BATCH_ROWS = 64  # as many as the disk tier's writer combines
 AIM_S = 10.0
 AIM_NBYTES = 64
 NODE_FLAGS = ("--ram-bytes", "64MiB", "--extent-bytes", "64MiB", "--scrub-bytes-per-s", "0")
 
 
 class Start(NamedTuple):
-    """Until the node serves: seconds, seconds of CPU, and its resident bytes then."""
+    """Seconds, CPU seconds and resident bytes of a node until it serves."""
 
     seconds: float
     cpu_s: float

@@ -1,12 +1,12 @@
 """Start several stores with one interface: our nodes, Mooncake Store, Redis Cluster.
 
-    store.put(keys, pages)    whether each was taken
-    store.get(keys, buffers)  whether each came back
-    store.forget(keys)        makes room, at once or later
-    store.kill()              SIGKILL to one server that holds pages; `kill_master()` where there is
-                              one
+    store.put(keys, pages)    return for each page whether it was stored
+    store.get(keys, buffers)  return for each page whether it was read
+    store.forget(keys)        make room, at once or later
+    store.kill()              send SIGKILL to one server with pages; `kill_master()` where there is
+                              a master
 
-What they need beside this project: `rivals_missing`.
+`rivals_missing` names the packages that they need beside this project.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ from ports import free_ports
 from kvstore.results import PutOutcome
 from kvstore.tools.replay import replay_namespace
 
-TIMEOUT_S = 1.0  # of a call, where a store lets it be said
+TIMEOUT_S = 1.0  # deadline of a call, where a store has one
 START_S = 20.0
 HERE_IP = "127.0.0.1"
-# Mooncake's client tells of every page that it lacks
+# Mooncake's client logs every miss
 os.environ.setdefault("GLOG_minloglevel", "3")
 
 
 class Ours:
-    """Three nodes; `replicas` of them have each page."""
+    """Three nodes with `replicas` owners for each page."""
 
     def __init__(self, page_nbytes: int, ram_nbytes: int, replicas: int = 1) -> None:
         flags = ("--ram-bytes", str(ram_nbytes), "--extent-bytes", "32MiB", "--log-level", "ERROR")
@@ -73,7 +73,7 @@ class Ours:
 
 
 class Servers:
-    """Processes of a rival, with a folder for what they write."""
+    """Processes of a rival, with a folder for their files."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvstore-rivals-"))
@@ -107,7 +107,7 @@ def listens(port: int) -> bool:
 
 
 class Mooncake:
-    """Its master and two segments over TCP, and a client with no segment of its own."""
+    """Mooncake's master and two segments over TCP, and a client without a segment."""
 
     SEGMENT = """
 import pathlib, sys, time
@@ -182,13 +182,13 @@ time.sleep(86400)
 
     def close(self) -> None:
         """Stop everything that was started."""
-        self._servers.close()  # before the client, whose `close` would wait for the master
+        self._servers.close()  # first, as the client's `close` would wait for the master
 
 
 class RedisCluster:
-    """Three servers that keep nothing on disk, and redis-py.
+    """Three servers without persistence, and redis-py.
 
-    `whole`: as Redis has it by default, nobody answers while some of the keys can not be had.
+    `whole`: Redis's default, by which no server answers while some of the slots are unavailable.
     """
 
     def __init__(self, page_nbytes: int, ram_nbytes: int, whole: bool = True) -> None:
@@ -225,7 +225,7 @@ class RedisCluster:
                 client = connect()
                 client.set(b"settled", b"")
                 return client
-            except Exception:  # it has many, all of which mean: not yet
+            except Exception:  # it raises many kinds while the cluster is not ready
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.2)
@@ -257,7 +257,7 @@ class RedisCluster:
             pipeline.execute_command(*call)
         try:
             return list(pipeline.execute(raise_on_error=False))
-        except Exception as error:  # redis-py's are of several trees
+        except Exception as error:  # redis-py's errors have no common base
             answers = [self._one(call) for call in calls]
             if all(isinstance(answer, Exception) for answer in answers):
                 raise error

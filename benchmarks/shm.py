@@ -1,12 +1,10 @@
 """Measure put and get of 32 pages through shared memory beside `memcpy`, and a lookup.
 
     memcpy     the pages copied into memory of the node's kind (a memfd, mapped and touched before),
-               and
-               from there into the buffers: no node, no keys, no checksum
-    shm        ours as it is: put reserves, copies, hashes and commits; get acquires, copies, hashes
-               the
-               copy and releases
-    others     ours without the checksum, ours over bulk TCP
+               and from there into the buffers: no node, no keys, no checksum
+    shm        this store: put reserves, copies, hashes and commits; get acquires, copies, hashes
+               the copy and releases
+    others     this store without the checksum, and over bulk TCP
 
 All copy from the same pages, into as many places, and back into the same buffers: 128 MiB each,
 batch after batch, which no cache holds. They take turns; a turn is five puts and gets, of which the
@@ -18,8 +16,8 @@ does: enter `open_get`, which returns checksums and places of all pages, and lea
 
 With --threads the first two, by as many threads of this process at the same time, each with pages
 of its own and 8 of them a batch; all share one client. GB/s: the bytes of all threads in the time
-from the first one's start to the last one's end. Aim: 4 threads at least 3 x one where there are
-cores for them.
+from the first one's start to the last one's end. Aim: 4 threads at least 3 times one, on as many
+cores.
 
     python benchmarks/shm.py [--rounds 15] [--json]
     python benchmarks/shm.py --threads 1,4
@@ -51,7 +49,7 @@ THREAD_BATCH = 8
 WARMUPS = 2
 AIM = 0.8
 KEYS = 64
-CALLS = 50  # questions of one turn
+CALLS = 50  # lookups of one turn
 NODE_FLAGS = ("--ram-bytes", "512MiB", "--extent-bytes", "64MiB", "--log-level", "WARNING")
 Question = Callable[[], Samples]
 
@@ -197,7 +195,7 @@ def thread_rows(
     return rows
 
 
-# ---- questions ---------------------------------------------------------------------------
+# ---- lookups -----------------------------------------------------------------------------------
 
 
 def question_rows(

@@ -1,9 +1,9 @@
-"""Check whether a node's private memory grows with pages, clients and namespaces of the past.
+"""Check whether a node's private memory grows with former pages, clients and namespaces.
 
-Each round fills a namespace of its own with pages of 4 KiB and empties it again: by removing it,
-or, with `--evict`, by what comes after. The node's private resident memory (RssAnon, as NodeStatus
-tells it; the arena is not in it) is printed after each round. What one round needs is there after
-the first few; from then on it may not grow: aim at most 128 KiB a round.
+Each round fills a new namespace with pages of 4 KiB and empties it again: by removing it or, with
+`--evict`, by the pages of later rounds. The node's private resident memory (RssAnon, from
+NodeStatus; without the arena) is printed after each round. The first few rounds may grow it; from
+then on the aim is at most 128 KiB a round.
 
     python benchmarks/soak.py [--rounds 64] [--pages 16384] [--evict] [--disk] [--json]
 """
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
             private.append(client.node_status().rss_nbytes)
             tick()
     report.rows += [{"round": n, "private, KiB": nbytes >> 10} for n, nbytes in enumerate(private)]
-    # What the first rounds take, later ones use again; it goes up and down
+    # Later rounds reuse what the first ones allocated, so the value goes up and down
     quarter = max(1, len(private) // 4)
     growth = (max(private[-quarter:]) - max(private[-2 * quarter : -quarter])) // quarter
     verdict = "met" if growth <= AIM_NBYTES else "missed"

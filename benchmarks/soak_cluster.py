@@ -1,17 +1,16 @@
 """Run three nodes under mixed load and faults for half an hour; check bytes and growth.
 
-    load      THREADS threads of two clients (bulk, gRPC) look up, put (durable ones, some with a
-              time to live), get,
-              get ranges, pin and remove pages of three sizes; namespaces come and go. All pages
-              follow from their keys
-    faults    n1 is killed and started again; n2 is stopped for some seconds; strangers say half a
+    load      THREADS threads of two clients (bulk, gRPC) look up, put (some durable, some with a
+              time to live), get, get ranges, pin and remove pages of three sizes; namespaces come
+              and go. The bytes of all pages follow from their keys
+    faults    n1 is killed and started again; n2 is stopped for some seconds; clients send half a
               frame to n3
-    looks     every LOOK_S: private memory, descriptors and threads of each node; calls and errors
+    samples   every LOOK_S: private memory, descriptors and threads of each node; calls and errors
 
-n2 and n3 live from the beginning to the end. Exit status 0 only if no byte was wrong, no call was
-refused as wrong, no node found anything inconsistent when it stopped, and in n2 and n3 private
-memory, descriptors and threads of the last quarter are those of the second: medians, at most GROWTH
-more.
+n2 and n3 run from the beginning to the end. Exit status 0 only if no byte was wrong, no call was
+refused as invalid, no node found anything inconsistent when it stopped, and the medians of private
+memory, descriptors and threads of n2 and n3 in the last quarter exceed those of the second by at
+most GROWTH.
 
     python benchmarks/soak_cluster.py [--minutes 30] [--json]
 """
@@ -61,7 +60,7 @@ COLUMNS = 72
 
 
 class Load:
-    """What the threads do; `counts` of calls, and of errors by their class; what was `wrong`."""
+    """Counts of the threads' calls and of errors by class, and the wrong bytes."""
 
     def __init__(self, clients: list[Client]) -> None:
         self._clients = clients
@@ -209,7 +208,7 @@ def faults(fleet: Fleet) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "strangers at n3", strangers
 
 
-# ---- looks -------------------------------------------------------------------------------
+# ---- samples -----------------------------------------------------------------------------------
 
 
 def look(pid: int) -> dict[str, float]:
@@ -268,7 +267,7 @@ def told(
     calls: list[float],
     said: dict[str, str],
 ) -> int:
-    """Print picture and sums; return whether all is well."""
+    """Print picture and sums; return whether all checks passed."""
     grown = {
         f"{node}: {what}": growth(values)
         for node, found in looks.items()

@@ -1,17 +1,15 @@
 """Measure a well-behaved tenant, alone and beside one that floods the node.
 
-The node has two tenants with half of the RAM each, with --disk of the disk, too. The one that
-behaves replays a trace of chains by popularity: a lookup, a get of what is there, a put of what is
-not, a pause. The other's processes attack without end, at the lowest priority, since they share the
-cores with the node and with who measures: on a machine of few cores they take time from both all
-the same. How much, a third kind of turn says: the same attack on another node of the same machine.
-The three take turns; each begins with an empty node, and its first third is not measured. Aim: a
-hit rate within 0.01 and a p99 within 2 times of being alone; of the attack elsewhere, where cores
-are few.
+The node has two tenants with half of the RAM each; with --disk also of the disk. The well-behaved
+one replays a trace of chains by popularity: a lookup, a get of the hits, a put of the misses, a
+pause. The other's processes attack without end. They have the lowest priority, because they share
+the cores with the node and the measuring client; on few cores they still take time from both. A
+third kind of turn measures that: the same attack on another node of this machine. The three take
+turns; each begins with an empty node, and its first third is not measured. Aim: a hit rate within
+0.01 and a p99 within 2 times of the tenant alone; with few cores, of the attack on the other node.
 
     python benchmarks/tenants.py [--rounds 3] [--attacks flood,pins] [--limits none,quotas,rates]
-    [--disk]
-        [--json]
+        [--disk] [--json]
 """
 
 import contextlib
@@ -68,7 +66,7 @@ ATTACKERS = 2  # processes, of THREADS each
 THREADS = 4
 
 
-# ---- who attacks -------------------------------------------------------------------------
+# ---- attackers ---------------------------------------------------------------------------------
 
 
 def keys_of(rng: random.Random, count: int) -> list[bytes]:
@@ -107,7 +105,7 @@ def descriptions(client: Client, rng: random.Random) -> None:
 
 
 def scrubs(client: Client, rng: random.Random) -> None:
-    """Scrub and ask about many pages."""
+    """Scrub and look up many pages."""
     with contextlib.suppress(KVStoreError):
         client.scrub()
     client.lookup(LOUD, keys_of(rng, 2000))
@@ -164,11 +162,11 @@ def attacked(name: str, address: str, token: str) -> Iterator[None]:
             process.wait()
 
 
-# ---- who behaves -------------------------------------------------------------------------
+# ---- the well-behaved tenant -------------------------------------------------------------------
 
 
 def turn(client: Client) -> dict[str, Any]:
-    """Return hits, pages asked for, and the seconds of each call, by operation."""
+    """Return hits, requested pages, and the seconds of each call, by operation."""
     rng = random.Random(7)
     chains = [keys_of(rng, CHAIN_PAGES) for _ in range(CHAINS)]
     buffers = [bytearray(PAGE_NBYTES) for _ in range(CHAIN_PAGES)]

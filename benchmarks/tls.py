@@ -2,13 +2,13 @@
 
     limit      two Python processes, `sendall` and `recv_into` page by page, as in `bulk.py`: plain,
                and over `ssl`
-    bulk       ours as it is, plain and with TLS: encrypted in memory beside the socket
+    bulk       this store, plain and with TLS: encrypted in memory beside the socket
                (`kvstore.transports.tls`)
-    gRPC       ours as it is, plain and with TLS: gRPC's own library encrypts, in its threads
+    gRPC       this store, plain and with TLS: gRPC's own library encrypts, in its threads
 
 TLS 1.3 with certificates on P-256 on both sides, made for this run. The contenders take turns as in
-`bulk.py`. GB/s: 10^9 page bytes in the median of all calls, and between which speeds nine of ten
-calls were; the ratio is that to the same wire without TLS. `--busy` adds a thread to this process
+`bulk.py`. GB/s: 10^9 page bytes in the median of all calls, and the speeds of the 5th and the 95th
+percentile; the ratio is that to the same wire without TLS. `--busy` adds a thread to this process
 that runs Python all the time, as an engine's may: each record of 16 KiB then waits for its turn at
 the interpreter.
 
@@ -36,7 +36,7 @@ from kvstore.cli.authority import Authority
 from kvstore.tools.node_process import NodeProcess
 
 PAGE_KIB = (1024, 4096)
-# Beside what each is held
+# The contender without TLS of each one
 PLAIN = {
     "sockets, TLS": "sockets",
     "bulk, TLS": "bulk",
@@ -75,7 +75,7 @@ def tls_sockets(batches: Batches, ca: str, pair: tuple[str, str]) -> Iterator[Co
         args = (listener.getsockname()[1], batches.page_nbytes, len(batches.all), *pair)
         process = multiprocessing.get_context("spawn").Process(target=serve, args=args, daemon=True)
         process.start()
-        listener.settimeout(30.0)  # a child that died must not leave us waiting
+        listener.settimeout(30.0)  # so that a dead child does not block this process
         plain = listener.accept()[0]
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     plain.settimeout(None)

@@ -1,8 +1,7 @@
 """Measure how fast KV moves between a GPU pool and host pages, and what it costs other work.
 
-    python benchmarks/transfer.py                 on a machine with an NVIDIA GPU and CuPy (about
-                                                  two minutes)
-    python benchmarks/transfer.py --cpu           the reference on the CPU, small: proves the script
+    python benchmarks/transfer.py          on a machine with an NVIDIA GPU and CuPy (two minutes)
+    python benchmarks/transfer.py --cpu    the reference on the CPU, small, to test the script
 
 Every strategy's bytes are checked with fresh random data and poisoned destinations before it is
 timed. GB/s = payload / median of CUDA-event times, from the first operation on the GPU to the end
@@ -32,13 +31,13 @@ CPU_NBYTES = 2 << 20
 RUNS = 20
 WARMUPS = 3
 BOTH_WAYS_MOVES = 12  # of each direction
-BARRIER_S = 30.0  # a thread that broke must not hang the others
-PRODUCTS = 30  # replays beside a transfer
+BARRIER_S = 30.0  # so that a failed thread does not block the others
+PRODUCTS = 30  # replays during a transfer
 DIRECTIONS = ("gather", "scatter")
 
 
 def attempt(what: str, step: Callable[[], Any]) -> Any:
-    """Run a step; on failure log it and return None, so that the rest of the table is made."""
+    """Run a step; on failure log it and return None, so that the other rows are still made."""
     try:
         return step()
     except Exception:
@@ -65,7 +64,7 @@ def row(
 
 def gpu_rows(nbytes: int, runs: int) -> Iterator[dict[str, Any]]:
     """Yield a row per work, strategy and direction, then both directions at once."""
-    import gpu_strategies as gpu  # needs cupy and a GPU, which --cpu must not
+    import gpu_strategies as gpu  # needs cupy and a GPU, unlike --cpu
 
     for shape in SHAPES:
         work = Work(shape, "cuda", nbytes)

@@ -1,8 +1,7 @@
 """Measure time to first token on a GPU: cold prefill against loading the prompt's KV.
 
 A real transformers model of Llama architecture with 1.2 B random parameters (the shape of Llama 3.2
-1B), bfloat16. A prompt of 8k and of 32k tokens, all but the last 64 of which another request had
-before.
+1B), bfloat16. A prompt of 8k and of 32k tokens; an earlier request had all but the last 64.
 
     cold       one forward pass over the prompt
     stored     lookup, load, then a forward pass over the last tokens
@@ -10,7 +9,7 @@ before.
                load
 
     python benchmarks/ttft.py                 on a machine with an NVIDIA GPU (a minute)
-    python benchmarks/ttft.py --cpu           a tiny model: proves the script
+    python benchmarks/ttft.py --cpu           a tiny model, to test the script
 """
 
 import argparse

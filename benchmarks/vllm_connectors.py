@@ -8,7 +8,7 @@
                      memory (L1)
     lmcache-store    the same with our node as the server's L2 (docs/engines/lmcache.md): L1 is
                      cleared before a hit
-    lmcache-lm       LMCacheConnectorV1 that keeps nothing itself: hits from LMCache's own remote
+    lmcache-lm       LMCacheConnectorV1 without a local cache: hits from LMCache's own remote
                      server, lm://
 
 LMCache's have its defaults, except for sizes and ports.
@@ -36,16 +36,16 @@ from vllm_server import store_config
 
 NAMES = ("none", "store", "offloading", "lmcache", "lmcache-server", "lmcache-store", "lmcache-lm")
 START_S = 120.0
-STAGING_GIB = 8  # of LMCache's memory where it keeps nothing: what is on its way
+STAGING_GIB = 8  # LMCache's memory where it is only a buffer
 REMOTE_SAVE_S = 6.0  # lm:// takes a few hundred megabytes a second
 
 
 @dataclass(frozen=True)
 class Connector:
-    """`config`: vLLM's kv_transfer_config.
+    """A connector. `config`: vLLM's kv_transfer_config.
 
-    `forget`: what else a hit must not come from. `saves_s`: how long saving may go on behind an
-    answer, at most. `skips`: requests can stay out of it.
+    `forget`: clears the other caches before a hit. `saves_s`: the longest time that saving
+    continues after an answer. `skips`: whether requests can opt out.
     """
 
     config: dict[str, Any] | None
@@ -70,9 +70,9 @@ def available(names: list[str]) -> list[str]:
 
 
 def connector(name: str, address: str, gib: int, stack: contextlib.ExitStack) -> Connector:
-    """Start a connector; `gib` is its RAM, `address` the node's, which has as much.
+    """Start a connector.
 
-    What is started ends with `stack`.
+    `gib`: its RAM; the node at `address` has as much. `stack` ends what is started.
     """
     if name == "none":
         return Connector(None)

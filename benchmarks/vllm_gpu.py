@@ -1,25 +1,23 @@
 """Measure vLLM on a GPU with the store, without, and with other connectors, in turns.
 
-One engine for each connector (vllm_connectors.py), with the same model (dummy weights: what is
-computed does not matter), stays up on one GPU, and a node on the same host. One at a time works.
+One engine for each connector (vllm_connectors.py) stays up on one GPU, with the same model and
+dummy weights, as the values do not matter, and a node on the same host. One engine works at a time.
 LMCache's are left out where it is not installed.
 
     computed   an engine without a connector
-    miss       computed, and saved behind it; skip: the same engine, a request that stays out of the
-               store
-    hit        its own cache was emptied before, so that the KV comes from the store, or from where
-               others keep it
+    miss       computed, and saved afterwards; skip: the same engine, a request that opts out
+    hit        its own cache was emptied before, so that the KV comes from the store, or from the
+               other connectors' storage
     local      a hit in its own cache
 
-Seconds are those of `LLM.generate` with one token. Throughput: requests of new prompts at once,
-their prompt's and answer's tokens. Prompts are new in each round, the same for all engines, and the
-order changes from round to round. A machine's speed changes more from minute to minute than
+Seconds are those of `LLM.generate` with one token. Throughput: many requests with new prompts at
+once, tokens of prompts and answers. Prompts are new in each round, the same for all engines, and
+the order changes from round to round. A machine's speed changes more from minute to minute than
 connectors change it: engines are compared within a round.
 
-    PYTHONPATH=. python benchmarks/vllm_gpu.py [--model 0.9b] [--rounds 5] [--connectors none store
-    ...]
-                    [--tokens 131079 --first-tokens] [--json]
-                    with a python that has vLLM, CuPy and the node: see `make gpu-test-vllm`
+    PYTHONPATH=. python benchmarks/vllm_gpu.py [--model 0.9b] [--rounds 5]
+        [--connectors none store ...] [--tokens 131079 --first-tokens] [--json]
+        with a Python that has vLLM, CuPy and the node: see `make gpu-test-vllm`
 """
 
 import argparse
@@ -59,7 +57,7 @@ Row = dict[str, Any]
 
 
 class Contender:
-    """An engine and what it is asked for."""
+    """An engine and its requests."""
 
     def __init__(self, name: str, engine: EngineHandle, connector: Connector) -> None:
         self._name = name
@@ -135,7 +133,7 @@ def contenders(
         "block_size": 16,
         "num_gpu_blocks_override": None,
         "kv_cache_memory_bytes": kv_gib << 30,
-        "gpu_memory_utilization": 0.03,  # is only compared with what is free
+        "gpu_memory_utilization": 0.03,  # vLLM only compares it with the free memory
         "max_model_len": tokens_max + 256,
         "max_num_seqs": REQUESTS,
         "max_num_batched_tokens": 8192,

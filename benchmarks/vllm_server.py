@@ -24,12 +24,12 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
 from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
-UP_S = 600.0  # imports alone take 10 s on two idle cores, and minutes beside other work
+UP_S = 600.0  # imports alone take 10 s on two idle cores, and minutes on a busy machine
 ANSWER_S = 600.0
 
 
 class ServerFailed(Exception):
-    """The server did not start or ended by itself; the message holds its last words."""
+    """The server did not start or ended by itself; the message has its last lines."""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -49,7 +49,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def store_config(address: str, **options: Any) -> dict[str, Any]:
-    """Return what a user gives as --kv-transfer-config."""
+    """Return a user's --kv-transfer-config."""
     return {
         "kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "gpu_agent.engines.vllm",
@@ -76,7 +76,7 @@ def save_llama(directory: Path, layers: int, hidden: int, vocabulary: int = 512)
         num_key_value_heads=max(1, hidden // 192),
         head_dim=64,
         max_position_embeddings=16384,
-        initializer_range=0.06,  # deep enough in the numbers that other tokens follow other prompts
+        initializer_range=0.06,  # large enough that other prompts get other tokens
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
@@ -98,7 +98,7 @@ class Answer:
 
 
 class Server:
-    """On a free port of the loopback interface.
+    """A server on a free port of the loopback interface.
 
     `flags` are vLLM's own, without the dashes.
     """
@@ -132,7 +132,7 @@ class Server:
             for word in (f"--{name.replace('_', '-')}", str(value))
         ]
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed by `close`
-        env = environment(VLLM_SERVER_DEV_MODE="1")  # it serves /reset_prefix_cache then
+        env = environment(VLLM_SERVER_DEV_MODE="1")  # enables /reset_prefix_cache
         self._process = subprocess.Popen(
             command, stdout=self._said, stderr=subprocess.STDOUT, env=env
         )
@@ -151,7 +151,7 @@ class Server:
             time.sleep(0.2)
 
     def said(self) -> str:
-        """Return what it printed so far."""
+        """Return the output so far."""
         self._said.flush()
         return Path(f"/proc/self/fd/{self._said.fileno()}").read_text()
 

@@ -20,10 +20,9 @@ def add_dir(options: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def workplace(directory: Path, needed_nbytes: int = 0) -> Iterator[Path]:
-    """Make a directory on a real disk with `needed_nbytes` free, or end with a message.
+    """Make a directory on a real disk with `needed_nbytes` free.
 
-    Ends the benchmark with a message if that is memory instead of a disk or has not `needed_nbytes`
-    free.
+    Ends the benchmark with a message if that is memory instead of a disk, or less is free.
     """
     kind = file_system(directory)
     if kind in TMPFS:
