@@ -5,9 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Two workers for each processor: half of the time they wait for deadlines and outages. The tests of
-# a file share a node.
-WORKERS ?= $(shell echo $$(($$(nproc) * 2)))
+# Four workers for each processor: most of the time they wait for deadlines and outages. The tests
+# of a file share a node.
+WORKERS ?= $(shell echo $$(($$(nproc) * 4)))
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # A test run starts hundreds of processes of the same files, so byte code is always cached.
 export PYTHONDONTWRITEBYTECODE :=

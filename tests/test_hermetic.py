@@ -19,7 +19,7 @@ TESTS = Path(__file__).parent
 # Tests that read most of what a user may have set: pip, the terminal, settings, the clock's zone,
 # signals.
 SENSITIVE = (
-    "packaging/test_add_agent.py::test_what_would_change_the_engines_torch_is_refused_and_named",
+    "packaging/test_add_agent.py::test_add_agent_refuses_to_change_the_engines_torch",
     "packaging/test_add_agent.py::test_a_change_that_no_constraint_kept_off_is_found",
     "cli/test_output.py",
     "core/test_config.py",

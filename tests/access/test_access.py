@@ -113,7 +113,7 @@ def soon_changed(path: Path, before: os.stat_result) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a directory", "a pipe", "a link to itself"])
-def test_what_is_no_file_holds_nobody_up(
+def test_identities_file_not_regular_blocks_no_request(
     access: Access, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "identities"
@@ -215,7 +215,7 @@ def test_a_connection_is_of_one_tenant(node: Node, people: People, wire: str) ->
     connection.close()
 
 
-def test_who_may_not_map_the_memory_any_more_goes_on_over_tcp(node: Node, people: People) -> None:
+def test_shm_client_without_trust_any_more_uses_tcp(node: Node, people: People) -> None:
     token = people.join("lowered", "team-a", "write")
     taken_up(node, lambda: token_hash(token) in node.access.identities.tokens)
     with client(node, token) as lowered:
@@ -255,7 +255,7 @@ def test_a_token_is_changed_under_load_and_no_call_fails(
         assert moving.wire_name == wire
 
 
-def test_who_is_refused_at_the_door_does_not_knock_with_each_call(node: Node) -> None:
+def test_refused_client_does_not_connect_for_each_call(node: Node) -> None:
     with client(node, "team-a." + "y" * 43) as stranger:
         with pytest.raises(Unauthenticated):
             stranger.lookup(namespace(), [KEY])

@@ -53,7 +53,7 @@ def test_a_refusal_and_an_act_are_lines(
     assert node.service.call("node_status", pb.NodeStatusRequest(), THE_NODE).refused_calls == 1
 
 
-def test_who_is_kept_from_the_memory_or_asks_for_what_others_have_is_written_down(
+def test_audit_records_refused_memory_and_foreign_pages(
     start_node: StartNode, people: People, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit"

@@ -166,9 +166,7 @@ REQUESTS: dict[str, Callable[[Bench], object]] = {
 
 @pytest.mark.parametrize("where", ["RAM", "disk", "both"])
 @pytest.mark.parametrize("name", REQUESTS)
-def test_what_is_read_and_hashed_for_a_request_is_charged(
-    bench: Bench, name: str, where: str
-) -> None:
+def test_bytes_rate_charges_read_and_hashed_bytes(bench: Bench, name: str, where: str) -> None:
     ask, counted = REQUESTS[name], bench.counted
     bench.to_disk_only()
     if where == "both":

@@ -48,7 +48,7 @@ def test_the_page_is_for_everybody_and_says_nothing(stored: Node) -> None:
 
 @pytest.mark.parametrize("path", ["events", "look-up", "bytes", "act"])
 @pytest.mark.parametrize("who", ["nobody", "wrong", "expired", "revoked"])
-def test_who_is_not_known_is_told_nothing(
+def test_console_without_identity_shows_nothing(
     stored: Node, people: People, path: str, who: str
 ) -> None:
     refused = stored.audit.refused_count

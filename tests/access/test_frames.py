@@ -54,12 +54,14 @@ def test_a_token_is_known_at_addresses_of_frames(
 
 @pytest.mark.parametrize("at", [by_frames, by_socket])
 @pytest.mark.parametrize("name", ["nobody", "wrong", "revoked", "expired"])
-def test_who_is_not_known_is_not_let_in(node: Node, people: People, at: Any, name: str) -> None:
+def test_frames_without_identity_are_refused(
+    node: Node, people: People, at: Any, name: str
+) -> None:
     with client(at(node), people.tokens[name]) as stranger, pytest.raises(Unauthenticated):
         stranger.node_status()
 
 
-def test_who_may_not_map_memory_is_told_which_address_to_take(node: Node, people: People) -> None:
+def test_untrusted_shm_client_gets_the_tcp_address(node: Node, people: People) -> None:
     with (
         client(by_socket(node), people.tokens["other"]) as other,
         pytest.raises(
@@ -100,7 +102,7 @@ def test_a_token_over_tls_at_an_address_of_frames(
         assert writer.put(namespace(revision="over tls"), [KEY], [PAGE]) == [PutOutcome.STORED]
 
 
-def test_nobody_follows_views_without_a_role(node: Node, people: People) -> None:
+def test_follow_without_role_is_refused(node: Node, people: People) -> None:
     """The frame passes the gate as every request does; this node is in no cluster, which only who
     is known hears.
     """

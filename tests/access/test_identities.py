@@ -193,7 +193,7 @@ def test_no_field_makes_another_line(field: str) -> None:
 
 
 @pytest.mark.parametrize("mark", ["\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028"])
-def test_what_a_comment_hides_stays_hidden_when_a_line_is_added(tmp_path: Path, mark: str) -> None:
+def test_commented_identity_stays_disabled_when_a_line_is_added(tmp_path: Path, mark: str) -> None:
     """Such a mark ends a line for Python, and none for a node."""
     path = tmp_path / "identities"
     hidden = token_line("old", new_token(ALL), tenant=ALL, role="admin")

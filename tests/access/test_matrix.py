@@ -370,7 +370,7 @@ def test_no_request_comes_before_a_hello(node: Node, op: str) -> None:
             frames.recv_frame(1 << 20)
 
 
-def test_who_is_not_known_sends_no_large_first_frame(node: Node) -> None:
+def test_large_first_frame_without_identity_is_refused(node: Node) -> None:
     """A hello is small: nothing more is received of a stranger."""
     with socket.create_connection(("127.0.0.1", node.bulk.port), timeout=10.0) as sock:
         frames = FrameSocket(sock)
@@ -390,7 +390,7 @@ def test_of_two_authorizations_the_first_counts(node: Node, people: People) -> N
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_what_a_connection_reserves_counts_to_its_tenant(node: Node, people: People) -> None:
+def test_reservation_of_a_connection_counts_for_its_tenant(node: Node, people: People) -> None:
     with client(node, people.tokens["write"], wire="bulk") as writer:
         writer.lookup(namespace(), [KEY])
     with socket.create_connection(("127.0.0.1", node.bulk.port), timeout=10.0) as sock:

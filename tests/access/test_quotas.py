@@ -204,7 +204,7 @@ def test_the_other_keeps_all_of_his_pages(town: Callable[..., Town], attack: str
     assert where.use("loud").ram_nbytes <= 7 * MB
 
 
-def test_what_is_over_a_quota_is_refused_and_counted(town: Callable[..., Town]) -> None:
+def test_request_over_a_quota_is_refused_and_counted(town: Callable[..., Town]) -> None:
     where = town(pins="10", held="64KiB", requests="40/s")
     loud = where.client("loud", "shm")
     put(loud, LOUD, keys(*range(20)))
@@ -281,7 +281,7 @@ def test_a_put_or_get_alone_is_refused_too(town: Callable[..., Town], op: str, q
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
 @pytest.mark.parametrize("op", ["verify", "range"])
-def test_what_a_node_only_hashes_counts_to_the_rate_of_bytes(
+def test_bytes_that_a_node_only_hashes_count_for_the_rate(
     town: Callable[..., Town], wire: str, op: str
 ) -> None:
     """A tenant with 1 MiB/s had 461 MiB/s verified, and 2,870 MiB/s read for ranges of one byte."""

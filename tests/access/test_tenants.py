@@ -90,7 +90,7 @@ def test_metrics_are_told_to_who_is_known_and_of_his_own(
         caught.value.close()
 
 
-def test_what_one_was_told_is_not_told_to_another(
+def test_answer_for_one_tenant_is_not_given_to_another(
     node: Node, both: dict[str, Client], people: People
 ) -> None:
     """Scrapes are answered from one text for a while."""
@@ -107,7 +107,7 @@ def test_equal_names_of_two_tenants_are_two_namespaces(both: dict[str, Client]) 
     assert both["other"].lookup(theirs, [KEY]).prefix_pages == 0
 
 
-def test_what_is_shared_can_be_read_and_not_changed(
+def test_shared_namespace_is_readable_and_not_writable(
     node: Node, both: dict[str, Client], people: People
 ) -> None:
     prompts = namespace("team-a", "prompts-1")

@@ -126,7 +126,7 @@ def test_nothing_is_overwritten_unless_asked_for(
         ),
     ],
 )
-def test_what_can_be_no_certificate_is_refused(
+def test_certs_impossible_values_are_refused(
     kvstore: Kvstore, folder: Path, words: tuple[str, ...], said: str
 ) -> None:
     ran = kvstore("certs", *words, "--dir", str(folder))

@@ -27,7 +27,7 @@ def test_all_is_well(kvstore: Kvstore) -> None:
     assert "kvstore-doctor" not in kvstore("ls").stdout
 
 
-def test_what_failed_is_shown_with_its_remedy_and_in_the_last_line(kvstore: Kvstore) -> None:
+def test_doctor_failure_is_shown_with_its_remedy_and_in_the_last_line(kvstore: Kvstore) -> None:
     ran = kvstore("doctor", "-a", NOBODY)
     assert ran.code == 1
     assert "  fail     TCP" in ran.stdout
@@ -73,7 +73,9 @@ def test_a_data_directory(kvstore: Kvstore, tmp_path: Path) -> None:
         (["--nothing"], "--nothing"),
     ],
 )
-def test_what_can_not_be_examined_at_all(kvstore: Kvstore, arguments: list[str], said: str) -> None:
+def test_doctor_without_a_valid_address_ends_with_an_error(
+    kvstore: Kvstore, arguments: list[str], said: str
+) -> None:
     ran = kvstore("doctor", *arguments)
     assert (ran.code, ran.stdout) == (2, "")
     assert said in ran.stderr

@@ -60,7 +60,7 @@ def test_status_is_one_screen(
     assert named["model-29"] == 29 * (count - 1)
 
 
-def test_what_is_not_well() -> None:
+def test_troubles_of_a_cluster_are_listed() -> None:
     view = View("fleet", 7, MANY.members[:4], 5)
     stopped = serving()
     stopped.state, stopped.disk.state, stopped.disk.reason = (

@@ -155,7 +155,7 @@ def test_without_matplotlib_it_says_what_to_install_before_it_reads(
         (("--ram", "1e300"), "at most 1 EiB"),
     ],
 )
-def test_what_can_not_be_is_refused_by_name(
+def test_plan_impossible_option_is_named(
     kvstore: Kvstore, trace: Path, arguments: tuple[str, ...], said: str
 ) -> None:
     ran = kvstore("plan", str(trace), *arguments)
@@ -200,20 +200,18 @@ def words(kvstore: Kvstore, trace: Path, *arguments: str) -> str:
     return " ".join(ran.json["recommendation"])
 
 
-def test_it_says_when_more_ram_is_of_no_use(kvstore: Kvstore, trace: Path) -> None:
+def test_plan_reports_useless_ram(kvstore: Kvstore, trace: Path) -> None:
     assert "RAM of 1.0 TiB has all that is ever asked for again" in words(
         kvstore, trace, "--ram", "1TiB"
     )
 
 
-def test_it_says_when_a_disk_is_needed_and_which(kvstore: Kvstore, trace: Path) -> None:
+def test_plan_reports_a_needed_disk(kvstore: Kvstore, trace: Path) -> None:
     said = words(kvstore, trace, "--ram", "64MiB")
     assert "A disk is needed for the rest: one of " in said
 
 
-def test_it_says_when_a_disk_is_hardly_worth_it_and_when_it_is_too_slow(
-    kvstore: Kvstore, trace: Path
-) -> None:
+def test_plan_reports_a_disk_of_little_use_or_too_slow(kvstore: Kvstore, trace: Path) -> None:
     assert "for hits it is hardly worth it" in words(
         kvstore, trace, "--ram", "4GiB", "--disk", "8GiB"
     )
@@ -247,9 +245,7 @@ def planned_of(ram: int) -> Plan:
     return planned(surveyed(chatting(100), wishes), wishes)
 
 
-def test_it_says_that_a_trace_without_repetition_saves_nothing(
-    kvstore: Kvstore, tmp_path: Path
-) -> None:
+def test_plan_reports_a_trace_without_repetition(kvstore: Kvstore, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 1024, "output_length": 1}
     path.write_text(
@@ -258,7 +254,7 @@ def test_it_says_that_a_trace_without_repetition_saves_nothing(
     assert "no store would save anything" in words(kvstore, path)
 
 
-def test_it_does_not_speak_of_rates_without_times(kvstore: Kvstore, tmp_path: Path) -> None:
+def test_plan_without_times_reports_no_rates(kvstore: Kvstore, tmp_path: Path) -> None:
     said = words(
         kvstore,
         written(tmp_path / "still.jsonl", 200, timestamp=0),

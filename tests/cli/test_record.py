@@ -73,7 +73,7 @@ def recorded(
     return ran
 
 
-def test_what_was_recorded_plans_as_the_node_behaved(
+def test_plan_of_a_recording_matches_the_node(
     kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = list(chatting(300, at_a_time=16))
@@ -154,7 +154,7 @@ def test_a_full_disk_is_told_as_such(
     assert not (tmp_path / "trace.jsonl").exists(), "with nothing in it"
 
 
-def test_when_nobody_asks_there_is_no_file(
+def test_record_without_requests_writes_no_file(
     kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path
 ) -> None:
     path = tmp_path / "trace.jsonl"
@@ -175,7 +175,7 @@ def test_a_second_recording_is_refused_until_the_first_is_over(
         pass
 
 
-def test_it_ends_when_the_file_is_as_large_as_it_may_be(
+def test_record_ends_at_the_size_limit(
     kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def does(client: Client) -> None:
@@ -238,7 +238,7 @@ def test_the_end_of_a_chain_gets_what_is_before_it_whenever_that_is_known(tmp_pa
     assert (recording.requests, recording.stores) == (1, 2)
 
 
-def test_it_is_the_trace_that_may_not_be_too_large_and_not_what_waits_to_be_one(
+def test_record_size_limit_counts_written_lines_only(
     tmp_path: Path,
 ) -> None:
     """An engine that decodes stores a page at a time, and each comes with all before it."""

@@ -121,7 +121,7 @@ def test_the_capacities_of_that_test_tell_touching_orders_apart() -> None:
     assert rates == sorted(set(rates))
 
 
-def test_what_a_recording_has_as_stored_is_put_and_not_asked_for() -> None:
+def test_replay_puts_pages_that_were_only_stored() -> None:
     trace = [TraceRequest(0, 0, 0, (1, 2), stored=True), TraceRequest(0, 0, 0, (1, 2, 3))]
     report = replay(cast(Client, FakeStore()), trace, replay_namespace(PAGE_NBYTES))
     assert (report.requests, report.pages_asked, report.pages_hit, report.pages_stored) == (

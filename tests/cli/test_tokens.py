@@ -41,7 +41,7 @@ def test_from_an_empty_file_to_pages_of_a_tenant(
         assert status["namespaces"] == []
 
 
-def test_what_is_listed_and_revoked(kvstore: Kvstore, tmp_path: Path) -> None:
+def test_tokens_are_listed_and_revoked(kvstore: Kvstore, tmp_path: Path) -> None:
     file = tmp_path / "identities"
     token = kvstore(
         "tokens", "add", "a", "--tenant", "*", "--role", "admin", "--days", "1", "-f", str(file)

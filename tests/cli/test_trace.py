@@ -23,7 +23,7 @@ def test_a_request_is_read_as_written(tmp_path: Path) -> None:
     assert list(read_trace(path)) == [TraceRequest(5, 7, 3, (0, 2**64 - 1))]
 
 
-def test_what_a_recording_says_of_its_pages_is_read(tmp_path: Path) -> None:
+def test_trace_page_sizes_of_a_recording_are_read(tmp_path: Path) -> None:
     path = write(
         tmp_path / "trace.jsonl", {**GOOD, "page_nbytes": 4096, "page_tokens": 2.5, "stored": True}
     )

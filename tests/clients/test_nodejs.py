@@ -57,7 +57,7 @@ def test_the_example_runs(shared_node: NodeProcess) -> None:
     }
 
 
-def test_its_bytes_are_the_golden_ones() -> None:
+def test_nodejs_client_bytes_equal_the_golden_ones() -> None:
     golden = json.loads(GOLDEN.read_text())
     found = node_js(
         """
@@ -90,7 +90,7 @@ console.log(JSON.stringify({
     assert found["checksum"] == golden["checksum"]["checksum"]
 
 
-def test_what_one_language_stores_the_other_reads(shared_node: NodeProcess) -> None:
+def test_pages_stored_by_one_language_are_read_by_the_other(shared_node: NodeProcess) -> None:
     namespace = Namespace(model="shared", layout=opaque_layout(NBYTES), salt=secrets.token_hex(4))
     ours, theirs = secrets.token_bytes(32), secrets.token_bytes(32)
     page = secrets.token_bytes(NBYTES)

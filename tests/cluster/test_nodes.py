@@ -50,7 +50,7 @@ def test_the_newest_view_holds_whoever_tells_it_last(nodes: Nodes) -> None:
     assert nodes.view.number == 6
 
 
-def test_who_leaves_has_no_link_and_is_counted_still(nodes: Nodes) -> None:
+def test_former_member_has_no_link_and_keeps_its_counters(nodes: Nodes) -> None:
     nodes._learn(hello(1, [0, 1, 2]))
     gone, stays = member(nodes, "n1"), member(nodes, "n2")
     gone.connect_count, gone.failure_count = 3, 2

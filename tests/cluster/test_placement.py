@@ -60,7 +60,7 @@ def test_shares_are_in_proportion_to_weights(weights: tuple[float, ...]) -> None
         assert abs(counts[member.id] - expected) < 6 * expected**0.5
 
 
-def test_who_joins_takes_its_share_and_nothing_else_moves() -> None:
+def test_joining_member_takes_its_share_and_nothing_else_moves() -> None:
     keys, joined = some_keys(40_000), Candidate("new", 1.0)
     before, after = owners(equal(7), keys), owners([*equal(7), joined], keys)
     moved = [new for old, new in zip(before, after, strict=True) if old != new]
@@ -68,7 +68,7 @@ def test_who_joins_takes_its_share_and_nothing_else_moves() -> None:
     assert abs(len(moved) - len(keys) / 8) < 6 * (len(keys) / 8) ** 0.5
 
 
-def test_who_leaves_gives_to_the_next_owner_of_each_key() -> None:
+def test_pages_of_a_leaving_member_go_to_the_next_owner() -> None:
     keys, members = some_keys(5_000), equal(6)
     for old, new in zip(owners(members, keys, 2), owners(members[1:], keys, 2), strict=True):
         assert new[:1] == tuple(member for member in old if member != "node-0")[:1]
@@ -92,7 +92,7 @@ def test_replicas_lie_in_zones_of_their_own() -> None:
         assert len({zones[member] for member in some[:2]}) == 2
 
 
-def test_who_is_in_no_zone_is_in_nobodys() -> None:
+def test_member_without_a_zone_shares_no_zone() -> None:
     """Not even in that of others without one."""
     keys, zone = some_keys(200), {"node-0": "a", "node-1": "a"}
     mixed = [some._replace(zone=zone.get(some.id, "")) for some in equal(5)]

@@ -65,7 +65,7 @@ def test_each_key_is_asked_of_its_first_member_and_answers_keep_their_order() ->
     assert sorted(fleet.asked) == [("a", [0, 2]), ("b", [1, 3])]
 
 
-def test_what_the_first_lacks_is_asked_of_the_next_and_nothing_else() -> None:
+def test_keys_that_the_first_owner_lacks_go_to_the_next() -> None:
     fleet = Fleet(a={0}, b={1}, c={2})
     assert fleet.get(["ab", "ab", "bc"]) == [True, True, True]
     assert sorted(fleet.asked) == [("a", [0, 1]), ("b", [1]), ("b", [2]), ("c", [2])]
@@ -81,7 +81,7 @@ def test_a_member_that_fails_is_not_asked_again_and_its_keys_go_to_the_next(
     assert [member for member, _ in fleet.asked].count("a") == 1
 
 
-def test_nobody_answered() -> None:
+def test_call_without_any_answer_raises() -> None:
     fleet = Fleet()
     fleet.fails = {"a": Unavailable("a is away"), "b": Exhausted("b is full")}
     with pytest.raises((Unavailable, Exhausted), match=r"away|full"):
@@ -106,7 +106,7 @@ def test_keys_without_a_member_are_misses() -> None:
     assert Fleet(a={1}).get(["", "a"]) == [False, True]
 
 
-def test_who_has_others_behind_it_gets_half_of_the_time() -> None:
+def test_owner_with_others_behind_it_gets_half_of_the_time() -> None:
     fleet = Fleet(a=set(), b={0})
     fleet.get(["ab"], 8.0)
     assert [round(limit) for limit in fleet.limits] == [4, 8]
@@ -172,7 +172,7 @@ def test_a_call_that_comes_too_late_is_no_miss() -> None:
     assert not fleet.asked
 
 
-def test_who_could_not_be_asked_is_told_apart_from_who_could_not_do_it() -> None:
+def test_unreachable_owner_differs_from_a_refusing_one() -> None:
     silent, refused = Unavailable("gone"), Exhausted("its disk is stopped")
     away: dict[str, KVStoreError] = {}
     assert of_all({"a": 1, "b": silent}, away) == {"a": 1}

@@ -31,7 +31,7 @@ def in_state(number: int, state: State) -> View:
     return replace(VIEW, members=tuple(members))
 
 
-def test_there_and_back_over_the_wire() -> None:
+def test_view_is_equal_after_a_round_trip() -> None:
     view = in_state(2, State.DRAINING)
     assert parse_view(pb.View.FromString(view_message(view).SerializeToString())) == view
 
@@ -57,7 +57,7 @@ def test_there_and_back_over_the_wire() -> None:
         ),
     ],
 )
-def test_what_can_not_be_a_cluster(wrong: dict[str, Any], said: str) -> None:
+def test_invalid_cluster_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         replace(VIEW, **wrong)
 
@@ -78,7 +78,7 @@ def test_what_can_not_be_a_cluster(wrong: dict[str, Any], said: str) -> None:
         ({"weight": float("inf")}, "weight of n0 is inf"),
     ],
 )
-def test_what_can_not_be_a_member(wrong: dict[str, Any], said: str) -> None:
+def test_invalid_member_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         replace(MEMBERS[0], **wrong)
 
@@ -95,7 +95,7 @@ def test_in_a_settled_view_holders_are_owners() -> None:
     assert VIEW.owners.owners(NAMESPACE, KEYS) == VIEW.holders.owners(NAMESPACE, KEYS)
 
 
-def test_who_joins_owns_and_holds_nothing_yet() -> None:
+def test_joining_member_owns_nothing() -> None:
     view = in_state(3, State.JOINING)
     assert not view.settled
     assert view.owners.owners(NAMESPACE, KEYS) == VIEW.owners.owners(NAMESPACE, KEYS)
@@ -103,7 +103,7 @@ def test_who_joins_owns_and_holds_nothing_yet() -> None:
     assert held == replace(VIEW, members=MEMBERS[:3]).owners.owners(NAMESPACE, KEYS)
 
 
-def test_who_is_drained_holds_and_owns_nothing_any_more() -> None:
+def test_draining_member_owns_nothing() -> None:
     view = in_state(0, State.DRAINING)
     assert not view.settled
     assert view.holders.owners(NAMESPACE, KEYS) == VIEW.owners.owners(NAMESPACE, KEYS)

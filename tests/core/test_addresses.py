@@ -87,7 +87,7 @@ def test_a_resolver_that_hangs_costs_the_deadline_and_one_thread(
 
 
 @pytest.mark.parametrize("trouble", ["hangs", "fails"])
-def test_what_was_known_is_used_while_the_resolver_is_in_trouble(
+def test_known_addresses_are_used_while_the_resolver_fails(
     resolver: Resolver, trouble: str
 ) -> None:
     addresses = Addresses("node.example")

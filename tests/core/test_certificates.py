@@ -109,7 +109,7 @@ WRONG: dict[str, tuple[Callable[[Placed, Authority], object], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_is_said_and_what_was_good_stays(
+def test_bad_certificate_is_reported_and_the_old_one_stays(
     placed: Placed, strangers: Authority, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
     good = placed.files.poll()

@@ -22,7 +22,7 @@ from kvstore.transports.frames import fill, runs
         [5, 1 << 21, 5],
     ],
 )
-def test_what_is_cut_is_filled_again_and_hashed(sizes: list[int]) -> None:
+def test_cut_chunk_is_filled_again_and_hashed(sizes: list[int]) -> None:
     rng = random.Random(3)
     pages = [rng.randbytes(size) for size in sizes]
     chunks = [b"".join(run) for run in runs(memoryview(page) for page in pages)]
@@ -35,7 +35,7 @@ def test_what_is_cut_is_filled_again_and_hashed(sizes: list[int]) -> None:
     assert made == [leaves(page) for page in pages]
 
 
-def test_what_is_hashed_is_what_lies_in_the_callers_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hash_is_of_the_bytes_in_the_callers_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not the chunk: a copy that goes wrong would pass."""
 
     def wrong(target: memoryview, source: memoryview) -> None:

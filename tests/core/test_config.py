@@ -78,7 +78,7 @@ def test_sizes(text: str, nbytes: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "GiB", "1x", "1 2", "nan", "inf", "infk", "1e999", "12kb", "2GB", "0x10"]
 )
-def test_what_is_no_size_is_a_value_error_that_shows_one(text: str) -> None:
+def test_invalid_size_error_shows_a_valid_one(text: str) -> None:
     """For 2GB it was Python's own: could not convert string to float: '2g'."""
     with pytest.raises(ValueError, match="is not a size; write for example 512MiB or 4GiB"):
         parse_nbytes(text)
@@ -188,7 +188,7 @@ def test_a_url_with_a_password_is_refused_without_saying_it() -> None:
 @pytest.mark.parametrize(
     "address", ["host/path:80", "user@host:80", "ho st:80", "[http://host]:80", "bulk://host/x:1"]
 )
-def test_what_is_in_no_hosts_name_is_no_address(address: str) -> None:
+def test_address_with_invalid_host_characters_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"is not (bulk://)?host:port"):
         split_address(address)
 

@@ -202,9 +202,7 @@ def test_no_time_at_all_is_not_for_ever(pair: tuple[FrameSocket, socket.socket])
         (struct.pack("<2sBBIQ", b"KV", 4, 0, 2**32 - 1, 0), "at most 100"),
     ],
 )
-def test_what_is_no_frame_is_refused_before_its_length_is_believed(
-    fixed: bytes, named: str
-) -> None:
+def test_invalid_frame_is_refused_before_its_length_is_used(fixed: bytes, named: str) -> None:
     with pytest.raises(ProtocolError, match=named):
         unpack_fixed(fixed, 100)
 

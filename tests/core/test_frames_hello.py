@@ -85,7 +85,7 @@ def test_a_node_that_takes_no_keys_is_not_used(bulk_port: ServeBulk) -> None:
 @pytest.mark.parametrize(
     "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x03\x00\x02\x02\x50" * 4]
 )
-def test_what_is_no_node_is_an_error_of_ours(bulk_port: ServeBulk, answer: bytes) -> None:
+def test_server_that_is_no_node_raises_our_error(bulk_port: ServeBulk, answer: bytes) -> None:
     def talk(connection: FrameSocket) -> None:
         connection.recv_frame(1 << 20)
         connection.send(answer)

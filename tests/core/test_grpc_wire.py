@@ -170,7 +170,7 @@ def test_an_outbox_is_full_until_somebody_takes_a_frame() -> None:
     assert taken == [b"%d" % number for number in range(FRAMES_MAX + 2)]
 
 
-def test_who_waits_for_room_in_an_outbox_that_is_ended_goes_on() -> None:
+def test_waiter_for_an_ended_outbox_returns() -> None:
     outbox, said = Outbox(), list[bool]()
     timer = threading.Timer(0.05, outbox.end)
     timer.start()

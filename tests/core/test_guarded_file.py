@@ -34,7 +34,7 @@ def test_a_file_is_read_up_to_its_limit(path: Path) -> None:
         (0o467, stat.S_IRWXO | stat.S_IWGRP, r"\(mode 0467\); chmod g-w,o-rwx /"),
     ],
 )
-def test_what_is_open_to_others_is_told_what_to_close(
+def test_file_readable_for_others_is_refused_with_the_remedy(
     path: Path, mode: int, forbidden: int, said: str
 ) -> None:
     path.chmod(mode)

@@ -66,7 +66,7 @@ def test_a_call_in_a_great_hurry_leaves_the_link_to_the_others(
     link.close()
 
 
-def test_who_is_always_in_a_hurry_does_not_keep_the_others_out(
+def test_urgent_waiters_do_not_starve_others(
     fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a restart of the node, say: whenever the breaker let one try, it was one without the

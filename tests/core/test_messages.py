@@ -60,7 +60,7 @@ def test_chunks_are_framed_as_protobuf_does_it(nbytes: int) -> None:
         assert chunk_of(expected) == data[:nbytes]
 
 
-def test_what_is_not_just_a_chunk_is_left_to_protobuf() -> None:
+def test_other_messages_than_chunks_are_parsed_by_protobuf() -> None:
     whole = pb.PutFrame(chunk=pb.PageChunk(data=b"page bytes")).SerializeToString()
     begin = pb.PutFrame(begin=pb.PutRequest(namespace=b"n" * 16)).SerializeToString()
     empty = pb.PutFrame(chunk=pb.PageChunk()).SerializeToString()

@@ -144,7 +144,7 @@ def test_a_file_and_a_variable_give_the_same_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "00" * 31, "00" * 33, "zz" * 32, "0" * 5000, "é" * 64])
-def test_what_is_no_secret_is_refused_and_not_repeated(tmp_path: Path, text: str) -> None:
+def test_invalid_secret_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
     with pytest.raises(
         ConfigError, match=r"pages\.key (does not hold 64 hex digits|has more than 4096)"
     ) as refused:

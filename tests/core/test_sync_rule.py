@@ -133,5 +133,5 @@ def test_a_module_uses_nothing_that_an_interrupt_leaves_taken(path: Path) -> Non
         ("from kvstore.sync import Event\nEvent()", set()),
     ],
 )
-def test_what_is_forbidden_is_found(source: str, expected: set[str]) -> None:
+def test_sync_rule_finds_each_violation(source: str, expected: set[str]) -> None:
     assert used(source) == expected

@@ -31,7 +31,7 @@ def run_something(pool: concurrent.futures.Executor) -> None:
     pool.submit(lambda: None).result(10.0)
 
 
-def test_what_it_began_is_told(pool: concurrent.futures.Executor) -> None:
+def test_helper_thread_reports_what_it_began(pool: concurrent.futures.Executor) -> None:
     sums: list[concurrent.futures.Future[int]] = [concurrent.futures.Future() for _ in range(5)]
     assert all(begin(done, pool, sum, (number, 1)) for number, done in enumerate(sums))
     wait_for(sums)

@@ -153,7 +153,7 @@ def test_a_node_of_ours_sends_nothing_of_its_own_accord(
     assert server.quiet
 
 
-def test_who_is_shut_down_by_another_thread_reads_no_cipher_as_plain_bytes(
+def test_tls_shut_down_by_another_thread_reads_no_cipher_text(
     connected: Connected, ours: Authority
 ) -> None:
     server, peer = greeted(connected, ours)
@@ -194,7 +194,7 @@ def test_a_handshake_that_never_ends_has_the_time_that_was_armed(
         b"\x16\x03\x01\0\4\xff\0\0\0",
     ],
 )
-def test_what_is_no_tls_is_an_error(connected: Connected, ours: Authority, sent: bytes) -> None:
+def test_peer_without_tls_is_an_error(connected: Connected, ours: Authority, sent: bytes) -> None:
     server = TlsFrameSocket(connected[0], server_context(ours))
     server.arm(20.0)
     connected[1].sendall(sent)

@@ -73,7 +73,7 @@ def test_a_certificate_out_of_its_time_is_refused_with_the_remedy(ours: Authorit
 
 
 @pytest.mark.parametrize("junk", [b"", b"AAAA", b"MAA=", b"MIIBIg=="])
-def test_what_is_no_certificate_has_neither_dates_nor_names(junk: bytes) -> None:
+def test_invalid_certificate_has_neither_dates_nor_names(junk: bytes) -> None:
     pem = b"-----BEGIN CERTIFICATE-----\n" + junk + b"\n-----END CERTIFICATE-----\n"
     for read in (validity, first_expiry, hosts):
         with pytest.raises(ConfigError, match="can not be read"):

@@ -17,7 +17,7 @@ WAITS_S = 20.0  # of a durable put, if its caller stays
 SOON_S = 8.0
 
 
-def test_who_waits_for_room_in_the_queue_and_leaves_does_not_wait_on(
+def test_cancelled_put_stops_waiting_for_queue_space(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     """A durable put, or a flush, of more than the queue takes."""
@@ -38,7 +38,7 @@ def test_who_waits_for_room_in_the_queue_and_leaves_does_not_wait_on(
     layer.writing.set()
 
 
-def test_who_waits_over_a_connection_that_ends_does_not_wait_on(
+def test_put_of_an_ended_connection_stops_waiting(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start(flush_s=WAITS_S)

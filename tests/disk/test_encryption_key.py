@@ -25,7 +25,7 @@ def test_a_key_is_read_from_a_file_and_from_a_command(tmp_path: Path, form: str)
     assert open_vault("", "").mark == ""
 
 
-def test_what_is_wrapped_opens_under_its_key_and_in_its_row_only() -> None:
+def test_wrapped_key_opens_only_with_its_key_and_row() -> None:
     vault = EncryptedVault(KEY)
     page_key = vault.new_key()
     wrapped = vault.wrap(b"N\0\1", page_key, b"a description")
@@ -81,7 +81,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         ("ab" * 10_000, "has more than 4096 bytes|neither hex nor base64"),
     ],
 )
-def test_what_is_no_key_is_refused_and_not_told(tmp_path: Path, text: str, why: str) -> None:
+def test_invalid_key_is_refused_and_not_shown(tmp_path: Path, text: str, why: str) -> None:
     path = tmp_path / "key"
     path.write_text(text)
     path.chmod(0o600)

@@ -346,7 +346,7 @@ def test_a_scrub_of_a_failing_disk_does_not_say_that_all_is_well(
 # ---- slow ----------------------------------------------------------------------------------
 
 
-def test_what_a_slow_disk_can_not_take_stays_in_ram_and_is_counted(
+def test_pages_beyond_a_slow_disk_stay_in_ram_and_are_counted(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start(disk_queue_nbytes=64 << 10)

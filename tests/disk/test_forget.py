@@ -83,7 +83,7 @@ def test_nothing_of_it_is_found_and_all_of_the_others(
     assert not found_in(nodes.data_dir / "rows", SECRETS)
 
 
-def test_what_is_on_disk_and_too_large_for_this_life_is_forgotten_too(
+def test_forget_erases_pages_too_large_for_this_configuration(
     nodes: Nodes, settings: dict[str, Any]
 ) -> None:
     """A node with smaller extents does not open the namespace, and has its pages."""

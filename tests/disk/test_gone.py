@@ -85,7 +85,7 @@ def test_a_page_that_is_stored_anew_outlives_the_deletion_of_its_old_row(
     assert pages.get(nodes.connect(node), keys) == [True] * 40
 
 
-def test_what_could_not_be_deleted_is_deleted_later(
+def test_failed_deletion_is_repeated_later(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second of ten batches fails, and none is forgotten."""
@@ -141,7 +141,7 @@ def test_removing_a_namespace_without_pages_looks_at_no_records(
     assert looked_at
 
 
-def test_others_have_their_turn_while_a_namespace_goes(
+def test_other_calls_run_while_a_namespace_is_deleted(
     nodes: Nodes, pages: Pages, others_run: OthersRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who lets go of a lock and takes it again at once has it again: nobody else is

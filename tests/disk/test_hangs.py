@@ -254,7 +254,7 @@ def durable_put(pages: Pages) -> Iterator[pb.PutFrame]:
     return iter([pb.PutFrame(begin=begin)])
 
 
-def test_nobody_waits_for_the_disk_for_a_caller_who_has_left(
+def test_cancelled_caller_does_not_wait_for_the_disk(
     hung: Node, stub: KVStoreStub, pages: Pages
 ) -> None:
     """They held the places of gRPC's transfers, and of flushes, for flush_s."""
@@ -282,7 +282,7 @@ def test_durable_puts_leave_transfers_to_others_while_the_disk_hangs(
     waiting.cancel()
 
 
-def test_who_hears_a_io_process_that_a_stop_has_closed_is_told_what_became_of_it() -> None:
+def test_reader_of_a_stopped_io_process_gets_its_end() -> None:
     """It was told of a bad file descriptor."""
     ours, theirs = socket.socketpair()
     talk = IoChannel(ours, lambda: "its I/O process was ended")

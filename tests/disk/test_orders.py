@@ -100,7 +100,7 @@ def test_a_frame_that_comes_late_is_not_lost_in_between(
         channel.recv(1.0)
 
 
-def test_who_waits_at_a_channel_hears_that_it_is_closed_here() -> None:
+def test_waiter_of_a_channel_closed_here_returns() -> None:
     """The other end may be an I/O process in a disk call, which not even SIGKILL ends."""
     ours, theirs = socket.socketpair()
     channel, ended = Channel(ours), threading.Event()

@@ -90,7 +90,7 @@ def test_only_the_leaves_of_a_range_are_read_and_its_bytes_are_right(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_what_is_asked_for_more_than_once_is_read_once(
+def test_range_requested_twice_is_read_once(
     node: Node,
     nodes: Nodes,
     large: Pages,

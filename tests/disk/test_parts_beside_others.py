@@ -239,7 +239,7 @@ def test_while_a_read_of_a_part_hangs_others_do_not_wait_for_the_disk(
     assert ask(client, large, stored, (LEAF, 1)) == [True, True]
 
 
-def test_nobody_goes_on_reading_parts_for_a_caller_who_has_left(
+def test_cancelled_range_request_stops_reading(
     node: Node, layer: FaultyLayer, large: Pages, stored: list[bytes]
 ) -> None:
     before = layer.calls["read"]

@@ -120,7 +120,7 @@ def test_a_page_that_is_more_than_the_quota_costs_its_tenant_none() -> None:
     assert shelf.present(LOUD, *range(8)) == [*range(8)]
 
 
-def test_what_was_there_at_the_start_is_counted() -> None:
+def test_disk_quota_counts_pages_of_an_earlier_run() -> None:
     shelf = Shelf(64)
     shelf.limit(loud=8)
     for slot in range(16):
@@ -199,7 +199,7 @@ def test_a_flood_of_a_node_leaves_what_another_has_on_disk(nodes: Nodes, restart
     assert 1 << 20 <= account.nbytes <= 2 << 20
 
 
-def test_who_waits_for_his_share_of_the_queue_does_not_ask_all_the_time(
+def test_waiter_for_a_queue_share_does_not_poll(
     nodes: Nodes, layer: FaultyLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the queue is left for others, so it has room, but not for him."""

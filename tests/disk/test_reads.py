@@ -75,7 +75,7 @@ def test_while_one_hangs_pages_on_disk_are_misses_and_those_in_ram_are_there(
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_who_gave_up_on_it_is_served_again_at_once(
+def test_read_after_a_given_up_one_is_served_at_once(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, wire: str
 ) -> None:
     """The node says that it lives: the client does not leave it alone for four times what the disk
@@ -215,7 +215,7 @@ def test_one_deadline_for_all_pages_that_another_loads(
     assert took_s < 10.0
 
 
-def test_nobody_waits_for_anothers_load_for_a_caller_who_has_left_or_while_the_disk_hangs(
+def test_waiter_for_another_load_ends_when_cancelled_or_disk_hangs(
     hanging: tuple[Any, Any], pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.memory.promotion.LOAD_S_MAX", 30.0)

@@ -289,7 +289,7 @@ def test_restore_refuses_a_slot_that_is_taken_or_outside() -> None:
     assert not records.find(1, b"b" * 16)
 
 
-def test_what_is_restored_in_any_order_goes_in_the_order_of_its_uses() -> None:
+def test_restored_pages_are_evicted_in_order_of_use() -> None:
     records = PageTable(1 << 20, 1 << 16)
     for slot, used_s in enumerate((30, 10, 20)):
         assert records.restore(restored_row(1, bytes([slot]) * 16, 4096, slot * 4096, used_s))
@@ -348,7 +348,7 @@ def test_large_pages_take_less_than_240_bytes_of_memory_each(restored: bool) -> 
     assert records.check() == []
 
 
-def test_what_was_restored_of_two_sizes_leaves_the_colder_one_first() -> None:
+def test_restored_pages_of_two_sizes_are_evicted_colder_first() -> None:
     records = PageTable(8 * 8192, 8192)
     for number in range(8):  # two pages of each extent's size, or one
         size, used_s = (4096, 100 + number) if number < 4 else (8192, 10 + number)

@@ -44,7 +44,7 @@ def test_the_limit_of_a_recover_ends_with_it(
     assert not kept.disk.poisoned
 
 
-def test_what_no_sync_had_covered_when_the_io_process_ended_is_forgotten(
+def test_unsynced_pages_of_an_ended_io_process_are_dropped(
     kept: Node, client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new I/O process can not sync its predecessor's writes: such pages once counted as safe."""

@@ -141,7 +141,7 @@ def test_a_durable_put_of_a_page_that_ram_lost_before_it_was_on_disk_is_not_ackn
 
 
 @pytest.mark.usefixtures("without_idle_syncs")
-def test_what_an_earlier_run_left_is_synced_before_it_is_acknowledged(
+def test_pages_of_an_earlier_run_are_synced_before_the_ack(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     """That run may have been killed before it synced; nobody can tell from its rows."""
@@ -323,7 +323,7 @@ def test_a_namespace_whose_number_was_anothers_when_a_sync_failed_is_there_after
 
 
 @pytest.mark.usefixtures("without_idle_syncs")
-def test_nobody_joins_a_barrier_whose_sync_has_begun(
+def test_barrier_with_a_begun_sync_takes_no_more_waiters(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those who wait at the end of the queue share one barrier, as long as it is there."""

@@ -165,7 +165,7 @@ def test_a_sync_that_ran_out_of_memory_has_lost_writes_as_any_other(
 
 
 @pytest.mark.parametrize("code", SHORT, ids=map(os.strerror, SHORT))
-def test_what_rocksdb_says_about_a_shortage_is_understood(code: int) -> None:
+def test_rocksdb_shortage_errors_are_recognized(code: int) -> None:
     with pytest.raises(OSError, match=os.strerror(code)) as caught, _DiskErrors():
         raise Exception(
             f"IO error: {os.strerror(code)}: While open a file for appending: rows/000012.log"

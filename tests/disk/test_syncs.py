@@ -34,7 +34,7 @@ def test_a_new_directory_is_synced_by_the_node_that_makes_it(
     assert synced == ["new", "."]
 
 
-def test_what_a_failed_sync_took_is_synced_by_the_next(tmp_path: Path, layer: FaultyLayer) -> None:
+def test_next_sync_covers_a_failed_one(tmp_path: Path, layer: FaultyLayer) -> None:
     """It covered nothing, and said that all was safe."""
     memory = memoryview(mmap.mmap(-1, 8192))
     view: Callable[[int, int], memoryview] = lambda offset, nbytes: memory[offset : offset + nbytes]  # noqa: E731

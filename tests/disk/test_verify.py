@@ -66,7 +66,7 @@ def test_verify_drops_a_page_whose_copy_on_disk_is_damaged(
     assert not any(page.on_disk for page in client.stat(pages.namespace, keys))
 
 
-def test_what_can_not_be_read_is_not_said_to_be_absent(
+def test_unreadable_page_is_not_reported_absent(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start()

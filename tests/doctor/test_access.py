@@ -78,7 +78,7 @@ def test_a_tenants_administrator_removes_the_namespace(
     assert found.of("removed").found.endswith("and the namespace")
 
 
-def test_who_may_only_read_puts_nothing(
+def test_doctor_with_read_role_puts_nothing(
     node: Node, doctor: Doctor, ours: Authority, tokens: dict[str, str]
 ) -> None:
     found = doctor(node, tls_ca=str(ours.path), token=tokens["read"])
@@ -88,7 +88,7 @@ def test_who_may_only_read_puts_nothing(
     assert found.of("bulk").state is FindingState.OK
 
 
-def test_who_may_other_models_only_is_told_so(
+def test_doctor_reports_an_identity_of_other_models(
     node: Node, doctor: Doctor, ours: Authority, tokens: dict[str, str]
 ) -> None:
     found = doctor(node, tls_ca=str(ours.path), token=tokens["narrow"])

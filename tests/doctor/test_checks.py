@@ -11,7 +11,7 @@ from kvstore.errors import Unauthenticated
 LONG_S = 60.0
 
 
-def test_what_hangs_is_left_alone_and_what_it_found_before_counts() -> None:
+def test_hanging_check_is_abandoned_with_its_findings() -> None:
     ended = threading.Event()
 
     def hang() -> Iterator[Finding]:

@@ -118,7 +118,7 @@ def test_a_list_that_differs(fleet: list[Node], doctor: Doctor) -> None:
     assert "lists of members that differ" in found.of("view").found
 
 
-def test_who_does_not_hear_of_a_new_view(
+def test_member_with_an_old_view_is_reported(
     fleet: list[Node], doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "SETTLE_S", 0.01)
@@ -128,7 +128,7 @@ def test_who_does_not_hear_of_a_new_view(
     assert found.of("view").found == "n0 has 2, n1 has 1, n2 has 1"
 
 
-def test_who_has_just_heard_of_it_is_asked_again(
+def test_member_with_a_changing_view_is_asked_again(
     fleet: list[Node], doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newer = replace(view_of(fleet), number=2)

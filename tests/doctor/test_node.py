@@ -45,7 +45,7 @@ def test_all_is_well_and_nothing_is_left_behind(node: Node, doctor: Doctor) -> N
     assert found.of("clock", group="what").state is FindingState.OK
 
 
-def test_what_others_have_stays(node: Node, doctor: Doctor) -> None:
+def test_doctor_leaves_other_pages(node: Node, doctor: Doctor) -> None:
     other = Namespace("others", opaque_layout(64))
     with Client(
         ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)
@@ -116,7 +116,7 @@ def test_a_node_without_room(start_node: StartNode, doctor: Doctor) -> None:
 # ---- on the way ------------------------------------------------------------------------------
 
 
-def test_nobody_listens(doctor: Doctor) -> None:
+def test_port_without_a_listener_fails(doctor: Doctor) -> None:
     found = doctor(address="127.0.0.1:1")
     assert found.failed == {"TCP"}
     assert "nothing listens there" in found.of("TCP").remedy
@@ -209,7 +209,7 @@ def test_a_page_is_read_from_disk(tmp_path: Path) -> None:
         assert status.disk.pages_written == 5
 
 
-def test_what_is_said_of_a_disk() -> None:
+def test_disk_findings() -> None:
     def said(**told: Any) -> FindingState:
         known = {
             "state": "SERVING",

@@ -212,9 +212,7 @@ def test_one_that_can_not_even_be_killed_is_left_and_counts_as_far_as_it_came(
             process.wait()
 
 
-def test_what_was_said_before_it_hung_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_findings_before_a_hang_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = '{"name": "first", "state": "ok", "found": "there", "remedy": ""}'
     name = module(
         tmp_path, monkeypatch, f"import time\nprint({said!r}, flush=True)\ntime.sleep(600)\n"

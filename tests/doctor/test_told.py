@@ -85,7 +85,7 @@ def test_members_that_differ(other: View | None, said: str) -> None:
     assert (found.state, said in found.found) == (FindingState.FAIL, True), found
 
 
-def test_what_a_registry_says_is_told_to_few() -> None:
+def test_registry_findings_depend_on_the_role() -> None:
     assert of_members(VIEW, VIEW)["registry"].state is FindingState.SKIPPED
     found = of_members(
         VIEW, VIEW, peers=pb.PeersStatus(registry="no etcd answers", apart=["n7: another key"])

@@ -104,7 +104,7 @@ def test_pages_are_not_sealed_and_a_member_gets_one_that_it_owns_first(pages: Pa
         }
 
 
-def test_when_all_is_removed_no_other_page_is_put(pages: Pages) -> None:
+def test_pages_check_after_a_failed_removal_puts_no_more(pages: Pages) -> None:
     assert list(pages.clean()) == [], "there was none"
     with pytest.raises(Unavailable, match="over"), pages._under_way():
         raise AssertionError("it began")

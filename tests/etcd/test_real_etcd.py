@@ -85,7 +85,7 @@ def test_etcd_lost_and_back(fleet: StartNode, etcd: RealEtcd, how: str) -> None:
         assert set(seen) == {2}
 
 
-def test_who_may_not_is_told(etcd: RealEtcd, fleet: StartNode) -> None:
+def test_etcd_user_without_rights_gets_the_reason(etcd: RealEtcd, fleet: StartNode) -> None:
     etcd.ctl("user", "add", "root:pass")
     etcd.ctl("user", "grant-role", "root", "root")
     etcd.ctl("auth", "enable")

@@ -126,7 +126,7 @@ def test_the_right_ones_work(start: Callable[..., Node], etcd: RealEtcd, ours: A
     ]
 
 
-def test_what_is_wrong_is_said(
+def test_etcd_tls_errors_name_the_cause(
     start: Callable[..., Node], etcd: RealEtcd, ours: Authority, strangers: Authority
 ) -> None:
     good, old, strange = ours.issue("good"), ours.issue("old", days=-1), strangers.issue("strange")

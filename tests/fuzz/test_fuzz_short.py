@@ -51,7 +51,9 @@ def test_the_first_seed_is_taken(make: Make, name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "data", "was"), FOUND, ids=[was for _, _, was in FOUND])
-def test_what_was_found_once_is_refused(make: Make, name: str, data: bytes, was: str) -> None:
+def test_inputs_of_earlier_findings_are_refused(
+    make: Make, name: str, data: bytes, was: str
+) -> None:
     target = make(name)
     with Watch() as watch:
         found = watch.run(target, data) or watch.check(target, data)

@@ -41,7 +41,7 @@ def test_any_other_exception_is_a_crash(error: Exception) -> None:
     assert found(raises(error)) == "crash"
 
 
-def test_what_the_node_logged_and_answered_is_a_crash() -> None:
+def test_logged_internal_error_is_a_crash() -> None:
     def once(data: bytes) -> None:
         try:
             _ = 1 // 0
@@ -52,7 +52,7 @@ def test_what_the_node_logged_and_answered_is_a_crash() -> None:
     assert found(once) == "crash"
 
 
-def test_what_takes_too_long_is_a_hang_that_nothing_catches(
+def test_slow_input_is_reported_as_a_hang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watched, "CPU_S", 0.02)
@@ -81,7 +81,7 @@ def test_memory_that_is_not_there_or_too_much_at_once(monkeypatch: pytest.Monkey
     assert grown.kind == "memory"
 
 
-def test_what_is_left_in_a_node_is_found() -> None:
+def test_resources_left_in_a_node_are_found() -> None:
     target = TARGETS["bulk"]()
     house = next(
         cell.cell_contents

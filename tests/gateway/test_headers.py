@@ -72,7 +72,7 @@ def status(node: Node, *headers: tuple[bytes, bytes]) -> int:
         ([(b"authorization", GOOD), (b"traceparent", b"\xff" * 55)], 0),
     ],
 )
-def test_who_a_caller_is_comes_from_its_first_authorization(
+def test_caller_identity_is_that_of_the_first_authorization_header(
     node: Node, headers: list[tuple[bytes, bytes]], code: int
 ) -> None:
     assert status(node, *headers) == code

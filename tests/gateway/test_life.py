@@ -125,7 +125,7 @@ def _refuses(address: str) -> bool:
     return False
 
 
-def test_what_a_stop_interrupts_is_told_so(frames: RequestStream) -> None:
+def test_calls_interrupted_by_a_stop_get_unavailable(frames: RequestStream) -> None:
     """Behind `drain_s`."""
     with NodeProcess(*FLAGS, "--drain-s", "0.5") as node, channel_to(node.address) as channel:
         (pid,) = gateways(node.pid)

@@ -304,7 +304,7 @@ def test_one_that_does_not_read_for_a_moment_hears_the_newest(
     assert ends(node) == 0
 
 
-def test_what_can_not_be_started_leaves_no_descriptors(
+def test_failed_gateway_start_leaves_no_descriptors(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = fake.start(

@@ -138,7 +138,7 @@ def test_an_address_can_not_be_the_name_of_a_tenant(
 @pytest.mark.parametrize(
     "nbytes", [10, REQUEST_NBYTES_FREE - 8, REQUEST_NBYTES_FREE - 2, REQUEST_NBYTES_FREE]
 )
-def test_what_gateways_ask_is_refused_on_the_bulk_wire_whatever_its_size(
+def test_gateway_requests_on_the_bulk_wire_are_refused(
     secure: tuple[Node, Rogue, str], op: str, nbytes: int
 ) -> None:
     """Large requests are taken apart by another way than small ones.

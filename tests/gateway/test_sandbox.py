@@ -98,7 +98,7 @@ def test_a_gateways_process_has_entered_its_sandbox(process: NodeProcess) -> Non
     assert "of its user" not in process.log_text
 
 
-def test_where_there_is_too_little_for_all_gateways_are_served_last(process: NodeProcess) -> None:
+def test_memory_shortage_serves_gateways_last(process: NodeProcess) -> None:
     """Of processors, and of memory."""
     (pid,) = gateways(process.pid)
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(

@@ -148,7 +148,7 @@ def test_a_caller_with_too_many_names_is_refused_and_the_others_get_their_own_an
 
 
 @pytest.mark.parametrize("becomes", ["revoked", "team-b"])
-def test_what_a_large_request_takes_is_given_back_if_its_caller_changes_meanwhile(
+def test_memory_of_a_large_request_is_freed_when_its_caller_changes(
     node: Node, door: socket.socket, people: People, becomes: str
 ) -> None:
     requests, access = node.service.requests, node.service.authorizer.access

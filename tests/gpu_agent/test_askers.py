@@ -157,7 +157,7 @@ def test_namespaces_that_another_process_was_told_of_are_known_by_the_next(
     asker.close()
 
 
-def test_its_death_is_a_miss_and_then_there_is_another(
+def test_dead_lookup_process_is_a_miss_and_is_replaced(
     shared_node: NodeProcess, store: Client
 ) -> None:
     name = namespace()

@@ -95,7 +95,7 @@ def test_random_groups_against_the_definition(seed: int) -> None:
         assert longest_prefix(groups, present, local, limit, 32) == expected
 
 
-def test_what_a_group_has_to_save_is_what_its_table_has_and_the_store_has_not() -> None:
+def test_group_saves_the_blocks_that_the_store_lacks() -> None:
     draw = random.Random(7)
     for _ in range(400):
         table = [draw.choice([NULL_BLOCK, 5, 6, 7, 8, 9]) for _ in range(draw.randrange(20))]
@@ -110,7 +110,7 @@ def test_what_a_group_has_to_save_is_what_its_table_has_and_the_store_has_not() 
     assert unsaved_blocks([5] * 9, b"\1\1\0", 2, 9) == range(2, 9)
 
 
-def test_where_there_is_no_room_for_all_a_shorter_prefix_is_whole() -> None:
+def test_load_with_too_few_blocks_takes_a_shorter_prefix() -> None:
     draw = random.Random(8)
     groups = [BlockGroup(16), BlockGroup(48), BlockGroup(32)]
     for _ in range(200):

@@ -24,7 +24,7 @@ def hangs(store: Any, name: str) -> list[int]:
     return offered
 
 
-def test_where_loads_hang_few_requests_wait_for_one(
+def test_hanging_loads_delay_few_requests(
     stores: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A path that lets lookups pass and no page: each request with a hit waited until its load's

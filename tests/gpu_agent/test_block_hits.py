@@ -118,7 +118,7 @@ def experienced(load_s: float) -> LoadCostModel:
     return worth
 
 
-def test_what_a_step_computes_of_prompts_is_told_long_or_short(
+def test_step_reports_its_prompt_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scheduler, told = scheduler_of(), list[Any]()

@@ -83,9 +83,7 @@ class Side:
 
 
 @pytest.mark.parametrize("blocks_max", [6, 1000])
-def test_what_is_saved_and_when_is_what_it_would_be_with_a_look_at_everybody(
-    seed: int, blocks_max: int
-) -> None:
+def test_saves_equal_those_of_a_full_scan(seed: int, blocks_max: int) -> None:
     draw = random.Random(seed)
     sides = [Side(True, blocks_max), Side(False, blocks_max)]
     live: dict[str, FakeRequest] = {}
@@ -177,7 +175,7 @@ def test_a_request_that_joins_a_quiet_step_is_looked_at() -> None:
     assert [part.blocks for parts in side.step({"r": 1}, tables, True) for part in parts] == [[11]]
 
 
-def test_what_is_being_loaded_is_not_stored_and_what_a_window_left_is_not_loaded() -> None:
+def test_loading_blocks_are_not_stored_and_window_blocks_not_loaded() -> None:
     side, tables = Side(False, 1000), {"r": [1, NULL_BLOCK, 3, 4]}
     side.admit(FakeRequest("r", list(range(60)), 3 * BLOCK), tables["r"], 3 * BLOCK)
     (load,) = side.scheduler.step({"r": 12}, lambda name: [tables[name]]).loads

@@ -143,7 +143,7 @@ def test_nothing_is_stored_of_what_another_connector_still_loads_for_a_request_w
     assert client.lookup(store.namespace, again.block_hashes[1:]).prefix_pages == 0
 
 
-def test_what_a_load_left_behind_is_not_stored_while_a_rank_is_still_loading(
+def test_blocks_of_a_failed_load_are_not_stored_while_a_rank_loads(
     stores: MakeStore,
 ) -> None:
     """An engine hears of a load's failure when all ranks have ended it.

@@ -52,7 +52,7 @@ def test_pages_travel_without_a_buffer(
 
 
 @pytest.mark.parametrize("group_nbytes", [1, 3000, 1 << 20])
-def test_what_is_stored_in_place_is_what_other_wires_read(
+def test_pages_stored_in_place_equal_those_of_other_wires(
     agent: Agent,
     shared_node: NodeProcess,
     namespace: Namespace,

@@ -122,7 +122,7 @@ def test_a_group_without_layers_has_no_agent(rank: Rank) -> None:
     assert rank.agents[1] is None
 
 
-def test_what_is_stored_already_is_not_stored_again(rank: Rank) -> None:
+def test_stored_pages_are_not_stored_again(rank: Rank) -> None:
     chain = keys(4)
     rank.save(0, chain[:2], [1, 2])
     result = rank.save(0, chain, [1, 2, 3, 4])

@@ -48,7 +48,7 @@ def memory(pages: HostPages) -> torch.Tensor:
     return pages.agent._pool.planes[0].bits
 
 
-def test_what_is_saved_is_loaded(pages: HostPages) -> None:
+def test_saved_pages_are_loaded(pages: HostPages) -> None:
     source, target = torch.arange(COUNT), torch.arange(20, 20 + COUNT)
     assert pages.save(HASHES, source, TIMEOUT_S) == [True] * COUNT
     assert pages.save(HASHES, source, TIMEOUT_S) == [True] * COUNT

@@ -15,7 +15,7 @@ def loaded(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_who_asks_for_a_scheduler_does_without_torch() -> None:
+def test_scheduler_import_needs_no_torch() -> None:
     """An engine's start waits for it."""
     asking = "import gpu_agent.worker.__main__, gpu_agent.worker.lookup_worker"
     assert not {"torch", "cupy", "numpy"} & loaded(asking)

@@ -148,7 +148,7 @@ def test_a_gather_begins_behind_the_engine(pool: KVPool) -> None:
     assert torch.equal(pages, reference(pool, units, 1))
 
 
-def test_who_waits_for_the_engine_sleeps() -> None:
+def test_wait_for_the_engine_uses_no_cpu() -> None:
     """As an agents' process does for most of a step: in a loop it would slow the engine by a third
     (vLLM, H200).
     """
@@ -213,7 +213,7 @@ def test_saves_and_loads_of_several_threads_share_one_transfer(pool: KVPool) -> 
     assert wrong == []
 
 
-def test_what_can_not_be_served_is_refused_by_name() -> None:
+def test_unsupported_pool_is_named() -> None:
     transfer = cuda.CudaTransfer(buffer_nbytes=64 << 10)
     layout = PageLayout(4, (LayerGroup("g", (0,), (Plane("x", "uint8", (4,)),)),))
     pool = KVPool(layout, {("g", 0, "x"): torch.empty((8, 4), dtype=torch.uint8)})

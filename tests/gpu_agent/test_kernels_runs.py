@@ -66,7 +66,7 @@ def test_a_page_larger_than_a_chunk_is_copied_in_pieces(
     assert (device.launches, device.copies > 4) == (0, True)
 
 
-def test_what_the_engine_has_of_a_page_is_left_alone(token_pool: KVPool, seed: int) -> None:
+def test_units_that_the_engine_has_are_not_written(token_pool: KVPool, seed: int) -> None:
     """Part of a page goes by a kernel, and so does a page that is put together from
     several places.
     """

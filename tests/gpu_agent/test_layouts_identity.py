@@ -233,6 +233,6 @@ REFUSED: list[tuple[Callable[[], KVPool], str]] = [
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED)
-def test_what_does_not_fit_is_named(make: Callable[[], KVPool], message: str) -> None:
+def test_mismatched_layout_is_named(make: Callable[[], KVPool], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         make()

@@ -121,7 +121,7 @@ def test_shapes_and_dtypes_are_the_layout() -> None:
     assert same_width.fingerprint != layout.fingerprint
 
 
-def test_what_the_shapes_do_not_say_is_a_run_of_bytes() -> None:
+def test_unknown_shapes_are_runs_of_bytes() -> None:
     assert object_layout([(4, 4)], [torch.float16], 31) == opaque_layout(31)
     assert object_layout([], [], 31) == opaque_layout(31)
     assert shapes_layout((), ()) is None

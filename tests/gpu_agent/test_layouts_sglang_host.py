@@ -93,7 +93,7 @@ def test_a_view_of_a_page_is_the_engines_flat_page(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ORDERS)
-def test_what_is_scattered_is_in_the_engines_memory(layout: str) -> None:
+def test_scattered_pages_are_in_the_engines_memory(layout: str) -> None:
     host = Views(layout)
     pool, _ = host_pool(host)
     page = torch.randint(0, 256, (pool.layout.page_nbytes,), dtype=torch.uint8)

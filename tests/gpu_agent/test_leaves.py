@@ -67,7 +67,7 @@ def of(pages: torch.Tensor) -> list[bytes]:
 @pytest.mark.parametrize("as_runs", [True, False])
 @pytest.mark.parametrize("buffer_nbytes", [4096, 64 << 10])
 @pytest.mark.usefixtures("small_leaves")
-def test_they_are_those_of_the_bytes(
+def test_leaves_match_the_bytes(
     as_runs: bool, buffer_nbytes: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged, "RUN_NBYTES_MIN", 1 if as_runs else 1 << 30)
@@ -106,7 +106,7 @@ def test_a_page_that_the_engine_has_in_part_is_looked_at_as_a_whole(
         (1, 4096, False),  # a page of 96 bytes: XXH3 is another function there
     ],
 )
-def test_where_they_can_be_made(cell: int, buffer_nbytes: int, made: bool) -> None:
+def test_leaves_on_the_gpu_where_supported(cell: int, buffer_nbytes: int, made: bool) -> None:
     pool = packed_pool(cell=cell) if cell != 64 else packed_pool(layers=6, cell=64)
     assert StagedTransfer(SimulatedDevice(0), buffer_nbytes).makes_leaves(pool) == made
 
@@ -180,7 +180,7 @@ def test_pages_are_saved_and_loaded_without_a_core_that_hashes(
     assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
 
 
-def test_what_the_gpu_summed_is_what_other_wires_verify(
+def test_gpu_leaves_verify_on_other_wires(
     agent: Agent, shared_node: NodeProcess, token_pool: KVPool
 ) -> None:
     agent.save(hashes(), SOURCE).done.result(WAIT_S)

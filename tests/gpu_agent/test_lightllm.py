@@ -84,7 +84,7 @@ def space_of(arguments: dict[str, Any]) -> Namespace:
 @pytest.mark.parametrize(
     "changed", [{"tp": 4}, {"port": 9000}, {"linear_att_hash_page_size": 256}], ids=str
 )
-def test_what_does_not_change_the_bytes_is_no_part_of_it(
+def test_options_that_keep_the_bytes_are_not_in_the_namespace(
     arguments: Arguments, changed: dict[str, Any]
 ) -> None:
     """A page of CPU memory holds the heads of all ranks."""

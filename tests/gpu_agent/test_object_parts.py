@@ -59,7 +59,7 @@ def test_a_part_that_failed_is_told_whichever_ends_last(order: tuple[int, int]) 
     assert batch.done.result(0) == ObjectResults([None, True], "the node is away")
 
 
-def test_what_waited_too_long_here_says_nothing_about_the_node(
+def test_local_timeout_does_not_mark_the_node_as_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor is the node asked."""
@@ -82,7 +82,7 @@ def test_what_waited_too_long_here_says_nothing_about_the_node(
     assert len(asked) == len(reported) == 1
 
 
-def test_what_the_node_is_asked_and_when_it_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_and_deadlines_of_object_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts age a chain piece by piece, so the whole of it is touched at the end; every question
     has a deadline.
     """

@@ -115,7 +115,7 @@ def test_another_length_is_a_miss(store: ObjectStore, scope: Namespace) -> None:
         assert not torch.stack(targets).any()
 
 
-def test_what_another_process_stored_is_found_without_knowing_its_size(
+def test_object_of_another_process_is_found_without_its_size(
     client: Client, store: ObjectStore, scope: Namespace
 ) -> None:
     unknown = names_of(scope, 3, None)

@@ -75,7 +75,7 @@ def untouched(stored: Stored, relay: Relay) -> bool:
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_what_matches_is_in_the_callers_memory(shared_node: NodeProcess, wire: str) -> None:
+def test_matching_objects_are_in_the_callers_memory(shared_node: NodeProcess, wire: str) -> None:
     with Client(ClientConfig(address=shared_node.address, wire=wire)) as client:
         stored = Stored(client)
         assert stored.objects.get(stored.names, stored.targets).result(WAIT_S).values == [True] * 3

@@ -28,7 +28,7 @@ def body_of(frame: bytes) -> bytes:
     return body
 
 
-def test_what_is_said_is_what_is_heard() -> None:
+def test_frame_is_equal_after_a_round_trip() -> None:
     assert frames.parse_order(body_of(frames.order_frame(Kind.SAVE, ORDER))) == ORDER
     for saved in (Saved(1, 2, 3, 4, "full"), Saved(1, 2, 3, 0, None)):
         assert frames.parse_saved(body_of(frames.saved_frame(saved))) == saved

@@ -95,7 +95,7 @@ def test_of_many_questions_at_once_the_first_goes_and_the_others_go_together(
     assert len(heard(sock)) == 1  # alone again
 
 
-def test_what_a_process_that_died_owed_nobody_waits_for(
+def test_answers_of_a_dead_process_are_not_awaited(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asker, sock = played
@@ -187,7 +187,7 @@ def test_requests_that_end_in_one_step_are_told_of_together(played: Played) -> N
     assert heard(sock) == []
 
 
-def test_what_is_told_together_fits_a_frame(played: Played) -> None:
+def test_combined_messages_fit_a_frame(played: Played) -> None:
     """Sixteen requests of a million tokens each."""
     asker, sock = played
     lookups = Lookups(asker, 5.0)

@@ -81,7 +81,7 @@ def computes_instead(agent: Agent, pool: KVPool) -> None:
 @pytest.mark.parametrize(
     "what", ["unknown", "none", "no file", "open to all", "a pipe", "two words"]
 )
-def test_who_has_no_good_token_misses_and_does_not_knock_with_each_call(
+def test_refused_token_is_a_miss_without_a_call_each_time(
     gated: Gated,
     make_agent: Callable[..., Agent],
     token_pool: KVPool,

@@ -151,7 +151,7 @@ def test_another_manager_generates_the_same_from_stored_blocks(
     assert first.adapter.save(prompt(100)).existing == 6
 
 
-def test_what_was_loaded_is_what_the_model_looks_at(make: Make, client: Client) -> None:
+def test_model_attends_to_the_loaded_pages(make: Make, client: Client) -> None:
     """The comparison above can fail: with another page in the store the manager computes something
     else.
     """

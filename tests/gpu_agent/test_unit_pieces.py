@@ -197,7 +197,7 @@ def no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
 @pytest.mark.parametrize("name", ["k_and_v", "segments", "by_layer", "behind"])
-def test_what_is_saved_without_a_copy_is_loaded_without_one(
+def test_zero_copy_save_is_loaded_without_a_copy(
     shared_node: NodeProcess, no_copy: None, wire: str, name: str
 ) -> None:
     with Client(ClientConfig(address=shared_node.address, wire=wire, timeout_s=WAIT_S)) as client:
@@ -248,7 +248,7 @@ def test_pages_in_pieces_are_those_of_copies(
 
 
 @pytest.mark.parametrize(("skip_tokens", "layers"), [(0, False), (1, False), (0, True), (6, True)])
-def test_what_the_engine_has_is_left_alone_and_layers_come_one_by_one(
+def test_units_of_the_engine_are_kept_and_layers_arrive_in_order(
     shared_node: NodeProcess, skip_tokens: int, layers: bool
 ) -> None:
     slots = random_bytes(32, RUN)

@@ -93,7 +93,7 @@ def test_short_prompts_of_a_small_model_are_computed_and_long_ones_loaded(
     assert engine.worth.is_load_faster(0, tokens, alone=True) == taken
 
 
-def test_what_a_hit_does_not_spare_is_not_counted_for_it() -> None:
+def test_hit_benefit_excludes_tokens_that_are_computed_anyway() -> None:
     """Its own last tokens are computed in a step that costs most of what a short prompt does.
 
     On an H200 a prompt of 2k tokens took 17 ms, a load 11, and the request after it 25.
@@ -116,7 +116,7 @@ def test_the_same_tokens_are_dearer_late_in_a_prompt() -> None:
     assert engine.worth.is_load_faster(40_000, 44_000, alone=True)
 
 
-def test_what_is_computed_beside_it_counts() -> None:
+def test_hit_cost_includes_other_requests_of_the_step() -> None:
     """A request that waits for others' prompts loses more by computing than its own tokens take."""
     engine = h200()
     assert not engine.worth.is_load_faster(0, 2000, alone=True)
@@ -203,7 +203,7 @@ def test_a_slow_first_step_is_forgotten(first_s: float) -> None:
     assert all(engine.worth.is_load_faster(0, 8000, alone=True) for _ in range(3 * PROBED))
 
 
-def test_what_was_nothing_at_first_may_come_to_be_something() -> None:
+def test_hit_cost_recovers_from_a_zero_estimate() -> None:
     """Samples that are cut to three times what is expected stay nothing for ever."""
     line = Line()
     for v in range(1, SAMPLES_MIN + 2):

@@ -224,7 +224,7 @@ def test_one_node_serves_who_has_a_token_and_tells_the_kubelet_so(
     assert probe(node, alone, "readinessProbe", host.of_pod["kvstore-0"]) == 1
 
 
-def test_who_has_no_certificate_is_not_served_and_spoiled_files_end_no_node(
+def test_client_without_certificate_is_refused_and_bad_files_end_no_node(
     start: Start, host: Host, tmp_path: Path
 ) -> None:
     alone = workload("one", "kvstore")

@@ -143,7 +143,7 @@ def test_without_etcd_members_are_a_list_and_nothing_else_says_who_they_are() ->
 
 
 @pytest.mark.parametrize("workload", list(pods()))
-def test_its_ports_are_those_of_the_image_and_of_the_services(workload: Workload) -> None:
+def test_ports_match_the_image_and_the_services(workload: Workload) -> None:
     config = config_of(workload)
     named = {port["name"]: port["containerPort"] for port in workload.container["ports"]}
     assert named == {"grpc": config.port, "bulk": config.bulk_port, "metrics": config.metrics_port}
@@ -234,7 +234,7 @@ def test_every_file_that_a_node_reads_is_in_a_secret_of_its_own_pod(workload: Wo
 
 
 @pytest.mark.parametrize("workload", list(pods()))
-def test_what_a_node_writes_lies_on_a_volume(workload: Workload) -> None:
+def test_written_paths_are_on_volumes(workload: Workload) -> None:
     config = config_of(workload)
     writable = {
         mount["mountPath"]

@@ -104,7 +104,7 @@ def test_the_schemas_of_the_api_allow_it(tmp_path: Path, path: Path, version: st
     assert len(passed) == len(list(filter(None, yaml.safe_load_all(text))))
 
 
-def test_what_the_schemas_do_not_allow_is_found(tmp_path: Path) -> None:
+def test_schema_violations_are_found(tmp_path: Path) -> None:
     (manifest,) = read(FOLDER / "base" / "near" / "daemonset.yaml")
     manifest["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
     (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(manifest))

@@ -25,7 +25,7 @@ def mounts(service: str) -> dict[str, str]:
 # ---- the containers ------------------------------------------------------------------------
 
 
-def test_it_adds_to_the_other_files_and_changes_nothing_of_them() -> None:
+def test_monitoring_compose_file_only_adds_services() -> None:
     others = composed("compose.yaml", "compose.cluster.yaml")
     assert set(SERVICES) & set(others) == set()
     extended = SERVICES["scrape"]["extends"]
@@ -66,7 +66,7 @@ def test_containers_are_confined_and_bounded(name: str) -> None:
     assert all(here.startswith("../") or here.isidentifier() for here in mounts(name).values())
 
 
-def test_nobody_sees_grafana_without_the_password_that_was_made() -> None:
+def test_grafana_requires_the_generated_password() -> None:
     environment = SERVICES["grafana"]["environment"]
     assert environment["GF_AUTH_ANONYMOUS_ENABLED"] == "false"
     assert not [name for name in environment if "PASSWORD" in name and not name.endswith("__FILE")]
@@ -106,7 +106,7 @@ def test_files_that_are_mounted_are_there_and_where_they_are_looked_for() -> Non
     assert there["/etc/prometheus/known"] == mounts("scrape")["/prometheus"]
 
 
-def test_what_the_image_copies_is_let_into_its_build() -> None:
+def test_files_copied_by_the_image_are_in_its_build_context() -> None:
     copied = re.findall(r"docker/\w+\.py", (DOCKER / "node.Dockerfile").read_text())
     allowed = (ROOT / ".dockerignore").read_text().split()
     assert "docker/first_scrape.py" in copied

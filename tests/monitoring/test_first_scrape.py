@@ -51,7 +51,7 @@ def test_prometheus_is_known_as_a_reader_of_all_tenants(folders: SimpleNamespace
     assert len((folders.grafana / "admin.password").read_text()) > 20
 
 
-def test_what_the_certificate_does_not_name_is_of_another_compose_file(
+def test_hosts_outside_the_certificate_are_left_out(
     folders: SimpleNamespace,
 ) -> None:
     assert run(folders) == 0
@@ -116,7 +116,7 @@ def test_a_token_that_nobody_has_is_replaced(folders: SimpleNamespace) -> None:
         ([""], "say which folders and nodes"),
     ],
 )
-def test_what_can_not_be_scraped_is_said(
+def test_unscrapable_host_is_reported(
     folders: SimpleNamespace, capsys: pytest.CaptureFixture[str], nodes: list[str], said: str
 ) -> None:
     assert run(folders, *nodes) == 2

@@ -120,7 +120,7 @@ def asked(expression: str) -> tuple[set[str], set[str]]:
     }
 
 
-def test_what_is_told_is_found_at_all(told: dict[str, set[str]]) -> None:
+def test_documented_metrics_exist(told: dict[str, set[str]]) -> None:
     assert len(told) > 50
     assert {
         "kvstore_disk_serving",

@@ -125,7 +125,7 @@ def test_each_panels_query_tells_of_the_traffic(
     assert silent == {}
 
 
-def test_what_nothing_tells_is_seen_to_be_missing(prometheus: RealPrometheus) -> None:
+def test_missing_metric_is_detected(prometheus: RealPrometheus) -> None:
     for wrong in (
         'kvstore_ram_page{job="kvstore"}',
         'kvstore_ram_pages{job="other"}',

@@ -67,7 +67,7 @@ NO_FRAMES = {
 
 
 @pytest.mark.parametrize("what", NO_FRAMES)
-def test_what_is_no_request_is_answered_with_one_error_and_the_end(
+def test_invalid_request_gets_one_error_and_the_connection_ends(
     node: Node, raw: ConnectRaw, what: str
 ) -> None:
     with Bystander(node):

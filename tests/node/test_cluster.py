@@ -116,7 +116,9 @@ def test_a_call_for_pages_of_a_dead_member_alone_is_a_miss(
     assert client.lookup(pages.namespace, mine).prefix_pages == 0
 
 
-def test_nobody_answers(connect: Connect, cluster: list[Node], pages: Pages) -> None:
+def test_cluster_without_any_answer_raises(
+    connect: Connect, cluster: list[Node], pages: Pages
+) -> None:
     members = tuple(
         replace(member, address=f"127.0.0.1:{9 + i}")
         for i, member in enumerate(view_of(cluster).members)
@@ -143,7 +145,7 @@ def test_while_a_member_joins_its_pages_are_found_where_they_were(
     assert cluster[2].tier.visible_count == len(owned(view, pages, more, "n2")) > 0
 
 
-def test_who_is_drained_is_given_nothing_and_asked(
+def test_draining_member_gets_no_puts_and_serves_gets(
     cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
     keys = pages.keys(*NUMBERS)
@@ -246,9 +248,7 @@ def test_a_member_leaves_while_it_is_asked(
     assert pages.get(client, keys) == [True] * len(keys)
 
 
-def test_what_is_listed_when_a_member_has_died(
-    start_node: StartNode, connect: Connect, pages: Pages
-) -> None:
+def test_list_with_a_dead_member(start_node: StartNode, connect: Connect, pages: Pages) -> None:
     settings: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
     dies = Node(NodeConfig(**settings, ram_nbytes=16 << 20, drain_s=0.1))
     dies.start()

@@ -76,7 +76,7 @@ def test_a_member_that_is_away(
     assert listed.stderr.count("without") == 1
 
 
-def test_what_is_done_at_all_members_tells_of_those_that_are_away(
+def test_cluster_wide_command_reports_unreachable_members(
     fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
 ) -> None:
     """What the others found and did is told too, not lost behind an error."""
@@ -213,7 +213,7 @@ def test_disks_of_all_members(
     assert "DEGRADED" not in kvstore("cluster").stdout
 
 
-def test_what_waits_for_a_member_is_shown(
+def test_pending_removals_are_shown(
     fleet: list[Node], kvstore: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "page.bin"

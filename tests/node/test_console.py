@@ -93,7 +93,7 @@ def test_a_name_that_a_stranger_may_own_is_not_believed(node: Node) -> None:
     assert not is_trusted_host("[evil.example.com]", [])
 
 
-def test_what_is_too_long_is_refused(node: Node) -> None:
+def test_console_request_too_long_is_refused(node: Node) -> None:
     assert visit(node, "/console/look-up", b"x" * (BODY_NBYTES_MAX + 1))[0] == 413
     assert visit(node, "/console/", X_Long="x" * HEAD_NBYTES_MAX)[0] == 431
     assert visit(node, "/console/look-up", b"{" * BODY_NBYTES_MAX)[0] == 400
@@ -145,7 +145,7 @@ def test_connections_that_say_nothing_make_room_and_metrics_are_told_meanwhile(n
 # ---- watchers --------------------------------------------------------------------------------
 
 
-def test_it_costs_no_thread_until_somebody_looks_and_stops_with_the_node(
+def test_console_without_viewers_has_no_thread_and_stops_with_the_node(
     start_node: StartNode,
 ) -> None:
     node: Node = start_node()
@@ -195,7 +195,7 @@ def test_look_ups_are_few_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch)
     assert found == [200] * share
 
 
-def test_who_has_left_leaves_nothing_behind_until_a_collection(
+def test_closed_console_connection_leaves_no_garbage(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node collects seldom: replies of megabytes stayed, as fast as somebody could ask

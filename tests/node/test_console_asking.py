@@ -64,7 +64,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[Fleet, Member
     return make
 
 
-def test_others_are_asked_each_few_seconds_and_never_two_rounds_at_a_time(
+def test_console_polls_members_in_rounds_without_overlap(
     made: Callable[[int], tuple[Fleet, Members]],
 ) -> None:
     fleet, members = made(3)

@@ -30,7 +30,7 @@ def test_of_what_is_well_nothing_is_told() -> None:
     )
 
 
-def test_what_does_not_hit_is_told_and_of_many_namespaces_the_largest_are_compared() -> None:
+def test_console_findings_cover_the_largest_namespaces() -> None:
     status = pb.NodeStatusReply(state="SERVING")
     for number in range(2 * COMPARED_MAX):
         space = Namespace(f"model-{number}", opaque_layout(4096))

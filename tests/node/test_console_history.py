@@ -97,7 +97,7 @@ def test_each_tenant_is_told_of_itself(
     assert history.visible_to(of(ALL, "llama-*")) is None
 
 
-def test_it_keeps_an_hour_and_no_more(
+def test_console_history_keeps_one_hour(
     made: tuple[History, Spaces, Callable[[float], None]],
 ) -> None:
     history, spaces, pass_by = made

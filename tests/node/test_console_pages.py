@@ -95,7 +95,7 @@ def test_half_a_byte_is_found_however_many_begin_like_the_other_half(stored: Nod
 
 
 @pytest.mark.parametrize("key", ["", "abc", "xyz1", "ab cd", "é" * 8, "a" * 129, None, 7, ["abcd"]])
-def test_what_is_no_key_is_refused(stored: Node, key: Any) -> None:
+def test_invalid_key_is_refused(stored: Node, key: Any) -> None:
     status, values = told(stored, "/console/look-up", {"namespace": SPACE.digest.hex(), "key": key})
     assert status == 400
     assert "key" in values["error"]

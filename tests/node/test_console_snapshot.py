@@ -105,7 +105,7 @@ def test_namespaces_are_compared_seldom(
     assert 2 <= len(made) <= 4
 
 
-def test_what_is_kept_is_bounded(told: Any) -> None:
+def test_console_snapshot_is_bounded(told: Any) -> None:
     for who in TEAMS:
         told(who)
         assert all(len(kept) <= SCOPES_MAX for kept in told.kept)

@@ -23,7 +23,7 @@ def node(start_node: StartNode, ours: Authority, tmp_path_factory: pytest.TempPa
     return start_node(**of_node(ours), identities=str(identities))
 
 
-def test_who_shows_a_certificate_watches_without_a_token(node: Node, ours: Authority) -> None:
+def test_console_accepts_a_client_certificate(node: Node, ours: Authority) -> None:
     shown = client_context(ours, **pair(ours, "client"))
     there = connection(node, shown)
     there.request("POST", "/console/events", b"{}", OWN)

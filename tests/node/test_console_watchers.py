@@ -144,9 +144,7 @@ def test_a_fault_in_what_is_told_ends_that_page_s_stream_and_says_so(
     assert first(node)["state"] == "SERVING"
 
 
-def test_who_takes_an_event_slowly_is_told_all_of_it_before_the_next(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_watcher_gets_whole_events(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     assert node.console is not None
     large = '{"big":"%s"}' % ("x" * (32 << 20))
     monkeypatch.setattr(node.console._snapshots, "first", lambda *_: large)
@@ -180,7 +178,7 @@ def test_a_watcher_stays_when_connections_make_room(node: Node) -> None:
             sock.close()
 
 
-def test_who_does_not_take_what_he_is_told_is_hung_up(
+def test_watcher_that_does_not_read_is_disconnected(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And keeps nobody: the others are told as ever."""
@@ -203,7 +201,7 @@ def test_who_does_not_take_what_he_is_told_is_hung_up(
     slow.close()
 
 
-def test_who_takes_nothing_is_hung_up_though_the_kernel_takes_it_for_him(
+def test_watcher_with_full_kernel_buffers_is_disconnected(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As is one who has gone without a word.

@@ -123,7 +123,7 @@ def test_a_drain_goes_on_when_its_member_was_out_of_the_view(
     wait_until(lambda: direct.drain().over)
 
 
-def test_what_nobody_takes_stays_and_is_said(
+def test_drain_reports_pages_without_a_taker(
     fleet: list[Node],
     tell: Callable[..., View],
     connect: Connect,

@@ -158,9 +158,7 @@ def test_after_a_page_that_does_not_fit_nothing_of_the_chain_is_stored() -> None
     ("holder", "cause"),
     [("pin", "16 pinned, 16 being read"), ("hold", "32 being read"), ("write", "32 being written")],
 )
-def test_when_nothing_may_go_the_answer_is_exhausted_and_names_the_cause(
-    holder: str, cause: str
-) -> None:
+def test_reserve_without_evictable_pages_names_the_cause(holder: str, cause: str) -> None:
     box = Sandbox(2 * EXTENT, EXTENT)
     pages, keys = (space := box.open("model", PAGE)), space.keys(*range(32))
     reservation = box.reserve(pages, keys)

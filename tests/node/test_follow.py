@@ -186,7 +186,7 @@ if sys.argv[2] == "fork":
 
 
 @pytest.mark.parametrize("how", ["end", "fork"])
-def test_it_keeps_no_process_alive(cluster: list[Node], how: str) -> None:
+def test_follower_keeps_no_process_alive(cluster: list[Node], how: str) -> None:
     address = f"127.0.0.1:{cluster[0].grpc.port}"
     done = subprocess.run(
         [*SCRIPT, ENDS, address, how], capture_output=True, timeout=20.0, check=False
@@ -251,7 +251,7 @@ def test_the_two_addresses_of_one_host_are_one() -> None:
     assert nodes._records("localhost:7440", Deadline(5.0)) == []
 
 
-def test_what_was_worked_out_is_kept_under_another_number() -> None:
+def test_placement_is_reused_for_an_equal_view() -> None:
     first = View("fleet", 1, (Member("a", "a:1"), Member("b", "b:1")))
     first.owners, first.by_id  # noqa: B018 -- worked out
     assert replace(first, number=2).after(first).owners is first.owners

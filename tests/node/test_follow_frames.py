@@ -83,7 +83,7 @@ def test_a_node_in_no_cluster_has_no_view(start_node: StartNode, raw: ConnectRaw
     assert connection.ask(hello=pb.HelloRequest()).hello.instance_id, "the connection is as it was"
 
 
-def test_who_hangs_up_is_not_waited_for(one: Node, raw: ConnectRaw) -> None:
+def test_closed_follower_is_not_awaited(one: Node, raw: ConnectRaw) -> None:
     following(raw, one).close()
     wait_until(lambda: one.service.followers.count == 0, 10.0)
 
@@ -158,7 +158,7 @@ def test_followers_do_not_delay_a_stop(one: Node, raw: ConnectRaw) -> None:
         connection.reply()
 
 
-def test_who_says_something_else_meanwhile_is_answered(one: Node, raw: ConnectRaw) -> None:
+def test_follower_that_sends_another_request_is_answered(one: Node, raw: ConnectRaw) -> None:
     connection = following(raw, one)
     connection.request(hello=pb.HelloRequest())
     assert connection.reply()[0].follow == pb.View()

@@ -55,7 +55,7 @@ def test_nothing_is_left_at_any_member(
     assert kept.get(client, keys) == [True] * len(keys)
 
 
-def test_what_waits_for_a_member_that_is_away_is_erased_too(
+def test_forget_erases_pages_queued_for_an_absent_member(
     start_node: StartNode, connect: Connect
 ) -> None:
     nodes = [start_node(), start_node()]

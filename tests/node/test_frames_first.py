@@ -118,7 +118,7 @@ def test_tls_at_an_address_of_frames(
         connect(node, "bulk", address=by_frames(node), tls_ca=str(ours.path)).node_status()
 
 
-def test_what_is_wrong_with_tls_is_said_at_an_address_of_frames(
+def test_tls_errors_are_named_at_a_bulk_address(
     start_node: StartNode, connect: Connect, node: Node, ours: Authority
 ) -> None:
     secured = start_node(**pair(ours, "node"))
@@ -133,7 +133,7 @@ def test_a_socket_that_is_not_there_is_said(node: Node, connect: Connect) -> Non
         connect(node, "auto", address="unix:/tmp/nobody.sock").node_status()
 
 
-def test_what_serves_no_frames_is_said(node: Node, connect: Connect) -> None:
+def test_server_without_frames_is_named(node: Node, connect: Connect) -> None:
     with pytest.raises(KVStoreError):
         connect(
             node, "bulk", address=f"bulk://127.0.0.1:{node.metrics.port}", timeout_s=3.0
@@ -163,7 +163,7 @@ def test_a_bulk_port_where_a_port_of_grpc_is_meant_is_said(node: Node, connect: 
 
 
 @pytest.mark.parametrize("wire", ["bulk", "shm", "auto"])
-def test_who_knows_the_node_connects_again_though_grpc_is_down(
+def test_known_node_is_reconnected_without_grpc(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, wire: str
 ) -> None:
     client = connect(node, wire)
@@ -176,7 +176,7 @@ def test_who_knows_the_node_connects_again_though_grpc_is_down(
         assert tried == []
 
 
-def test_who_does_not_know_it_yet_is_kept_out(
+def test_unknown_node_without_grpc_is_refused(
     node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with grpc_down(monkeypatch), pytest.raises(Unavailable, match="gateway is down"):

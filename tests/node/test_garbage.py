@@ -89,7 +89,7 @@ def test_a_slow_collection_puts_the_next_one_off_for_two_minutes_at_most(
         seldom.stop()
 
 
-def test_what_a_collection_has_freed_goes_back_to_the_system() -> None:
+def test_memory_freed_by_a_collection_returns_to_the_system() -> None:
     trimmed = threading.Event()
     seldom = SeldomCollections(interval_s_min=0.1)
     seldom._trim = lambda pad: trimmed.set()

@@ -165,7 +165,7 @@ def test_targets_that_hang_leave_couriers_to_the_others() -> None:
     assert again.target in hung
 
 
-def test_what_a_target_has_no_room_for_comes_again() -> None:
+def test_pages_refused_by_a_full_target_are_retried() -> None:
     waiting = queue()
     offered(waiting, 1, 2)
     batch = waiting.next(0.0)
@@ -187,7 +187,7 @@ def test_a_page_that_is_refused_again_and_again_is_dropped() -> None:
     assert (waiting.counts.pages_dropped, waiting.page_count) == (1, 0)
 
 
-def test_who_leaves_the_view_is_given_nothing_any_more() -> None:
+def test_former_member_gets_no_pages() -> None:
     waiting, waiter = queue(), AckWaiter()
     (first,) = offered(waiting, 1, to="b", waiter=waiter)
     under_way = waiting.next(0.0)

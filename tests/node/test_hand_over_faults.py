@@ -53,7 +53,7 @@ def mixed(start_node: StartNode) -> Iterator[tuple[Node, NodeProcess]]:
         yield node, process
 
 
-def test_who_was_away_is_given_its_pages_when_it_is_back(
+def test_returned_member_gets_its_pages(
     pair: list[Node], hung: str, connect: Connect, pages: Pages
 ) -> None:
     tell(pair[:1], view_of(pair, 2, 2, elsewhere={1: "127.0.0.1:9"}))
@@ -142,7 +142,7 @@ def test_a_full_queue_costs_replicas_and_no_put(
     assert all(there[-8:]), "the oldest were dropped"
 
 
-def test_what_is_removed_while_it_is_under_way_does_not_come_back(
+def test_page_removed_during_replication_does_not_come_back(
     pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other has its bytes and is about to commit them when it is asked to remove what it does
@@ -171,7 +171,7 @@ def test_what_is_removed_while_it_is_under_way_does_not_come_back(
     assert present(pair[1], pages.namespace, keys) == [True] * 4
 
 
-def test_what_was_removed_before_it_arrives_is_not_there_for_a_moment(
+def test_page_removed_before_arrival_is_never_visible(
     pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its sender might die then, and nobody else knows that it is there.
@@ -204,7 +204,7 @@ def test_what_was_removed_before_it_arrives_is_not_there_for_a_moment(
     assert not counts(pair[0]).pages_dropped
 
 
-def test_what_was_handed_on_while_it_was_removed_is_removed_once_more(
+def test_page_replicated_during_a_removal_is_removed_again(
     pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other has been asked already when it is handed the page, and the sender not yet when it

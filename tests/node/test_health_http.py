@@ -53,7 +53,7 @@ def test_a_node_that_has_not_begun_is_not_healthy() -> None:
         node.stop()
 
 
-def test_it_needs_neither_token_nor_the_authority_and_metrics_do(
+def test_health_needs_no_token_and_metrics_do(
     start_node: StartNode, ours: Authority, tmp_path: Path
 ) -> None:
     identities = tmp_path / "identities"

@@ -43,7 +43,7 @@ def test_one_lookup_in_so_many_is_looked_at_whatever_their_rhythm() -> None:
     assert abs(sum(counts) / (EVERY * 1000) - 1) < 0.1
 
 
-def test_what_was_hot_cools_down() -> None:
+def test_heat_decays() -> None:
     now = [0.0]
     heat = HotPrefixes(every=1, clock=lambda: now[0])
     heat.observe(SPACE, [head(1)], [True])
@@ -75,7 +75,7 @@ def test_a_node_that_nobody_asked_for_weeks_answers_the_next_lookup() -> None:
     assert [hot.head for hot in heat.hottest()] == [head(2)[:HEAD_NBYTES]]
 
 
-def test_who_takes_a_place_takes_its_count_and_says_how_much_of_it_may_be_others() -> None:
+def test_heat_replacement_inherits_count_and_error() -> None:
     heat = HotPrefixes(every=1, size=2)
     for number in (1, 1, 1, 1, 1, 2, 2, 2, 3):
         heat.observe(SPACE, [head(number)], [True])
@@ -85,7 +85,7 @@ def test_who_takes_a_place_takes_its_count_and_says_how_much_of_it_may_be_others
     assert second.pages == 1.0, "of its own lookups"
 
 
-def test_it_keeps_no_whole_key() -> None:
+def test_heat_keeps_no_whole_key() -> None:
     heat = HotPrefixes(every=1)
     heat.observe(SPACE, [b"h" * 32], [True])
     heat.observe(SPACE, [b"h" * 32], [True])

@@ -147,7 +147,7 @@ FORGERIES = [flip_first, flip_last, flip_seal, no_seal, half_a_seal, zeros, part
 
 @pytest.mark.parametrize("change", FORGERIES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("read", ["get", "get_ranges"])
-def test_what_a_node_changed_is_a_miss_goes_and_can_be_stored_anew(
+def test_page_changed_by_a_node_is_a_miss_and_can_be_stored_again(
     node: Node, client: Client, keyed: Pages, change: Callable[[bytearray], None], read: str
 ) -> None:
     keys = keyed.keys(*range(4))
@@ -199,7 +199,7 @@ def test_a_page_with_the_seal_of_another_namespace_is_a_miss(
     assert other.get(client, [key]) == [True]
 
 
-def test_what_a_writer_without_the_key_stores_first_is_a_miss(
+def test_page_of_a_writer_without_the_key_is_a_miss(
     node: Node, client: Client, connect: Connect, keyed: Pages, wire: str
 ) -> None:
     keys = keyed.keys(1, 2)

@@ -35,7 +35,7 @@ def lie(nodes: list[Node], keyed: Pages, keys: list[bytes], replicas: int) -> li
     return mine
 
 
-def test_where_one_owner_lies_the_other_is_asked(
+def test_page_changed_at_one_owner_comes_from_the_other(
     replicated: list[Node], connect: Connect, keyed: Pages
 ) -> None:
     client, keys = connect(replicated[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)

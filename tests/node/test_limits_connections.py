@@ -84,7 +84,7 @@ def works(node: Node, pages: Pages, wire: str) -> None:
         ("pid 7", "pid 7"),
     ],
 )
-def test_who_is_one_peer(host: str, peer: str) -> None:
+def test_peer_grouping_of_addresses(host: str, peer: str) -> None:
     assert peer_of(host) == peer
 
 

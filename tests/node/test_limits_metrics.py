@@ -88,7 +88,7 @@ def test_a_scrape_that_does_not_end_is_hung_up(
         trickle(trickling, b"x", 0.05)
 
 
-def test_who_says_no_more_before_the_end_of_a_head_is_hung_up_at_once(
+def test_metrics_request_cut_in_its_head_is_closed_at_once(
     node: Node, dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not asked again and again for what does not come."""
@@ -302,7 +302,7 @@ def test_a_scrape_for_which_no_thread_can_be_started_is_answered(
     server.stop()
 
 
-def test_who_takes_a_text_slowly_has_a_time_for_all_of_it(
+def test_slow_metrics_reader_has_a_total_deadline(
     dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that takes a few bytes now and then would keep its connection as long as

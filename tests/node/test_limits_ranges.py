@@ -94,7 +94,7 @@ def test_a_page_is_hashed_once_for_a_get_however_often_it_is_asked_for(
     assert len(hashed) == 2
 
 
-def test_nobody_goes_on_hashing_for_a_reader_who_has_left(
+def test_cancelled_reader_stops_the_hashing(
     large_node: Node, large_pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = large_node.service

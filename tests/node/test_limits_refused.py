@@ -88,7 +88,7 @@ def refusals(node: Node, raw: ConnectRaw, op: str, body: bytes) -> list[str]:
 
 
 @pytest.mark.parametrize("op", ["stat", "lookup", "get"])
-def test_what_no_request_can_need_is_refused_before_it_is_parsed(
+def test_oversized_request_is_refused_before_parsing(
     node: Node, raw: ConnectRaw, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
     """To parse a million empty keys or ranges keeps the GIL for 60 ms: gets from RAM waited for

@@ -240,7 +240,7 @@ def test_a_verify_counts_its_bytes_like_a_get_and_the_client_divides_it(
     assert client.verify(pages.namespace, pages.keys(*range(9))) == (8, 0, 1)
 
 
-def test_nobody_goes_on_verifying_for_a_caller_who_has_left(
+def test_cancelled_verify_stops(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages.put(connect(node), pages.keys(*range(5)))

@@ -124,7 +124,7 @@ def test_a_tier_is_not_asked_without_need(shelves: Any) -> None:
     assert (below.asked, far.asked) == ([keys], [])
 
 
-def test_what_a_tier_fails_to_read_is_asked_of_the_next_one(shelves: Any) -> None:
+def test_failed_read_of_a_tier_falls_through_to_the_next(shelves: Any) -> None:
     box, pages, keys, below, far = shelves
     below.keys, below.broken, far.keys = set(keys[:6]), set(keys[1:4]), set(keys[2:8])
     assert get(box, pages, keys, near=True) == [

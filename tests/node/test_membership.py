@@ -96,13 +96,17 @@ def test_replicas_of_a_static_list() -> None:
         ("static:fl/eet/n1=h1", "n1", "a member's id is called 'eet/n1'"),
     ],
 )
-def test_what_ends_the_start(start_node: StartNode, cluster: str, member: str, said: str) -> None:
+def test_invalid_cluster_settings_end_the_start(
+    start_node: StartNode, cluster: str, member: str, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         start_node(cluster=cluster, member=member)
 
 
 @pytest.mark.parametrize(("name", "value"), OF_ETCD)
-def test_what_a_fixed_list_says_is_no_setting(start_node: StartNode, name: str, value: Any) -> None:
+def test_fixed_list_excludes_advertised_address_settings(
+    start_node: StartNode, name: str, value: Any
+) -> None:
     with pytest.raises(
         ConfigError, match=f"{name}={value} is for a cluster on etcd; a fixed list says it of each"
     ):
@@ -136,5 +140,5 @@ def test_a_member_that_others_can_not_reach_does_not_start(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7440", "localhost:7440", "h1"])
-def test_what_a_name_means_is_for_a_resolver(start_node: StartNode, address: str) -> None:
+def test_member_names_are_resolved(start_node: StartNode, address: str) -> None:
     assert start_node(cluster=f"static:fleet/n1={address},n2=h2", member="n1", host="127.0.0.1")

@@ -62,7 +62,7 @@ def test_drain_says_what_is_left(
     assert pages.get(connect(fleet[0]), pages.keys(*KEYS)) == [True] * len(KEYS)
 
 
-def test_what_was_left_is_looked_at_again(
+def test_rebalance_repeats_for_left_pages(
     fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
 ) -> None:
     """As the command says: add members or memory, and run it again."""
@@ -78,7 +78,7 @@ def test_what_was_left_is_looked_at_again(
     )
 
 
-def test_it_goes_on_when_the_member_was_out_of_the_view(
+def test_drain_progress_continues_after_a_view_gap(
     fleet: list[Node], kvstore: Callable[..., Any]
 ) -> None:
     """A lease that ended, say: the member registers again."""

@@ -23,7 +23,7 @@ from node.server import Node
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
-def test_what_the_near_node_lacks_is_fetched_once(
+def test_near_miss_is_fetched_once(
     cluster: list[Node], far: ClusterClient, connect: Connect, pages: Pages, wire: str
 ) -> None:
     keys, view = pages.keys(*NUMBERS), view_of(cluster)
@@ -158,7 +158,7 @@ def test_one_replica_fills_another(cluster: list[Node], connect: Connect, pages:
 # ---- copies ------------------------------------------------------------------------------
 
 
-def test_what_is_put_at_a_near_node_is_a_copy_there(
+def test_put_at_a_near_node_leaves_a_near_copy(
     cluster: list[Node], near: ClusterClient, pages: Pages
 ) -> None:
     keys = pages.keys(*NUMBERS)
@@ -169,7 +169,7 @@ def test_what_is_put_at_a_near_node_is_a_copy_there(
     assert pages.get(client, keys) == [True] * len(keys)
 
 
-def test_what_a_member_hands_on_is_no_copy(
+def test_replicated_page_is_no_near_copy(
     cluster: list[Node], pages: Pages, connect: Connect
 ) -> None:
     keys = pages.keys(*NUMBERS)
@@ -263,7 +263,7 @@ def test_copies_do_not_go_to_disk(
     )
 
 
-def test_what_is_fetched_and_its_own_goes_to_disk(
+def test_fetched_page_of_an_owner_goes_to_disk(
     start_node: StartNode, connect: Connect, pages: Pages, tmp_path: Path
 ) -> None:
     nodes = [start_node(data_dir=str(tmp_path), disk_nbytes=16 << 20), start_node()]

@@ -263,7 +263,7 @@ def test_the_view_changes_on_the_way(
     assert pages.get(near(cluster), keys) == hits[0]
 
 
-def test_what_is_being_written_here_comes_from_others(
+def test_page_being_written_here_comes_from_others(
     cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
 ) -> None:
     """By a sweep, by another member that hands it on, by a client that is slow."""
@@ -359,7 +359,7 @@ def test_a_copy_that_is_held_is_stepped_over(
         assert nodes[0].check() == []
 
 
-def test_what_is_removed_stays_removed_over_two_hops(
+def test_removal_holds_over_two_hops(
     cluster: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """n0 hands pages to n1 when that was asked to remove them, and n2 has them from there before it

@@ -92,7 +92,7 @@ def test_a_durable_put_is_on_the_owners_disks_when_it_is_answered(
     assert put(client, pages, keys) == [PutOutcome.EXISTS] * len(keys)
 
 
-def test_what_the_near_node_has_as_a_copy_only_is_handed_on(
+def test_near_copy_is_replicated_for_an_acknowledged_put(
     start: StartNodes, near: ClusterClient, pages: Pages
 ) -> None:
     nodes = start("dd")
@@ -105,7 +105,7 @@ def test_what_the_near_node_has_as_a_copy_only_is_handed_on(
     assert [safe(nodes, pages, key) for key in theirs] == [["n1"]] * len(theirs)
 
 
-def test_where_nobody_owns_pages_nobody_promises_them(
+def test_near_node_without_owners_acknowledges_nothing(
     start: StartNodes, connect: Connect, pages: Pages
 ) -> None:
     nodes = start("dd")
@@ -239,7 +239,7 @@ def test_the_view_changes_before_the_answer(
     assert all(safe(nodes, pages, key) for key in keys)
 
 
-def test_what_finds_no_room_at_the_near_node_is_put_at_its_owners(
+def test_put_at_a_full_near_node_goes_to_the_owners(
     start_node: StartNode, near: ClusterClient, tmp_path: Path
 ) -> None:
     nodes = [

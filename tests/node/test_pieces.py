@@ -97,7 +97,7 @@ def test_a_page_that_is_damaged_at_its_first_owner_comes_whole_from_the_next(
     assert cut.get(client, [*keys, cut.key(99)]) == [True] * len(keys) + [False]
 
 
-def test_who_is_late_writes_into_no_piece(
+def test_late_worker_writes_into_no_piece(
     trio: list[Node], connect: Connect, cut: InPieces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, keys = connect(trio[0], timeout_s=3.0), cut.keys(*NUMBERS)

@@ -84,7 +84,7 @@ def test_a_client_of_the_version_beside_ours_is_served_in_its_own(node: Node, ve
     client.close()
 
 
-def test_what_a_client_of_version_3_stored_is_what_ours_gets(node: Node, connect: Connect) -> None:
+def test_pages_of_a_version_3_client_are_read(node: Node, connect: Connect) -> None:
     older = Before(node, PROTOCOL_VERSION - 1)
     older.ask(RECORDED["open_namespace"])
     if older.ask(RECORDED["put"])[0].put.verdicts == [pb.WRITE]:
@@ -97,7 +97,7 @@ def test_what_a_client_of_version_3_stored_is_what_ours_gets(node: Node, connect
 
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 2, PROTOCOL_VERSION + 2])
-def test_who_is_two_versions_away_is_told(node: Node, version: int) -> None:
+def test_peer_two_versions_away_gets_the_reason(node: Node, version: int) -> None:
     with pytest.raises(
         ProtocolError, match=f"client speaks protocol {version}, this node {PROTOCOL_VERSION}"
     ):
@@ -217,7 +217,7 @@ def test_a_node_of_version_3_is_not_taken_for_near(older: Any) -> None:
     assert not any(request.lookup.near for request in nodes[0][0].requests)
 
 
-def test_what_owners_of_version_3_can_not_promise_is_told(older: Any) -> None:
+def test_acks_beyond_owners_of_version_3_are_refused(older: Any) -> None:
     nodes = [older(PROTOCOL_VERSION - 1) for _ in range(2)]
     members = tuple(Member(f"n{number}", address) for number, (_, address) in enumerate(nodes))
     for node, _ in nodes:

@@ -66,7 +66,7 @@ def test_one_without_a_quota_has_what_the_others_leave() -> None:
     assert box.tier.check() == []
 
 
-def test_who_is_over_a_quota_that_was_lowered_goes_before_all_others() -> None:
+def test_tenant_over_a_lowered_quota_is_evicted_first() -> None:
     box = Sandbox(4 * EXTENT, EXTENT)
     old, over = box.open("m", PAGE, tenant="old"), box.open("m", PAGE, tenant="over")
     kept = fill(box, old, *range(32))
@@ -143,7 +143,7 @@ def test_places_of_another_size_are_made_without_a_loss_for_others() -> None:
     assert box.tier.check() == []
 
 
-def test_what_is_removed_while_it_is_read_counts_until_it_is_released() -> None:
+def test_page_removed_while_read_counts_until_its_release() -> None:
     box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(loud=16 * PAGE)
     loud, other = box.open("m", PAGE, tenant="loud"), box.open("m", PAGE, tenant="other")
@@ -190,7 +190,7 @@ def test_pins_of_one_do_not_cost_another_a_page() -> None:
     assert box.tier.check() == []
 
 
-def test_where_the_quotas_are_more_than_the_ram_whoever_has_most_of_his_own_gives() -> None:
+def test_quotas_above_the_ram_evict_from_the_largest_share() -> None:
     box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(one=64 * PAGE, two=32 * PAGE)
     one, two = box.open("m", PAGE, tenant="one"), box.open("m", PAGE, tenant="two")

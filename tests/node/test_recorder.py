@@ -47,9 +47,7 @@ def fetch(recorder: Recorder, name: bytes, end: bool = False) -> pb.RecordReply:
     return recorder.record(pb.RecordRequest(recording=name, end=end), None)
 
 
-def test_it_is_off_until_somebody_begins_and_after_the_end(
-    recorder: Recorder, clock: Clock
-) -> None:
+def test_recorder_is_off_outside_a_recording(recorder: Recorder, clock: Clock) -> None:
     assert not recorder.on
     name = begin(recorder)
     assert recorder.on
@@ -85,7 +83,7 @@ def test_ids_tell_nothing_of_keys_nor_of_another_recording(recorder: Recorder) -
     assert len({*seen[0], *seen[1]}) == 2 * len(KEYS)
 
 
-def test_it_ends_by_itself(recorder: Recorder, clock: Clock) -> None:
+def test_recorder_ends_after_its_duration(recorder: Recorder, clock: Clock) -> None:
     name = begin(recorder, ms=1000)
     recorder.note(SPACE.digest, KEYS[:1], stored=False)
     clock.now += 1.5
@@ -112,9 +110,7 @@ def test_one_at_a_time_and_one_that_nobody_asks_for_makes_room(
     assert fetch(recorder, second, end=True).over
 
 
-def test_who_was_away_for_too_long_is_told_so_and_not_given_a_trace_with_a_hole(
-    recorder: Recorder, clock: Clock
-) -> None:
+def test_recorder_client_away_too_long_gets_an_error(recorder: Recorder, clock: Clock) -> None:
     name = begin(recorder, ms=10**6)
     recorder.note(SPACE.digest, KEYS, stored=False)
     clock.now += module.ABANDONED_S + 1
@@ -151,7 +147,7 @@ class Kept(list[bytes]):
     """Which can be referred to weakly."""
 
 
-def test_what_comes_after_the_end_was_asked_for_is_not_noted(
+def test_requests_after_the_end_are_not_recorded(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a node with much to do would never be done."""
@@ -172,7 +168,7 @@ def test_a_recording_of_no_time_or_more_than_a_day_is_refused(recorder: Recorder
     assert not recorder.on
 
 
-def test_what_waits_is_bounded_and_what_finds_no_room_is_counted(
+def test_recorder_queue_is_bounded_and_counts_drops(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "WAITING_PAGES_MAX", 4 * (6 + module.USE_PAGES))
@@ -186,7 +182,7 @@ def test_what_waits_is_bounded_and_what_finds_no_room_is_counted(
     assert first.dropped == second.dropped == 3
 
 
-def test_what_was_fetched_makes_room_and_what_still_waits_is_told_before_the_end(
+def test_recorder_fetch_frees_space_and_the_end_delivers_the_rest(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "WAITING_PAGES_MAX", 2 * (6 + module.USE_PAGES))

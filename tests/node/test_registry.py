@@ -29,7 +29,7 @@ def state(node: Node, member: str) -> State | None:
     return view.by_id[member].state if view and member in view.by_id else None
 
 
-def test_who_starts_is_of_everybodys_view_and_who_stops_is_not(fleet: Start) -> None:
+def test_started_node_is_in_every_view_and_a_stopped_one_is_not(fleet: Start) -> None:
     one = fleet("n1", zone="rack-1", weight=2.0)
     two = fleet("n2", replicas=1)
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
@@ -46,7 +46,7 @@ def test_who_starts_is_of_everybodys_view_and_who_stops_is_not(fleet: Start) -> 
     assert one.membership.view.number > number  # type: ignore[union-attr]
 
 
-def test_who_stops_gives_its_lease_back(fleet: Start, etcd: FakeEtcd) -> None:
+def test_stopped_node_revokes_its_lease(fleet: Start, etcd: FakeEtcd) -> None:
     """One that lasts for long: nobody need wait for its end."""
     one, two = fleet("n1"), fleet("n2", lease_s=300)
     wait_until(lambda: len(members(one)) == 2)
@@ -194,7 +194,7 @@ def test_a_restart_takes_its_id_over_at_once(fleet: Start, etcd: FakeEtcd, tmp_p
         ({"etcd_cert": "/none.pem"}, "are given together, and with etcd_ca"),
     ],
 )
-def test_what_ends_the_start(
+def test_invalid_cluster_settings_end_the_start(
     fleet: Start, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setattr("node.cluster.membership.TRIED_S", 0.3)

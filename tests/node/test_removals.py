@@ -52,7 +52,7 @@ def test_a_member_that_was_away_removes_before_it_serves(
     assert present(again, pages) == len(KEYS)
 
 
-def test_what_is_put_after_a_removal_stays(
+def test_page_put_after_a_removal_stays(
     fleet: Start, etcd: FakeEtcd, connect: Connect, pages: Pages
 ) -> None:
     """Members hear of a removal once more, from etcd, when its caller has gone on already."""
@@ -86,7 +86,7 @@ def test_a_member_that_was_not_asked_hears_of_it(
     wait_until(lambda: present(alone, pages) == 0)
 
 
-def test_what_was_removed_while_etcd_was_away_is_told_when_it_is_back(
+def test_removal_during_an_etcd_outage_is_announced_later(
     fleet: Start,
     etcd: FakeEtcd,
     connect: Connect,
@@ -102,7 +102,7 @@ def test_what_was_removed_while_etcd_was_away_is_told_when_it_is_back(
 
 
 @pytest.mark.parametrize("away", [False, True])
-def test_what_is_recorded_in_an_etcd_that_lost_all_before_numbers_rise_is_removed_by_all(
+def test_removal_after_etcd_lost_its_data_reaches_all_members(
     fleet: Start, etcd: FakeEtcd, connect: Connect, pages: Pages, tmp_path: Path, away: bool
 ) -> None:
     """A removal that waited for etcd is written as soon as that answers, and who raises the numbers
@@ -155,7 +155,7 @@ def test_a_directory_says_who_its_node_is(tmp_path: Path) -> None:
         Identity("", "fleet", "")
 
 
-def test_who_was_away_for_too_long_does_not_bring_back_what_was_removed(
+def test_node_away_too_long_does_not_restore_removed_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Identity(str(tmp_path), "fleet", "").save(7)
@@ -185,7 +185,7 @@ def test_a_directory_whose_file_is_damaged(tmp_path: Path, text: str) -> None:
         Identity(str(tmp_path), "fleet", "")
 
 
-def test_who_was_asked_to_erase_does_not_do_it_again_for_those_who_were_asked_too(
+def test_erase_runs_once_at_each_member(
     tmp_path: Path,
 ) -> None:
     """Also for namespaces that it did not have then: by the time it hears of them they may have new
@@ -258,7 +258,7 @@ def test_a_join_reads_more_removals_than_fit_one_answer(
     assert {some.digest for some in node.registry._registry_state.removals()} == set(removed)
 
 
-def test_what_was_heard_of_long_ago_is_not_gone_through_again() -> None:
+def test_old_removals_are_not_applied_again() -> None:
     """Each change in etcd would cost all removals of 30 days, at all members."""
     registry_state = RegistryState("fleet")
     written = {

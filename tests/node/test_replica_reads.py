@@ -115,7 +115,7 @@ def test_all_copies_are_verified(trio: list[Node], connect: Connect, pages: Page
     assert client.verify(pages.namespace, keys) == (len(keys), 0, 0)
 
 
-def test_who_joined_unheard_of_is_asked_to_remove_too(
+def test_removal_reaches_a_member_of_a_newer_view(
     trio: list[Node], connect: Connect, pages: Pages
 ) -> None:
     """It may have fetched the pages before they were removed."""

@@ -73,7 +73,9 @@ def test_one_owner_has_nobody_to_hand_to(
     assert [node.peers.replicator._threads for node in nodes] == [[], []]
 
 
-def test_what_exists_is_not_sent_again(pair: list[Node], connect: Connect, pages: Pages) -> None:
+def test_existing_page_is_not_replicated_again(
+    pair: list[Node], connect: Connect, pages: Pages
+) -> None:
     client, keys = connect(pair[0], direct=True), pages.keys(*NUMBERS)
     pages.put(client, keys)
     calm(pair)

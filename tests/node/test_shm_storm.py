@@ -103,7 +103,9 @@ def test_threads_that_do_everything_at_once_never_read_a_wrong_byte(
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_what_one_wire_stores_another_reads(node: Node, connect: Connect, wire: str) -> None:
+def test_pages_stored_by_one_wire_are_read_by_another(
+    node: Node, connect: Connect, wire: str
+) -> None:
     pages = Pages(f"with {wire}", PAGE)
     shm, other = connect(node, "shm"), connect(node, wire)
     pages.put(shm, pages.keys(1, 2))

@@ -98,7 +98,7 @@ def test_views_are_dead_when_the_slot_is_not_the_callers_any_more(
             view[0]
 
 
-def test_what_was_made_of_a_view_and_kept_is_said(client: Client, pages: Pages) -> None:
+def test_kept_view_of_a_page_is_reported(client: Client, pages: Pages) -> None:
     keys = pages.keys(1)
     with client.open_put(pages.namespace, keys) as slots:
         fill(slots, pages, keys)

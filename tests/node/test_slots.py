@@ -81,7 +81,7 @@ def test_random_use_equals_a_naive_model(seed: int) -> None:
     )
 
 
-def test_what_was_claimed_is_used_like_what_was_allocated(seed: int) -> None:
+def test_claimed_slots_equal_allocated_ones(seed: int) -> None:
     """After a restart: slots are claimed in any order, the rest is free."""
     rng = random.Random(seed)
     before, model = SlotAllocator(4 * EXTENT, EXTENT), Model(4 * EXTENT)

@@ -26,7 +26,7 @@ def test_only_calls_that_took_long_are_kept() -> None:
     assert call.took_ms >= 200.0
 
 
-def test_what_it_waited_for_is_told_in_its_place() -> None:
+def test_slow_request_log_names_its_waits() -> None:
     traffic, began_ns = RequestMetrics(), monotonic_ns() - 2 * SLOW_NS
     entered_ns = monotonic_ns()
     with traffic.waiting(DISK):
@@ -42,7 +42,7 @@ def test_what_it_waited_for_is_told_in_its_place() -> None:
     assert abs(rest.at_ms + rest.took_ms - call.took_ms) < 1e-3
 
 
-def test_what_others_waited_for_is_none_of_its() -> None:
+def test_slow_request_log_excludes_waits_of_others() -> None:
     traffic = RequestMetrics()
     with traffic.waiting(DISK):
         pass  # of a call before
@@ -59,7 +59,7 @@ def test_what_others_waited_for_is_none_of_its() -> None:
     assert traffic.slow.newest()[0].spans == ()
 
 
-def test_it_began_so_long_before_it_ended() -> None:
+def test_slow_request_log_has_the_start_time() -> None:
     slow, took_ns = SlowCalls(), 3_600_000_000_000
     slow.ended("get", "bulk", monotonic_ns() - took_ns, took_ns)
     (call,) = slow.newest()

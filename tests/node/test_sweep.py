@@ -86,7 +86,7 @@ def test_how_far_a_sweep_is(
     assert (done.cluster, done.member_id, done.member_count, done.replicas) == ("fleet", "n2", 3, 1)
 
 
-def test_what_is_here_is_not_fetched_again(
+def test_sweep_does_not_fetch_existing_pages(
     fleet: list[Node],
     tell: Callable[..., View],
     connect: Connect,
@@ -233,7 +233,7 @@ def test_members_that_hang_are_waited_for_together(
     assert not all_asked.broken
 
 
-def test_it_sweeps_now_and_then(
+def test_sweep_repeats_at_intervals(
     start_node: StartNode, alone: Callable[[Node], Client], pages: Pages
 ) -> None:
     nodes = [start_node(sweep_s=0.1), start_node(sweep_s=0.0)]

@@ -88,7 +88,7 @@ def test_pages_over_several_connections_and_ranges_of_pages(
     assert pages.get(client, keys) == [True, True, True, False, True, True]
 
 
-def test_what_a_node_speaks_is_tls_13_on_every_port(node: Node, ours: Authority) -> None:
+def test_every_port_uses_tls_1_3(node: Node, ours: Authority) -> None:
     context = client_context(ours, **pair(ours, "client"))
     context.set_alpn_protocols(["h2"])
     for port in (node.grpc.port, node.bulk.port, node.metrics.port):
@@ -98,7 +98,7 @@ def test_what_a_node_speaks_is_tls_13_on_every_port(node: Node, ours: Authority)
 
 
 @pytest.mark.parametrize("port", ["bulk", "metrics"])
-def test_where_we_choose_older_versions_are_refused(node: Node, ours: Authority, port: str) -> None:
+def test_tls_older_than_1_3_is_refused(node: Node, ours: Authority, port: str) -> None:
     context = client_context(ours, **pair(ours, "client"))
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with (

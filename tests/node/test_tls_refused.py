@@ -238,7 +238,7 @@ def test_a_hundred_that_stop_amid_a_handshake_keep_nobody_out(
     wait_until(lambda: node.bulk.count <= 2)
 
 
-def test_who_says_nothing_after_the_greeting_leaves_for_others(
+def test_silent_connection_is_evicted_for_others(
     start_node: StartNode, ours: Authority, connect: Connect
 ) -> None:
     node = start_node(**of_node(ours), sessions_max=8)

@@ -106,7 +106,7 @@ def test_no_time_is_lost_between_threads() -> None:
         (ValueError("no message"), "unknown"),
     ],
 )
-def test_what_was_not_answered_has_no_time_but_a_code(error: BaseException, code: str) -> None:
+def test_unanswered_call_counts_a_code_without_a_time(error: BaseException, code: str) -> None:
     traffic = RequestMetrics()
     traffic.of_wire("bulk").failed("get", error)
     assert traffic.errors() == {("get", "bulk", code): 1}
@@ -158,7 +158,7 @@ def test_a_refused_request_is_an_error_and_no_time(
     assert answered(node, "lookup", wire) == before
 
 
-def test_who_hangs_up_during_a_put_is_counted_as_cancelled(
+def test_put_with_a_closed_connection_counts_as_cancelled(
     node: Node, connect: Connect, pages: Pages, raw: ConnectRaw
 ) -> None:
     connect(node).open(pages.namespace)

@@ -50,7 +50,7 @@ def test_a_call_that_comes_back_late_is_seen(monkeypatch: pytest.MonkeyPatch) ->
         assert trial.overdue_s == max(0.0, trial.late_s - trial.lag_s)
 
 
-def test_what_an_event_raises_ends_the_trial() -> None:
+def test_trial_ends_with_the_error_of_an_event() -> None:
     with Fleet([HERE], *FLAGS) as fleet, fleet.client() as client:
         joins = Event(0.0, "n2 joins", fleet.join)
         with pytest.raises(ConfigError, match="needs etcd"):

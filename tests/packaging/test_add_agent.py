@@ -118,7 +118,7 @@ def test_cupy_comes_with_its_extra(engine: Engine) -> None:
     assert engine.has == {"kvstore-llm": "0.1.0", "cupy-cuda12x": "13.0", "torch": "2.1.0+cu128"}
 
 
-def test_what_would_change_the_engines_torch_is_refused_and_named(engine: Engine) -> None:
+def test_add_agent_refuses_to_change_the_engines_torch(engine: Engine) -> None:
     wheel(engine.wheels, "kvstore_llm", "0.1.0", ("torch>=3",), AGENT)
     status, said = engine.add()
     assert status == 1
@@ -153,7 +153,7 @@ def test_an_agent_that_can_not_be_imported_ends_the_build(engine: Engine) -> Non
     assert "the agent can not be imported beside the engine" in said
 
 
-def test_what_is_missing_is_said(engine: Engine) -> None:
+def test_add_agent_names_missing_tools(engine: Engine) -> None:
     assert "holds 0 wheels" in engine.add()[1]
     assert "say where the wheel is" in engine.add(str(engine.wheels), "cuda11")[1]
 

@@ -88,7 +88,7 @@ def test_only_its_owner_reads_what_is_secret(secrets: Path) -> None:
     }
 
 
-def test_who_they_are(secrets: Path) -> None:
+def test_first_start_creates_the_documented_identities(secrets: Path) -> None:
     found = read(secrets / "identities")
     assert found.problems == []
     known = {some.name: (some.tenant, some.role.name) for some in found.tokens.values()}
@@ -102,9 +102,7 @@ def test_who_they_are(secrets: Path) -> None:
         assert found.tokens[token_hash(token)].name == name
 
 
-def test_who_was_revoked_stays_so_and_who_was_taken_away_does_not_come_back(
-    first_start: ModuleType, secrets: Path
-) -> None:
+def test_revoked_and_removed_identities_stay_so(first_start: ModuleType, secrets: Path) -> None:
     revoke(secrets / "identities", "engine")
     (secrets / "operator.token").unlink()
     before = contents(secrets)
@@ -281,7 +279,7 @@ def test_an_authority_of_ones_own_needs_no_key_there(
         (shutil.rmtree, "No such file or directory"),
     ],
 )
-def test_what_can_not_be_gone_on_with_is_named(
+def test_first_start_names_files_that_block_it(
     first_start: ModuleType,
     secrets: Path,
     spoil: Any,

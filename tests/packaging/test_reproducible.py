@@ -84,7 +84,7 @@ def test_two_builds_are_equal_byte_by_byte(twice: tuple[dict[str, Path], dict[st
     assert one == two
 
 
-def test_what_is_in_them_has_the_commits_time_and_no_ones_name(
+def test_archive_members_have_the_commit_time_and_no_owner(
     twice: tuple[dict[str, Path], dict[str, Path]],
 ) -> None:
     """Or they were equal because both were made by one user in one minute."""

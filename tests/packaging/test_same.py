@@ -76,7 +76,7 @@ def test_only_when_it_was_built_does_not_count(
         ({"user": "0"}, "config: {'User': '10001'} / {'User': '0'}"),
     ],
 )
-def test_what_differs_is_told(
+def test_compared_images_report_differences(
     image: Any, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], said: str
 ) -> None:
     assert same.main(image("one"), image("two", **changed)) == 1

@@ -23,7 +23,7 @@ from node.disk.rows import FORMAT_VERSION
 ROOT = Path(__file__).parents[2]
 
 
-def test_it_is_a_version_of_three_numbers_that_the_build_finds() -> None:
+def test_version_has_three_numbers_and_the_build_finds_it() -> None:
     assert str(Version(__version__)) == __version__
     assert len(Version(__version__).release) == 3
     assert re.findall(

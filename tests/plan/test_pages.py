@@ -38,7 +38,7 @@ def test_lengths_tell_how_many_tokens_a_page_has(page_tokens: int, full_only: bo
     assert "Llama 3 8B" in found.assumed[0]
 
 
-def test_what_is_said_counts_and_nothing_is_assumed_then() -> None:
+def test_given_page_size_replaces_the_assumption() -> None:
     found = page_size(requests(64, True), 128, None, 1000)
     assert (found.tokens, found.nbytes, found.assumed) == (128, 128_000, ())
     assert page_size(requests(64, True), None, 4096, None).nbytes == 4096
@@ -115,9 +115,7 @@ def test_a_models_description_tells_the_bytes_of_a_token(
         (None, "can not read"),
     ],
 )
-def test_what_is_no_such_description_is_refused_by_name(
-    tmp_path: Path, text: str | None, said: str
-) -> None:
+def test_invalid_model_description_is_named(tmp_path: Path, text: str | None, said: str) -> None:
     path = tmp_path / "config.json"
     if text is not None:
         path.write_text(text)

@@ -64,7 +64,7 @@ def test_a_window_that_is_longer_than_the_trace_is_the_trace() -> None:
     assert found.gets.peak == pytest.approx(found.gets.mean)
 
 
-def test_what_is_stored_anew_is_put_whether_somebody_asked_for_it_or_not() -> None:
+def test_plan_counts_puts_of_unrequested_pages() -> None:
     stored = [request._replace(stored=bool(number % 2)) for number, request in enumerate(REQUESTS)]
     made = plan(stored, ram=(10 * 4096,))
     found = made.rows[0]

@@ -62,7 +62,7 @@ def test_hits_of_each_window_are_those_of_its_requests() -> None:
     assert survey.seconds == (requests[-1].timestamp_ms - requests[0].timestamp_ms) / 1000
 
 
-def test_what_is_only_stored_is_there_and_asks_for_nothing() -> None:
+def test_survey_of_stored_pages_counts_no_requests() -> None:
     chain = tuple(range(5))
     stored = TraceRequest(0, 80, 0, chain, stored=True)
     asks = TraceRequest(1000, 48, 0, chain[:3])

@@ -77,7 +77,7 @@ def test_every_page_of_the_directory_is_found_and_right(kind: str, place: Path) 
         assert client.node_status().disk.pages_corrupt == 0
 
 
-def test_what_is_written_into_it_leaves_its_format(kind: str, place: Path) -> None:
+def test_writes_keep_the_directory_format(kind: str, place: Path) -> None:
     """So that the node of before can be started on it again."""
     with running(kind, place) as client:
         client.put(SPACE, [b"\x09" * 32], [bytes(8192)], Keep(durable=True))

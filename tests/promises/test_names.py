@@ -12,7 +12,7 @@ NAMES = Path(__file__).parents[1] / "golden" / "names"
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_what_was_promised_is_there(name: str) -> None:
+def test_stable_names_exist(name: str) -> None:
     """A line here is somebody's program, script, manifest or dashboard that stops working:
     docs/upgrading.md says what a change of that kind needs. `make golden` records what is new.
     """
@@ -75,5 +75,5 @@ def test_the_comparison_itself(change: dict[str, Any], said: list[str]) -> None:
         ({"1": "uint32 code"}, {"1": "uint64 code"}, False),
     ],
 )
-def test_what_may_be_wider(was: Any, now: Any, kept: bool) -> None:
+def test_stable_names_may_grow(was: Any, now: Any, kept: bool) -> None:
     assert (broken(was, now) == []) == kept

@@ -140,7 +140,7 @@ def test_otlp_without_a_protocol_is_the_one_that_is_there(
         ),
     ],
 )
-def test_what_is_not_there_is_named(
+def test_missing_exporter_package_is_named(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], said: str
 ) -> None:
     monkeypatch.setattr(tracing, "tracer", None)

@@ -59,7 +59,7 @@ def test_a_trace_is_written_as_the_standard_has_it() -> None:
         "00-000102030405060708090a0b0c0d0e0f-0102030405060708-01\n",
     ],
 )
-def test_what_is_no_trace_is_none_and_no_error(header: str) -> None:
+def test_invalid_trace_context_is_ignored(header: str) -> None:
     assert parsed(header) is None
     assert unpacked(header.encode()) is None
     assert unpacked(bytes(tracing.PACKED_NBYTES)) is None
@@ -75,7 +75,7 @@ def test_an_engines_request_has_one_id_wherever_it_is_named() -> None:
     assert named("cmpl-7") != named("cmpl-8")
 
 
-def test_what_is_done_for_several_requests_says_all_of_them(
+def test_span_of_a_batch_links_all_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log = logging.getLogger("tests.tracing.several")

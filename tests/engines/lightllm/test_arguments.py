@@ -12,7 +12,7 @@ def _fields() -> set[str]:
     return {field.name for field in dataclasses.fields(StartArgs)} | set(vars(StartArgs))
 
 
-def test_what_is_read_is_there() -> None:
+def test_lightllm_reads_arguments_that_exist() -> None:
     read = {*ours._ARGUMENTS, *ours._HYBRID_ARGUMENTS, *ours._FILES}
     read |= {
         "model_dir",

@@ -153,7 +153,7 @@ def serve(
     [("native_plugin", ONE_GROUP), ("plugin", ONE_GROUP), ("plugin", TWO_RANKS)],
     ids=str,
 )
-def test_what_left_the_servers_memory_comes_back_from_the_node(
+def test_page_evicted_by_the_server_comes_back_from_the_node(
     form: str,
     shape: tuple[str, ...],
     spec: Callable[..., dict[str, Any]],

@@ -200,7 +200,7 @@ def test_lengths_end_at_the_first_page_that_is_gone(linker: Make) -> None:
     assert one.lookup("r", transfer()) == [1, 2, 3, 4]
 
 
-def test_what_a_lookup_promised_stays_while_the_node_evicts(
+def test_hits_of_a_lookup_stay_while_the_node_evicts(
     arguments: SimpleNamespace, linker: Make
 ) -> None:
     """The node has room for 32 pages; 200 others come between lookup and load."""
@@ -388,7 +388,7 @@ def test_after_an_update_that_names_a_version_old_pages_miss(
         (mha, {"hold_s": 0.0}, "hold_s=0.0"),
     ],
 )
-def test_what_is_not_served_ends_the_start(
+def test_unsupported_configuration_ends_the_start(
     linker: Make, pool: Any, more: dict[str, Any], message: str
 ) -> None:
     made = SimpleNamespace(start_layer=0) if pool is object else pool()

@@ -55,7 +55,9 @@ def hears_its_ranks(engine: Any) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("where", WHERE)
-def test_what_one_engine_stores_another_finds(make: Engines, where: str, ranks: int) -> None:
+def test_blocks_stored_by_one_engine_are_found_by_another(
+    make: Engines, where: str, ranks: int
+) -> None:
     arguments: dict[str, Any] = {"beside": WHERE[where], "ranks": ranks}
     make.save(P, **arguments)
     engine = make(**arguments)
@@ -175,7 +177,7 @@ def test_statistics_of_ours_travel_through_the_outer_one(make: Engines) -> None:
     assert rebuilt.data["KVStoreConnector"].data["lookups"] == 1
 
 
-def test_what_is_computed_over_a_failed_load_of_another_connector_is_not_stored(
+def test_blocks_after_a_failed_load_of_another_connector_are_not_stored(
     make: Engines,
 ) -> None:
     """vLLM computes the blocks again, and may keep the wrong ones in its prefix cache: nothing of

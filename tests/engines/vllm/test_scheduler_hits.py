@@ -27,9 +27,7 @@ def test_a_cold_engine_computes_and_a_second_one_loads(make: Engines) -> None:
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
 
 
-def test_what_is_asked_for_a_request_has_its_id(
-    make: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_for_a_request_have_its_id(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = traces_of_calls(monkeypatch)
     writer, reader = make(), make()
     del asked[:]  # namespaces are opened for nobody
@@ -71,7 +69,7 @@ def test_a_longer_prompt_loads_the_part_that_is_stored(make: Engines) -> None:
     assert engine.cached == {"r": 48}
 
 
-def test_what_the_engine_has_itself_is_not_loaded(make: Engines) -> None:
+def test_blocks_of_the_engines_cache_are_not_loaded(make: Engines) -> None:
     longer = tokens(7, 100)
     make.save(longer)
     engine = make()

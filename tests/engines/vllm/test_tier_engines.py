@@ -95,9 +95,7 @@ def test_another_engine_restores_what_was_stored(start: Start, wire: str) -> Non
     assert second.slowest_s < STEP_S_MAX
 
 
-def test_what_is_asked_for_a_request_has_its_id(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_for_a_request_have_its_id(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = traces_of_calls(monkeypatch)
     first, second = start(), start()
     first.serve("cmpl-1", prompt(60))

@@ -117,7 +117,7 @@ def test_whatever_changes_the_bytes_makes_another_namespace() -> None:
     assert len(set(digests.values())) == len(digests), digests
 
 
-def test_what_does_not_change_the_bytes_shares_them() -> None:
+def test_options_that_keep_the_bytes_share_a_namespace() -> None:
     plain = namespace(config()).digest
     assert namespace(config(engine_id="other")).digest == plain
     assert namespace(config(data_parallel_index=1, data_parallel_size=2)).digest == plain

@@ -101,7 +101,7 @@ def test_embeddings_that_do_not_depend_on_it_are_served(client: Client, kind: An
         ({"rope_type": "dynamic"}, []),
     ],
 )
-def test_what_a_configuration_says(config: dict[str, Any], found: list[str]) -> None:
+def test_rope_configuration_is_read(config: dict[str, Any], found: list[str]) -> None:
     assert length_dependent(config) == found
 
 

@@ -75,7 +75,7 @@ def ways() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("adapter", "word", "way"), list(ways()))
-def test_what_a_cell_says_holds(
+def test_identity_table_cells_hold(
     adapter: Adapter,
     word: str,
     way: Mapping[str, Any],

@@ -302,7 +302,7 @@ def test_every_file_that_may_decide_something_counts(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", ["README.md", ".gitattributes", ".cache/lock.bin", "plot.png"])
-def test_what_lies_beside_weights_does_not(tmp_path: Path, name: str) -> None:
+def test_files_beside_weights_do_not_change_the_identity(tmp_path: Path, name: str) -> None:
     path = directory(tmp_path / "llama")
     before = revision_of(path)
     (path / name).parent.mkdir(exist_ok=True)
