@@ -40,7 +40,7 @@ COLUMNS = (
     ">DISK",
     ">PAGES",
     ">COPIES",
-    ">TO HAND",
+    ">QUEUED",
     ">DROPPED",
     ">UP",
     "ZONE",
@@ -182,7 +182,7 @@ def sums(view: View, statuses: Statuses) -> list[str]:
     lines = [
         stored_line(whole),
         f"{hit}  {copies_line(peers)}",
-        handing_line(peers),
+        replication_line(peers),
         _sweeps(view, statuses),
     ]
     return lines if len(whole) == len(there) else [*lines, NOT_TOLD]
@@ -225,15 +225,15 @@ def copies_line(peers: pb.PeersStatus) -> str:
     """Return the line about copies of other members' pages."""
     return (
         f"copies of others' pages {peers.copy_count:,}, {human_nbytes(peers.copy_nbytes)}  "
-        f"fetched {peers.pages_fetched:,}  could not be fetched {peers.pages_fetch_failed:,}"
+        f"fetched {peers.pages_fetched:,}  failed {peers.pages_fetch_failed:,}"
     )
 
 
-def handing_line(peers: pb.PeersStatus) -> str:
+def replication_line(peers: pb.PeersStatus) -> str:
     """Return the line about pages that wait for other members, or were dropped."""
     return (
-        f"to other members {peers.queue_pages:,} pages wait, {human_nbytes(peers.queue_nbytes)} of "
-        f"{human_nbytes(peers.queue_nbytes_max)}  handed {peers.pages_handed:,}  dropped "
+        f"replication {peers.queue_pages:,} pages queued, {human_nbytes(peers.queue_nbytes)} of "
+        f"{human_nbytes(peers.queue_nbytes_max)}  sent {peers.pages_handed:,}  dropped "
         f"{peers.pages_dropped:,}"
     )
 
@@ -245,14 +245,14 @@ def rebalance_progress(peers: pb.PeersStatus) -> str:
     return (
         percent(peers.sweep_pages_fetched, peers.sweep_pages_missing)
         if peers.sweep_pages_missing
-        else "looks"
+        else "comparing"
     )
 
 
 def rebalance_left(peers: pb.PeersStatus) -> str:
     """Return what the last rebalance left undone; empty if nothing."""
     reasons = (
-        (peers.sweep_pages_full, "found no room"),
+        (peers.sweep_pages_full, "found no space"),
         (peers.sweep_pages_failed, "could not be fetched"),
     )
     return ", ".join(f"{count:,} pages {why}" for count, why in reasons if count)
@@ -262,11 +262,11 @@ def rebalance_line(peers: pb.PeersStatus) -> str:
     """Return the line about a member's rebalance."""
     count = f"{peers.sweep_pages_fetched:,} of {peers.sweep_pages_missing:,} pages fetched"
     if peers.sweeping:
-        said = f"sweep runs  {count}"
+        said = f"rebalancing  {count}"
     elif peers.sweep_age_ms:
-        said = f"swept {human_ms(peers.sweep_age_ms)} ago  {count}"
+        said = f"rebalanced {human_ms(peers.sweep_age_ms)} ago  {count}"
     else:
-        return "not swept yet"
+        return "not rebalanced yet"
     left = rebalance_left(peers)
     return f"{said}  {left}" if left else said
 
@@ -281,7 +281,7 @@ def _sweeps(view: View, statuses: Statuses) -> str:
     ]
     return "  ".join(
         [
-            f"sweeps {', '.join(running) or 'none run'}",
+            f"rebalancing {', '.join(running) or 'none run'}",
             *(["left " + "; ".join(left)] if left else []),
         ]
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvstore.certificates import NEAR_END_S, date
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.members import copies_line, handing_line, rebalance_line
+from kvstore.cli.members import copies_line, rebalance_line, replication_line
 from kvstore.cli.output import (
     console,
     emit,
@@ -201,7 +201,7 @@ def _peers_lines(peers: pb.PeersStatus) -> list[str]:
         f"member {peers.member_id} of {peers.cluster}  view {peers.view_number}  members "
         f"{peers.member_count}  replicas {peers.replicas}  registry {peers.registry}",
         copies_line(peers),
-        handing_line(peers),
+        replication_line(peers),
         rebalance_line(peers),
     ]
 

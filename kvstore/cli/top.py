@@ -19,10 +19,10 @@ from kvstore.cli.members import (
     Statuses,
     answers,
     by_id,
-    handing_line,
     headline,
     member_json,
     rebalance_progress,
+    replication_line,
     state_of,
     stored_line,
     summed_peers,
@@ -67,7 +67,7 @@ COLUMNS = (
     ">HIT",
     ">GOT/s",
     ">PUT/s",
-    ">TO HAND",
+    ">QUEUED",
     ">SWEEP",
     "ZONE",
     ">GOT",
@@ -334,7 +334,7 @@ def _head(view: View, statuses: Statuses) -> list[str]:
     whole = [status for status in there if told_all(status)]
     lines = [headline(view, statuses)]
     if whole or not there:
-        lines += [stored_line(whole), handing_line(summed_peers(whole))]
+        lines += [stored_line(whole), replication_line(summed_peers(whole))]
     return lines if len(whole) == len(there) else [*lines, NOT_TOLD]
 
 

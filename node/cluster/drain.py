@@ -1,7 +1,7 @@
 """Drain a member: it receives no new pages, still serves, and hands its pages to their owners.
 
 The other members fetch them (`rebalance.py`), because each of them knows its own free space. This
-module follows the progress: a page is handed over when one of its owners has it.
+module follows the progress: a page counts as moved when one of its owners has it.
 """
 
 import logging
@@ -43,7 +43,7 @@ TIMEOUTS = DrainTimeouts()
 
 
 class Progress(NamedTuple):
-    """Progress in pages; `over`: all are handed over, or there was no progress for a while."""
+    """Progress in pages; `over`: all are moved, or there was no progress for a while."""
 
     over: bool = False
     left: int = 0

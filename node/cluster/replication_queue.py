@@ -327,7 +327,7 @@ class ReplicationQueue(Generic[P]):
         found = []
         if self.nbytes != sum(queued.nbytes for queued in self._queued_pages):
             found.append(
-                f"{self.nbytes} bytes in the queue of the hand-over, but its pages have others"
+                f"{self.nbytes} bytes are counted in the queue, but its pages have another sum"
             )
         for queued in self._queued_pages:
             places = {name for name, target in self._targets.items() if queued in target.waiting}

@@ -92,7 +92,7 @@ def test_while_some_members_tell_less_the_sums_are_of_the_others() -> None:
     own.ClearField("ram")
     own.ClearField("peers")
     lines = sums(view, {"host0:7440": whole, "host1:7440": own})
-    assert "handed 7 " in lines[2]
+    assert "sent 7 " in lines[2]
     assert lines[-1] == NOT_TOLD
     told, less = (
         dict(zip(COLUMNS, row, strict=True))
@@ -108,10 +108,10 @@ def test_how_far_sweeps_are() -> None:
     over = pb.PeersStatus(sweep_age_ms=90_000, sweep_pages_full=5, sweep_pages_failed=1, **found)
     assert rebalance_line(runs) == "sweep runs  2 of 8 pages fetched"
     assert rebalance_line(over) == (
-        "swept 1.5 min ago  2 of 8 pages fetched  5 pages found no room, 1 pages could not "
+        "rebalanced 1.5 min ago  2 of 8 pages fetched  5 pages found no space, 1 pages could not "
         "be fetched"
     )
-    assert rebalance_line(pb.PeersStatus()) == "not swept yet"
+    assert rebalance_line(pb.PeersStatus()) == "not rebalanced yet"
     view = View(
         "fleet", 7, tuple(Member(f"n{i}", f"host{i}:7440", state=State.JOINING) for i in range(3))
     )
@@ -120,5 +120,6 @@ def test_how_far_sweeps_are() -> None:
         for i, peers in enumerate((runs, looks, over))
     }
     assert sums(view, statuses)[-1] == (
-        "sweeps n0 25.0 %, n1 looks  left n2 5 pages found no room, 1 pages could not be fetched"
+        "rebalancing n0 25.0 %, n1 comparing  left n2 5 pages found no space, "
+        "1 pages could not be fetched"
     )

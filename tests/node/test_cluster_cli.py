@@ -226,13 +226,13 @@ def test_pending_removals_are_shown(
     refused = kvstore(*put, "all")
     assert (refused.exit_code, "visible but not at all owners" in refused.stderr) == (4, True)
     assert (
-        "to other members 1 pages wait, 4.0 KiB of 4.0 MiB  handed 0  dropped 0"
+        "replication 1 pages queued, 4.0 KiB of 4.0 MiB  sent 0  dropped 0"
         in kvstore("cluster").stdout
     )
     for node in fleet:
         node.membership.become(View("fleet", 3, members, 2))
     assert kvstore(*put, "all").exit_code == 0
-    assert "handed 1  dropped 1" in kvstore("status").stdout
+    assert "sent 1  dropped 1" in kvstore("status").stdout
     assert kvstore(*put, "both").exit_code == 2
     monkeypatch.setenv("KVSTORE_DIRECT", "1")
     shown = [kvstore("status", "-a", f"127.0.0.1:{node.grpc.port}").stdout for node in fleet]
