@@ -106,7 +106,7 @@ def test_how_far_sweeps_are() -> None:
     found: dict[str, Any] = {"sweep_pages_missing": 8, "sweep_pages_fetched": 2}
     runs, looks = pb.PeersStatus(sweeping=True, **found), pb.PeersStatus(sweeping=True)
     over = pb.PeersStatus(sweep_age_ms=90_000, sweep_pages_full=5, sweep_pages_failed=1, **found)
-    assert rebalance_line(runs) == "sweep runs  2 of 8 pages fetched"
+    assert rebalance_line(runs) == "rebalancing  2 of 8 pages fetched"
     assert rebalance_line(over) == (
         "rebalanced 1.5 min ago  2 of 8 pages fetched  5 pages found no space, 1 pages could not "
         "be fetched"
