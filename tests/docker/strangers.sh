@@ -75,7 +75,7 @@ check_strangers() {
     refused 3 "requires client certificates" KVSTORE_TLS_CERT= KVSTORE_TLS_KEY= "${get[@]}"
     refused 2 "does not know this token" KVSTORE_TOKEN_FILE= KVSTORE_TOKEN=default.wrong "${get[@]}"
     refused 3 "the node uses TLS" KVSTORE_TLS_CA= KVSTORE_TLS_CERT= KVSTORE_TLS_KEY= "${get[@]}"
-    refused 2 "flush in the console needs admin" flush
+    refused 2 "flush needs admin" flush
     token=$(add_neighbour)
     await_known "$token" 1
     refused 1 "no namespace with model 'durable'" KVSTORE_TOKEN_FILE= KVSTORE_TOKEN="$token" "${get[@]}"
