@@ -2,6 +2,7 @@
 guide's program.
 """
 
+import ast
 import dataclasses
 import re
 import shlex
@@ -256,6 +257,17 @@ def test_files_of_a_table_are_in_its_folder() -> None:
     named = {f"{folder}/{name}" for folder, cell in rows for name in named_files(cell)}
     assert len(named) > 100
     assert named <= FILES
+
+
+def test_commands_of_the_recording_are_those_of_the_readme() -> None:
+    recording = ast.parse((ROOT / "docs" / "make_recording.py").read_text())
+    (commands,) = (
+        ast.literal_eval(node.value)
+        for node in recording.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMMANDS"
+    )
+    text = (ROOT / "README.md").read_text()
+    assert "".join(f"    {command}\n" for command in commands) in text
 
 
 # ---- a program -------------------------------------------------------------------------------
