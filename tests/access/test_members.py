@@ -150,13 +150,13 @@ def test_a_tenant_is_shown_nothing_that_it_was_not_told(
 
     for command in (("status",), ("cluster",), ("top", "--once", "-i", "0.05")):
         shown = kvstore(*command)
-        assert (" pages wait" in shown, "from etcd" in shown, "of 32.0 MiB" in shown) == (
+        assert (" pages queued" in shown, "from etcd" in shown, "of 32.0 MiB" in shown) == (
             all_of_it,
         ) * 3
         assert ("shown to identities of all tenants only" in shown) is not all_of_it
     for command in (("status",), ("cluster",)):
         shown = kvstore(*command)
-        assert ("sweeps" in shown, "copies of others' pages" in shown) == (all_of_it, all_of_it)
+        assert ("rebalanc" in shown, "copies of others' pages" in shown) == (all_of_it, all_of_it)
         told = [member["status"] for member in json.loads(kvstore(*command, "--json"))["members"]]
         assert all(
             (status["ram"] is None, status["pid"] is None) == (not all_of_it,) * 2
