@@ -131,10 +131,7 @@ class Crowd:
     def __init__(self, address: str, count: int) -> None:
         context = multiprocessing.get_context("spawn")
         # Kept: the processes find it by name
-        self._barrier, self._said = (
-            context.Barrier(count),
-            context.Queue(),
-        )
+        self._barrier, self._said = context.Barrier(count), context.Queue()
         self._orders = [context.Queue() for _ in range(count)]
         self._workers = [
             context.Process(target=work, args=(address, order, self._barrier, self._said))

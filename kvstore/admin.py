@@ -132,7 +132,7 @@ class Admin:
         def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[bool]:
             hashes = select(prefix_hashes, indices)
             replies = keyed_replies(link, "remove", pb.RemoveRequest, namespace, hashes, deadline)
-            self._fan_out.nodes.hear(
+            self._fan_out.nodes.update_view_if_newer(
                 link, max((reply.view_number for reply in replies), default=0), deadline
             )
             return per_key(replies, "removed", hashes)

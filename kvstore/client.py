@@ -112,7 +112,7 @@ class Client(Admin):
 
         They do not work while a near node fails; `put` and `get` do.
         """
-        link = self._fan_out.nodes.at_hand
+        link = self._fan_out.nodes.local_channel
         return link is not None and link.wire_name == ShmWire.name
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class Client(Admin):
         Pages that exist are touched, not sent.
 
         `pages`: a buffer for each page, or a list or tuple of buffers that together hold exactly
-        `layout.page_nbytes` bytes. Pass the whole chain, head first: the node ages it tail first.
+        `layout.page_nbytes` bytes. Pass the whole chain, head first: the tail is evicted first.
         Raises Exhausted only if no page could be stored, and for a durable put whose pages are
         visible but not yet durable. Raises ConfigError for a namespace that is keyed with another
         key than this client's; so do gets.
@@ -184,9 +184,10 @@ class Client(Admin):
             except InvalidRequest as error:
                 if not keep.durable:
                     raise
+                # Exhausted, because the other owners may still store them
                 raise Exhausted(
-                    f"it can not acknowledge these pages: {error}"
-                ) from error  # the other owners may still store them
+                    f"the near node can not acknowledge these pages as durable: {error}"
+                ) from error
 
         deadline = self._deadline(timeout_s)
         outcomes = self._fan_out.near(ask, namespace, prefix_hashes, deadline)
@@ -417,7 +418,7 @@ class Client(Admin):
     def batch_pages_max(self, namespace: Namespace, timeout_s: float | None = None) -> int:
         """Return how many pages of this namespace one `open_put` or `open_get` may ask for."""
         nbytes = namespace.stored_nbytes
-        near = self._fan_out.nodes.at_hand
+        near = self._fan_out.nodes.local_channel
         if near is not None and (limits := near.limits) is not None:
             return batch_pages_max(nbytes, limits)
         deadline = self._deadline(timeout_s)
@@ -514,7 +515,7 @@ def _report(
     try:
         link.wire.call(op, request, deadline)
     except KVStoreError as error:
-        log.warning("could not make the node %s such pages: %s", op, error)
+        log.warning("%s of corrupt or forged pages at the node failed: %s", op, error)
 
 
 def _full(outcome: PutOutcome) -> bool:

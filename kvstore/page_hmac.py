@@ -126,10 +126,7 @@ class SignedRanges:
         self.numbers = sorted(parts_of(page_nbytes, self._ranges))
         self.runs: list[tuple[int, int]] = []  # (offset, nbytes)
         # Of each part: the offset of its first byte in the bytes that arrive
-        at, self.nbytes = (
-            dict[int, int](),
-            0,
-        )
+        at, self.nbytes = dict[int, int](), 0
         for number in self.numbers:
             start, end = cuts(page_nbytes)[number]
             at[number], self.nbytes = self.nbytes, self.nbytes + end - start

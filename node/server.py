@@ -19,7 +19,7 @@ from node.auth.quotas import Quotas, quota_of
 from node.cluster.membership import Membership, advertised, check_address, check_listens, with_port
 from node.cluster.peers import Peers
 from node.cluster.registry import Registering, Registry, open_registry
-from node.cluster.remote_pages import known_by
+from node.cluster.remote_pages import peer_credentials
 from node.config import NodeConfig
 from node.console.console import Console
 from node.console.history import History, latency_of
@@ -257,7 +257,7 @@ class Node:
         try:
             disk.restore(partial(namespaces.open, restored=True), self._pulse)
         except OSError as error:
-            disk.poison(f"the rows can not be read: {error}")
+            disk.stop_after_error(f"the rows can not be read: {error}")
         except BaseException:
             self._close_disk(disk)
             raise
@@ -301,7 +301,7 @@ class Node:
         self._started = True
         if self.disk is not None:
             self.disk.on_health = self.grpc.set_disk_healthy
-            self.grpc.set_disk_healthy(not self.disk.poisoned)
+            self.grpc.set_disk_healthy(not self.disk.stop_reason)
             self.disk.writer.start(self.tier)
             self.scrubber.start()
         if self.registry is not None:
@@ -331,7 +331,7 @@ class Node:
             else (self.grpc.port, registry.addresses)
         )
         address = advertised(config.advertise, config.host, *at)
-        check_address(address, self.service.instance_id, self._pulse, known_by(config))
+        check_address(address, self.service.instance_id, self._pulse, peer_credentials(config))
         instance, port = self.service.instance_id, self.bulk.port
         about = Registering(address, instance, config.weight, config.zone, State.JOINING, port)
         registry.join(about, self._pulse)

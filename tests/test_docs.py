@@ -196,7 +196,18 @@ def test_links_of_a_document_resolve(document: Path) -> None:
 
 # ---- files -----------------------------------------------------------------------------------
 
-TOPS = ("benchmarks", "deploy", "docker", "docs", "gpu_agent", "kvstore", "node", "proto", "tests")
+TOPS = (
+    "benchmarks",
+    "deploy",
+    "docker",
+    "docs",
+    "examples",
+    "gpu_agent",
+    "kvstore",
+    "node",
+    "proto",
+    "tests",
+)
 FILES = {path.name for path in ROOT.iterdir() if path.is_file()} | {
     path.relative_to(ROOT).as_posix()
     for top in TOPS

@@ -1,18 +1,19 @@
 """Decide whether loading a hit is faster than computing it.
 
-Both costs are measured while the engine runs:
+Both costs are measured while the engine runs, in seconds:
 
-    step    seconds beyond a step that ends a hit = a * tokens + b * sum of their prompt positions
-    loads   seconds from order to end             = c * loads + d * tokens
+    computing   a * tokens + b * sum of the tokens' positions in their prompts
+    loading     c * loads + d * tokens
 
-Both are least-squares fits in which old samples fade. A hit that would be slower than computing is
-declined (R16): otherwise a small model on a fast GPU waits longer for its KV than computing takes.
+Computing counts the time of a step beyond that of the short step that follows a hit. Both are
+least-squares fits in which old samples fade. A hit that would be slower than computing is declined:
+otherwise a small model on a fast GPU waits longer for its KV than computing takes.
 
 Overestimating the time of loads is worse than underestimating it, because a declined hit gives no
 new sample. So a load that waited for another one counts from that one's end, and one that is much
-faster than expected outweighs earlier samples. If the end of a load was only noticed after a
-prompt's step, its true duration lies between two bounds: the end of that step, and the look before
-it. Such a sample counts only where a bound contradicts the estimate.
+faster than expected outweighs earlier samples. A load that ended during a prompt's step is noticed
+late: its true end lies between the last two polls. Such a sample counts only if one of these two
+bounds contradicts the estimate.
 """
 
 import logging
@@ -22,18 +23,20 @@ from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.log_rate import LogRate
 from kvstore.transports.channel import PAUSE_PER_COST, CircuitBreaker
 
-STEPS_MAX = 64  # steps whose end is awaited
-KEPT = 0.97  # weight of earlier samples at each new one: about the last thirty count
+STEPS_MAX = 64  # running steps, at most
+RETAINED = 0.97  # weight of earlier samples at each new one: about the last thirty count
 SAMPLES_MIN = 8  # of both kinds; before that every hit is accepted
 PROMPT_TOKENS_MIN = 64  # of one request in one step: fewer are typical of answers, not of prompts
 PROBED = 32  # of the hits that seem slow, one in so many is accepted, because costs change
-ALIKE = 0.02  # samples whose lengths differ by less than a seventh say nothing about other lengths
-FADES = 0.9  # weight of earlier durations at each new one
+# Below this relative determinant the fit is ill-conditioned: the samples' lengths differ by less
+# than a seventh.
+CONDITION_MIN = 0.02
+RETAINED_DURATION = 0.9  # weight of earlier durations at each new one
 STEP_S_MAX = 0.1  # a longer step without a prompt was disturbed
 OUTLIER = 3.0  # times the expected duration: other load on the machine, or a compiler
 OUTLIER_S_MIN = 0.01  # a shorter excess is no outlier, even while the first samples were disturbed
 SURPRISE = 0.5  # share of the expected duration: a load this fast shows that costs have changed
-KEPT_SURPRISED = 0.25  # weight of earlier samples after a surprise
+RETAINED_SURPRISED = 0.25  # weight of earlier samples after a surprise
 PROBED_SOON = 2  # after a surprise, one in so many is accepted
 
 
@@ -47,7 +50,7 @@ class Line:
         self.samples = 0
         self._uu = self._uv = self._vv = self._uy = self._vy = 0.0
 
-    def add_sample(self, u: float, v: float, y: float, kept: float = KEPT) -> None:
+    def add_sample(self, u: float, v: float, y: float, kept: float = RETAINED) -> None:
         """Add a sample; outliers count less."""
         if self.samples >= SAMPLES_MIN:
             y = min(y, max(OUTLIER * self.at(u, v)[1], OUTLIER_S_MIN))
@@ -63,7 +66,7 @@ class Line:
         by_u = u * self._uy / self._uu if self._uu else 0.0
         by_v = v * self._vy / self._vv if self._vv else 0.0
         determinant = self._uu * self._vv - self._uv**2
-        if determinant <= ALIKE * self._uu * self._vv:
+        if determinant <= CONDITION_MIN * self._uu * self._vv:
             return min(by_u, by_v), max(by_u, by_v)
         p = (self._uy * self._vv - self._vy * self._uv) / determinant
         q = (self._vy * self._uu - self._uy * self._uv) / determinant
@@ -74,18 +77,15 @@ class Line:
         return p * u + q * v, p * u + q * v
 
 
-class Usual:
-    """The usual duration of something.
-
-    A long one is soon forgotten.
-    """
+class MovingAverage:
+    """Moving average of a duration, robust against long outliers."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def add_sample(self, seconds: float) -> None:
         """Add a duration; a surprising one counts less."""
-        fades = FADES if seconds > SURPRISE * self.seconds else SURPRISE
+        fades = RETAINED_DURATION if seconds > SURPRISE * self.seconds else SURPRISE
         self.seconds = fades * self.seconds + (1 - fades) * seconds if self.seconds else seconds
 
 
@@ -106,20 +106,14 @@ class LoadCostModel:
     def __init__(self) -> None:
         self._computing, self._loading = Line(), Line()
         # Duration of steps without a prompt, and of steps with a few tokens of one
-        self._answering, self._short = (
-            Usual(),
-            Usual(),
-        )
+        self._answering, self._short = MovingAverage(), MovingAverage()
         self._steps: dict[int, _Step] = {}
         self._ended_at = 0.0
         self._prompts_at = 0.0  # end of the newest step with a prompt
         # When loads were polled before that; overlapping steps report one step late
-        self._looks = (
-            0.0,
-            0.0,
-        )
+        self._polled_at = (0.0, 0.0)
         self._loaded_at = 0.0  # end of the newest load
-        self._beside = 0  # tokens of prompts in the newest step
+        self._prompt_tokens = 0  # tokens of prompts in the newest step
         self._slow = 0  # hits that seemed slow since one of them was accepted
 
     def step_begins(self, step: int, now: float, parts: list[tuple[int, int]], short: bool) -> None:
@@ -129,16 +123,20 @@ class LoadCostModel:
         computed before and in this step. `short` says that another one has fewer, but more than
         one.
         """
-        self._beside = sum(count for _, count in parts)
+        self._prompt_tokens = sum(count for _, count in parts)
         places = sum(count * (start + count / 2) for start, count in parts)
-        self._steps[step] = _Step(now, short, self._beside, places)
+        self._steps[step] = _Step(now, short, self._prompt_tokens, places)
         self._steps.pop(step - STEPS_MAX, None)  # its end was never reported
 
     def step_ended(self, step: int, now: float) -> None:
         """Note that the engine has the results of a step and of all before it."""
         ours = self._steps.get(step)
         self._steps = {number: later for number, later in self._steps.items() if number > step}
-        since, self._ended_at, self._looks = self._ended_at, now, (self._looks[1], self._ended_at)
+        since, self._ended_at, self._polled_at = (
+            self._ended_at,
+            now,
+            (self._polled_at[1], self._ended_at),
+        )
         if ours is None or not since:
             return
         seconds = now - max(since, ours.began_at)
@@ -157,11 +155,13 @@ class LoadCostModel:
         seconds = now - since
         expected_s, _ = self._loading.at(loads, tokens)
         if self._prompts_at > since and seconds > expected_s:
-            seconds = max(0.0, self._looks[0] - since)
+            seconds = max(0.0, self._polled_at[0] - since)
             if seconds < expected_s:
                 return
         surprised = seconds < SURPRISE * expected_s
-        self._loading.add_sample(loads, tokens, seconds, KEPT_SURPRISED if surprised else KEPT)
+        self._loading.add_sample(
+            loads, tokens, seconds, RETAINED_SURPRISED if surprised else RETAINED
+        )
         if surprised:
             self._slow = PROBED - PROBED_SOON
 
@@ -173,7 +173,7 @@ class LoadCostModel:
         if min(self._computing.samples, self._loading.samples) < SAMPLES_MIN:
             return True
         _, computed_s = self._computing.at(
-            end - start + (0 if alone else self._beside), (end - start) * (start + end) / 2
+            end - start + (0 if alone else self._prompt_tokens), (end - start) * (start + end) / 2
         )
         loaded_s, _ = self._loading.at(1.0, end - start)
         if loaded_s <= computed_s:  # if in doubt it is accepted, and gives a sample
@@ -182,7 +182,7 @@ class LoadCostModel:
         return self._slow == 0
 
 
-# Decide which hits are accepted: those worth their load, and none while loads hang.
+# Decide which hits are accepted: those cost_model their load, and none while loads hang.
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -196,18 +196,20 @@ PAUSE_S_MAX = 60.0
 class HitPolicy:
     """Decide which hits are accepted. Not thread-safe.
 
-    Without a cost model (`worth`) a hit is accepted even if computing is faster.
+    Without a cost model (`cost_model`) a hit is accepted even if computing is faster.
     """
 
-    def __init__(self, worth: LoadCostModel | None) -> None:
-        self._worth = worth
+    def __init__(self, cost_model: LoadCostModel | None) -> None:
+        self._cost_model = cost_model
         self._hangs = CircuitBreaker("loads", PAUSE_S_MAX, chance=lambda: 0.0)
         self._hung = 0  # failed loads since the last success
-        self._away = 0  # ranks that can not load now
+        self._unavailable_ranks = 0  # ranks that can not load now
 
     def accepts(self, start: int, end: int, alone: bool, granted: bool) -> bool:
         """Return whether to load these tokens; `granted`: the request was accepted before."""
-        if self._away or (self._worth and not self._worth.is_load_faster(start, end, alone)):
+        if self._unavailable_ranks or (
+            self._cost_model and not self._cost_model.is_load_faster(start, end, alone)
+        ):
             return False
         return granted or self._loads_end()
 
@@ -215,20 +217,20 @@ class HitPolicy:
         self, step: int, now: float, prompts: list[tuple[int, int]], short: bool
     ) -> None:
         """See `LoadCostModel.step_begins`."""
-        if self._worth:
-            self._worth.step_begins(step, now, prompts, short)
+        if self._cost_model:
+            self._cost_model.step_begins(step, now, prompts, short)
 
     def step_ended(self, step: int, now: float, away: int) -> None:
         """Note that a step has ended; `away` ranks cannot load, as their worker process is gone."""
-        self._away = away
-        if self._worth:
-            self._worth.step_ended(step, now)
+        self._unavailable_ranks = away
+        if self._cost_model:
+            self._cost_model.step_ended(step, now)
 
     def loads_ended(self, loads: int, tokens: int, began_at: float, now: float) -> None:
         """Note that loads have succeeded by `now`; the first was ordered at `began_at`."""
         self.succeeded()
-        if self._worth:
-            self._worth.loads_ended(loads, tokens, began_at, now)
+        if self._cost_model:
+            self._cost_model.loads_ended(loads, tokens, began_at, now)
 
     def succeeded(self) -> None:
         """Note that a load has succeeded."""

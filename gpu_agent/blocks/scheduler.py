@@ -58,8 +58,7 @@ class BlockScheduler:
 
     `shards`: for each group the namespaces of all shards, each once. `hash_tokens`: tokens of one
     of the engine's hashes. `step_tokens`: lengths of hits are multiples of it. A hit of fewer than
-    `min_tokens` tokens is ignored; so is one that would be slower than computing, if `worth` is
-    given.
+    `min_tokens` tokens is ignored; with a `cost_model`, so is one slower than computing.
 
     Loads run beside steps: a request computes nothing, and no other one reads its blocks, until its
     load has ended on all ranks. So no step ever computes over blocks of a load that fails.
@@ -74,7 +73,7 @@ class BlockScheduler:
         lookups: Lookups,
         plan: SavePlan,
         min_tokens: int = 1,
-        worth: LoadCostModel | None = None,
+        cost_model: LoadCostModel | None = None,
     ) -> None:
         self._counts = MatchCounts()
         self._groups = groups
@@ -84,7 +83,7 @@ class BlockScheduler:
         self._lookups = lookups
         self._plan = plan
         self._min_tokens = max(1, min_tokens)
-        self._hits = HitPolicy(worth)
+        self._hits = HitPolicy(cost_model)
         self._strangers = False  # the newest step has requests without a lookup
         # A hit was reported since the newest step, so only blocks can keep its request from running
         self._told = False
@@ -167,10 +166,7 @@ class BlockScheduler:
         if state is None or state.loading:
             return
         # Also for a request without a second lookup, because a load of it failed
-        state.scheduled, self._quiet = (
-            False,
-            0,
-        )
+        state.scheduled, self._quiet = False, 0
         if self._lookups.age_s(request.request_id) is not None:
             self._lookups.drop(request.request_id)
             self._plan_anew(state)

@@ -10,13 +10,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 # Field of the counts that `KVStoreConnector.get_kv_connector_stats` adds up -> help.
 COUNTERS = {
     "lookups": "requests whose prefix was looked up in the store",
-    "lookups_failed": "calls of the scheduler that the store did not answer in time",
+    "lookups_failed": "lookups of the scheduler that timed out",
     "queried_tokens": "tokens of admitted requests that the engine did not have",
     "hits": "requests with a hit in the store",
     "hits_declined": "requests with a hit that would have been slower than computing",
     "hit_tokens": "tokens that loads were ordered for",
     "loads": "loads, on all ranks",
-    "loads_failed": "loads that brought less than ordered, on all ranks",
+    "loads_failed": "incomplete loads, on all ranks",
     "load_seconds": "time from order to end, summed over loads on all ranks",
     "pages_loaded": "pages loaded, on all ranks",
     "loaded_nbytes": "bytes loaded, on all ranks",

@@ -85,7 +85,9 @@ def named(identity: Identity, model: str, revision: str = "", cache: str | None 
     return replace(identity, model=identity.model or name, revision=content)
 
 
-def also_loaded(vouched: bool, model: str, revision: str = "", cache: str | None = "") -> str:
+def secondary_weights(
+    revision_given: bool, model: str, revision: str = "", cache: str | None = ""
+) -> str:
     """Return `"name@revision"` of further weights: a draft model or a LoRA.
 
     If the revision cannot be found, the name is used if the user vouches for the weights with a
@@ -94,7 +96,7 @@ def also_loaded(vouched: bool, model: str, revision: str = "", cache: str | None
     try:
         other = named(Identity(), model, revision, cache)
     except ConfigError:
-        if not vouched:
+        if not revision_given:
             raise
         return f"{model}@{revision}"
     return f"{other.model}@{other.revision}"

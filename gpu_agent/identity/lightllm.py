@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gpu_agent.host.page_table_tier import row_pool
-from gpu_agent.identity.checkpoint import also_loaded, config_digest, named
+from gpu_agent.identity.checkpoint import config_digest, named, secondary_weights
 from gpu_agent.options import Identity, facts_text
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
@@ -69,8 +69,8 @@ def namespace_of(
 def _refuse(arguments: Mapping[str, Any]) -> None:
     if arguments.get("enable_rl"):
         raise ConfigError(
-            "LightLLM runs with --enable_rl, which changes weights under the same name, and does "
-            "not tell its disk cache: old pages would be taken for new ones. Leave out "
+            "LightLLM runs with --enable_rl, which changes weights under the same name and does "
+            "not notify its disk cache: pages of the old weights would be reused. Leave out "
             "--enable_disk_cache"
         )
     # LightLLM numbers images in the order of their arrival, in each process anew, and a hash does
@@ -84,7 +84,7 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _facts(arguments: Mapping[str, Any], model_dir: Path, vouched: bool) -> dict[str, Any]:
+def _facts(arguments: Mapping[str, Any], model_dir: Path, revision_given: bool) -> dict[str, Any]:
     config = _model_config(model_dir)
     text = config.get("text_config") or config
     facts = {name: arguments.get(name) for name in _ARGUMENTS}
@@ -93,7 +93,7 @@ def _facts(arguments: Mapping[str, Any], model_dir: Path, vouched: bool) -> dict
     facts |= {name: _file_digest(arguments.get(name)) for name in _FILES}
     drafts = arguments.get("mtp_draft_model_dir") or []
     for number, draft in enumerate([drafts] if isinstance(drafts, str) else drafts):
-        facts[f"draft{number}"] = also_loaded(vouched, str(draft))
+        facts[f"draft{number}"] = secondary_weights(revision_given, str(draft))
     tp, dp, nodes = (int(arguments.get(name) or 1) for name in ("tp", "dp", "nnodes"))
     if any(name.startswith("linear_") for name in text):
         facts |= {name: arguments.get(name) for name in _HYBRID_ARGUMENTS}
@@ -124,5 +124,5 @@ def _file_digest(path: str | None) -> str | None:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
     except OSError as error:
         raise ConfigError(
-            f"{path} decides what the cache's bytes mean, and can not be read: {error}"
+            f"{path} is needed to identify the format of the KV cache, and can not be read: {error}"
         ) from error

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from gpu_agent.identity.checkpoint import (
-    also_loaded,
     config_digest,
     length_dependent,
     named,
+    secondary_weights,
     text_digest,
 )
 from gpu_agent.options import Identity, facts_text
@@ -89,11 +89,11 @@ def weights(
             "embedding by --json-model-override-args"
         )
     cache = (getattr(args, "download_dir", None) or "") if from_hub else None
-    vouched, form = (
+    revision_given, form = (
         bool(identity.revision),
         str(getattr(args.load_format, "value", args.load_format)),
     )
-    if not vouched and form not in _FROM_ITS_PATH:
+    if not revision_given and form not in _FROM_ITS_PATH:
         raise ConfigError(
             f"SGLang loads weights by {form!r}, from elsewhere than {args.model_path}, so "
             "their version is unknown; set the option revision (a commit, a date), and "
@@ -107,12 +107,15 @@ def weights(
     }
     scales = args.quantization_param_path
     facts["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest() if scales else ""
-    loras = [f"{name}={also_loaded(vouched, path, '', cache)}" for name, path in _loras(args)]
+    loras = [
+        f"{name}={secondary_weights(revision_given, path, '', cache)}"
+        for name, path in _loras(args)
+    ]
     facts["lora"] = text_digest(sorted(loras))[:16] if loras else ""
     draft = args.speculative_draft_model_path
     own = draft and draft != args.model_path
     facts["draft"] = (
-        also_loaded(vouched, draft, args.speculative_draft_model_revision or "", cache)
+        secondary_weights(revision_given, draft, args.speculative_draft_model_revision or "", cache)
         if own
         else draft
     )

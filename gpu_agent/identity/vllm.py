@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpu_agent.identity.checkpoint import (
-    also_loaded,
     config_digest,
     length_dependent,
     named,
+    secondary_weights,
     text_digest,
 )
 from gpu_agent.options import Identity, facts_text
@@ -109,10 +109,11 @@ def _cache(vllm_config: Any, from_hub: bool) -> str | None:
     return (vllm_config.load_config.download_dir or "") if from_hub else None
 
 
-def model_facts(vllm_config: Any, vouched: bool, from_hub: bool = True) -> dict[str, Any]:
+def model_facts(vllm_config: Any, revision_given: bool, from_hub: bool = True) -> dict[str, Any]:
     """Return what decides an engine's KV beside the weights' name and the cache's shape.
 
-    `vouched`: the user named a revision. Raises ConfigError for a draft model without a name.
+    `revision_given`: the user named a revision. Raises ConfigError for a draft model without a
+    name.
     """
     model, loading = vllm_config.model_config, vllm_config.load_config
     config = model.hf_config.to_dict()
@@ -133,14 +134,14 @@ def model_facts(vllm_config: Any, vouched: bool, from_hub: bool = True) -> dict[
     }
     facts |= {name: text_digest(value)[:16] for name, value in more.items() if value}
     if vllm_config.speculative_config:
-        facts["draft"] = _draft(vllm_config, vouched, from_hub)
+        facts["draft"] = _draft(vllm_config, revision_given, from_hub)
     if length_dependent(config):
         # Longrope is chosen once, by the longest allowed prompt
         facts["max_len"] = model.max_model_len
     return facts
 
 
-def _draft(vllm_config: Any, vouched: bool, from_hub: bool) -> str:
+def _draft(vllm_config: Any, revision_given: bool, from_hub: bool) -> str:
     """Return the name of a draft model, whose layers may be in the model's own blocks.
 
     A method without weights has its own name for a model.
@@ -150,7 +151,7 @@ def _draft(vllm_config: Any, vouched: bool, from_hub: bool) -> str:
         return f"{draft.method}"
     revision = getattr(draft, "revision", None) or ""
     cache = _cache(vllm_config, from_hub)
-    return f"{draft.method}:{also_loaded(vouched, draft.model, revision, cache)}"
+    return f"{draft.method}:{secondary_weights(revision_given, draft.model, revision, cache)}"
 
 
 # ---- the connector ----------------------------------------------------------------------------

@@ -69,8 +69,8 @@ def node(
 
     To the other members of a cluster it is a client with the same one.
 
-    Start the node with --tls-client-ca ca.pem, too: then who has no certificate of this authority
-    (kvstore certs client) gets no further than TLS, and a token says who it is.
+    Start the node with --tls-client-ca ca.pem, too: then clients without a certificate of this
+    authority (kvstore certs client) fail the TLS handshake. A token identifies the client.
 
     \b
     Examples:

@@ -110,12 +110,12 @@ def owners(
 
 
 def drain(run: Invocation, member: MemberArgument, end: EndOption = False) -> int:
-    """Hand a member's pages to who owns them without it.
+    """Move a member's pages to their next owners.
 
-    Returns when that is over; then it can be stopped.
+    Returns when that is done; then the member can be stopped.
 
-    It is asked for its pages meanwhile, and given no new ones. Interrupted, the draining goes on;
-    run it again to see how far it is. Exit 4 if pages are left that nobody takes.
+    Meanwhile it serves reads and takes no new pages. If this command is interrupted, the drain
+    continues; run it again to see its progress. Exit 4 if pages are left that no member takes.
 
     \b
     Examples:

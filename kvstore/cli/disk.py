@@ -90,8 +90,8 @@ def recover(run: Invocation) -> int:
     """Use a disk again that failed, once its cause is gone.
 
     A node stops using a disk that fails or is full; `kvstore status` says why. This tries the disk
-    and, if it works, goes on with what is there. Exit 4 if it still fails. Of a cluster at each
-    member whose disk is stopped; exit 3 if one does not answer.
+    and, if it works, continues with the pages on it. Exit 4 if it still fails. In a cluster, it
+    tries each stopped disk; exit 3 if a member does not answer.
 
     \b
     Example:

@@ -45,8 +45,8 @@ def doctor(
     Says what to do.
 
     Puts a few pages of 16 KiB into a namespace of its own, gets them over each wire that works, and
-    removes them. What hangs is left alone in time, and the rest goes on. --wire names one that has
-    to work. Exit 1 if a check failed.
+    removes them. Checks that hang time out. --wire names one that has to work. Exit 1 if a check
+    failed.
 
     \b
     Examples:

@@ -221,11 +221,11 @@ def record(
 ) -> int:
     """Record what a node is asked, as a trace.
 
-    For administrators of all tenants. Each line has the pages of one request as numbers in the
-    order in which they first came: which pages are the same and follow each other, not which
-    prompts they are of. Lookups are requests; what is stored, or touched, without a lookup is
-    marked stored. Ctrl-C ends it and keeps what there is. Of a cluster ask the member that an
-    engine talks to, with its address.
+    For administrators of all tenants. Each line has the pages of one request, numbered in the order
+    of their first use. The trace shows which pages are equal and which follow each other; it has no
+    content of prompts. Lookups are requests; pages stored or touched without a lookup are marked
+    stored. Ctrl-C ends the recording and keeps what there is. In a cluster, give the address of the
+    member that an engine talks to.
 
     \b
     Examples:

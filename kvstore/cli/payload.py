@@ -174,10 +174,7 @@ def _read(
             if stats.corrupt_pages:
                 reason, code = "does not match its checksum", ExitCode.CORRUPT
             elif stats.forged_pages:
-                reason, code = (
-                    "was made or changed without its key",
-                    ExitCode.CORRUPT,
-                )
+                reason, code = "was made or changed without its key", ExitCode.CORRUPT
             raise Failure(f"page {prefix_hash.hex()} {reason}; the output ends before it", code)
         yield prefix_hash, data
 

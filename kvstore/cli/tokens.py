@@ -26,7 +26,7 @@ FileOption = Annotated[
     ),
 ]
 NameArgument = Annotated[
-    str, typer.Argument(metavar="NAME", help="Of the identity, as logs and errors say it.")
+    str, typer.Argument(metavar="NAME", help="Name of the identity in logs and errors.")
 ]
 
 

@@ -80,7 +80,7 @@ class Nodes:
             self._ask(deadline)
         return self._view
 
-    def hear(self, link: NodeConnection, number: int, deadline: Deadline) -> None:
+    def update_view_if_newer(self, link: NodeConnection, number: int, deadline: Deadline) -> None:
         """Request a member's view if it announced a newer number."""
         view = self._view
         if view is not None and number > view.number:
@@ -92,7 +92,7 @@ class Nodes:
     # ---- near ----------------------------------------------------------------------------
 
     @property
-    def at_hand(self) -> NodeChannel | None:
+    def local_channel(self) -> NodeChannel | None:
         """Return the single node, or the near one if it is known and healthy."""
         if self._view is None:
             return self.only
@@ -127,7 +127,7 @@ class Nodes:
             return self.member(view, named)
         if self._config.wire not in ("auto", "shm"):
             return None
-        for link in self._likely(view):
+        for link in self._near_candidates(view):
             if not link.connect_count:
                 with contextlib.suppress(KVStoreError):
                     limit = deadline.sooner(deadline.remaining() * NEAR_SHARE)
@@ -137,7 +137,7 @@ class Nodes:
                 return link
         return None
 
-    def _likely(self, view: View) -> Iterator[NodeChannel]:
+    def _near_candidates(self, view: View) -> Iterator[NodeChannel]:
         """Yield members whose shared memory is in use; then those at addresses of this host."""
         given = {member.id for member in view.members if member.state is not State.DRAINING}
         with self._lock:
@@ -162,7 +162,7 @@ class Nodes:
             except ProtocolError:
                 raise
             except KVStoreError as error:
-                # Otherwise its breaker refuses calls, and so must this one
+                # If the count did not grow, the circuit breaker refused the call without trying
                 tried = link.failure_count > failures
                 if tried and self._ask_records(address, limit):
                     return

@@ -20,13 +20,11 @@ from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, ProtocolEr
 Answer = TypeVar("Answer")
 Outcome = TypeVar("Outcome")
 AskMember = Callable[[str, list[int], Deadline], list[Answer]]  # (member, indices of keys, limit)
-Together = Callable[[Sequence[Callable[[], list[Answer]]]], Sequence[list[Answer] | KVStoreError]]
+RunParallel = Callable[
+    [Sequence[Callable[[], list[Answer]]]], Sequence[list[Answer] | KVStoreError]
+]
 # Errors of a member that could not be reached at all
-SILENT = (
-    Unavailable,
-    DeadlineExceeded,
-    ProtocolError,
-)
+SILENT = (Unavailable, DeadlineExceeded, ProtocolError)
 # Errors after which another member may still answer. Any other one is the caller's mistake.
 ELSEWHERE = (*SILENT, Exhausted)
 Away = dict[str, KVStoreError]  # by member: why it could not be reached
@@ -36,15 +34,15 @@ FIRST_SHARE = 0.5  # share of the remaining time for a member, if another one ca
 def try_owners(
     routes: Sequence[Sequence[str]],
     ask: AskMember[Answer],
-    together: Together[Answer],
+    run_parallel: RunParallel[Answer],
     is_miss: Callable[[Answer], bool],
     default: Answer,
     deadline: Deadline,
 ) -> list[Answer]:
     """Return an answer per key, from the first member of its route that has one.
 
-    `together` runs calls of `ask` in parallel and returns what each returned or raised. `is_miss`
-    says whether the next member is to be asked; `default` is the answer for keys that no member
+    `run_parallel` runs calls of `ask` and returns what each returned or raised. `is_miss` says
+    whether the next member is to be asked; `default` is the answer for keys that no member
     answered. Raises a member's error if it is the caller's mistake, or if no member answered.
     """
     answers: list[Answer] = [default] * len(routes)
@@ -54,7 +52,7 @@ def try_owners(
     while (groups := _next(left, failed)) and not deadline.passed:
         limit = Deadline(deadline.remaining() * FIRST_SHARE) if any(left.values()) else deadline
         calls = [partial(ask, member, indices, limit) for member, indices in groups.items()]
-        for (member, indices), outcome in zip(groups.items(), together(calls), strict=True):
+        for (member, indices), outcome in zip(groups.items(), run_parallel(calls), strict=True):
             if isinstance(outcome, KVStoreError):
                 if not isinstance(outcome, ELSEWHERE):
                     raise outcome
@@ -87,7 +85,7 @@ def _next(left: dict[int, list[str]], failed: dict[str, KVStoreError]) -> dict[s
 def broadcast(
     routes: Sequence[Sequence[str]],
     ask: AskMember[Answer],
-    together: Together[Answer],
+    run_parallel: RunParallel[Answer],
     combine: Callable[[Answer, Answer], Answer],
     default: Answer,
     deadline: Deadline,
@@ -103,7 +101,7 @@ def broadcast(
             groups.setdefault(member, []).append(index)
     answers = [default] * len(routes)
     calls = [partial(ask, member, indices, deadline) for member, indices in groups.items()]
-    outcomes = dict(zip(groups, together(calls), strict=True))
+    outcomes = dict(zip(groups, run_parallel(calls), strict=True))
     for member, outcome in of_all(outcomes, away).items():
         for index, answer in zip(groups[member], outcome, strict=True):
             answers[index] = combine(answers[index], answer)
@@ -121,9 +119,9 @@ def of_all(
     failed = {
         member: outcome for member, outcome in outcomes.items() if isinstance(outcome, KVStoreError)
     }
-    grave = [error for error in failed.values() if away is None or not isinstance(error, SILENT)]
-    if grave or (failed and len(failed) == len(outcomes)):
-        raise (grave or list(failed.values()))[0]
+    fatal = [error for error in failed.values() if away is None or not isinstance(error, SILENT)]
+    if fatal or (failed and len(failed) == len(outcomes)):
+        raise (fatal or list(failed.values()))[0]
     if away is not None:
         away |= failed
     return {

@@ -63,9 +63,8 @@ class Placement:
         self._drawn = [(hash64(some.id.encode()), 1 / some.weight) for some in ordered]
         self._replicas = min(replicas, len(ordered))
         self._slots: list[tuple[str, ...] | None] = [None] * SLOT_COUNT
-        self._alike: dict[
-            tuple[str, ...], tuple[str, ...]
-        ] = {}  # one shared tuple for all slots with the same owners
+        # One shared tuple for all slots with the same owners
+        self._alike: dict[tuple[str, ...], tuple[str, ...]] = {}
 
     def owners(self, namespace: bytes, prefix_hashes: Sequence[bytes]) -> list[tuple[str, ...]]:
         """Return the ids of each key's owners, the first owner first.

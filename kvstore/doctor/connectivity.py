@@ -2,9 +2,9 @@
 
     name -> TCP -> TLS -> certificate -> gRPC -> the node's identity -> its status -> its clock
 
-The first failed step ends the check, and later ones are skipped. An address of bulk:// has frames
-in place of gRPC, and one of unix: has no earlier steps. Then `Wires` explains why a transport does
-not work.
+The first failed step ends the check, and later ones are skipped. For bulk:// addresses the framed
+protocol replaces gRPC; for unix: addresses the network steps are skipped. Then `Wires` explains why
+a transport does not work.
 """
 
 import os
@@ -92,7 +92,7 @@ class Connectivity:
         failed = ""
         for name, step in steps:
             if failed:
-                yield skipped(name, f"not without {failed}")
+                yield skipped(name, f"because {failed} failed")
                 continue
             for finding in step():
                 failed = finding.name if finding.state is FindingState.FAIL else failed
@@ -339,7 +339,7 @@ class Wires:
 
     def _grpc(self) -> Finding:
         if self.node.scheme != "grpc":
-            return skipped("grpc", "the address is one of frames")
+            return skipped("grpc", "not used by bulk:// and unix: addresses")
         problem = self._try("grpc")
         return (
             fail("grpc", problem, "look at the log of kvstore-node")

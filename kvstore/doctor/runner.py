@@ -61,22 +61,22 @@ class Runner:
     def groups(self) -> Generator[Group, None, None]:
         """Yield the groups of checks, each after the previous one has run."""
         try:
-            yield from self._here()
+            yield from self._host_checks()
             given = list(dict.fromkeys(self._config.addresses))
             yield Group(
                 "connection to the nodes" if len(given) > 1 else "connection to the node",
                 self._node_checks(given),
             )
-            yield from self._there()
+            yield from self._node_groups()
         finally:
             if self._pages is not None:
                 list(self._pages.clean())  # empty if they were cleaned already
             for wires in self._wires.values():
                 wires.close()
 
-    # ---- here ----------------------------------------------------------------------------
+    # ---- this host -----------------------------------------------------------------------
 
-    def _here(self) -> Iterator[Group]:
+    def _host_checks(self) -> Iterator[Group]:
         wanted = self._wanted
         this_host = host.Host(wanted.data_dir is not None or self._names_this_host, wanted.gpu)
         yield Group("this host", [Check("this host", this_host.findings, HOST_S)])
@@ -104,23 +104,25 @@ class Runner:
     def _names_this_host(self) -> bool:
         return any(is_here(parse_address(address).host) for address in self._config.addresses)
 
-    # ---- there ---------------------------------------------------------------------------
+    # ---- the nodes -----------------------------------------------------------------------
 
     def _node_checks(self, addresses: list[str]) -> list[Check]:
         checks = []
         for address in addresses:
             node = self._nodes[address] = Connectivity(address, self._config)
             of = address if len(addresses) > 1 else ""
-            checks.append(Check("way", partial(self._go, node), node.limit_s, of))
+            checks.append(
+                Check("connection", partial(self._run_connectivity, node), node.limit_s, of)
+            )
         return checks
 
-    def _go(self, node: Connectivity) -> Iterator[Finding]:
+    def _run_connectivity(self, node: Connectivity) -> Iterator[Finding]:
         found = self._reached[node.address] = []
         for finding in node.findings():
             found.append(finding)
             yield finding
 
-    def _there(self) -> Iterator[Group]:
+    def _node_groups(self) -> Iterator[Group]:
         answered = [node for node in self._nodes.values() if node.hello is not None]
         if not answered:
             beyond = [
@@ -145,7 +147,7 @@ class Runner:
         )
         if view is not None:
             yield self._cluster(view, nodes)
-        yield from self._there_and_back(
+        yield from self._round_trip_checks(
             view, [node.hello for node in there.values() if node.hello is not None]
         )
 
@@ -159,7 +161,7 @@ class Runner:
     def _member_check(self, node: Connectivity, of: str) -> Check:
         def find() -> Iterator[Finding]:
             if node.address not in self._reached:
-                yield from members.reached(list(self._go(node)))
+                yield from members.reached(list(self._run_connectivity(node)))
             elif node.hello is None:
                 yield skipped("reached", f"{node.address} does not answer, see above")
             if node.hello is not None:
@@ -178,7 +180,7 @@ class Runner:
             ],
         )
 
-    def _there_and_back(self, view: View | None, hellos: list[pb.HelloReply]) -> Iterator[Group]:
+    def _round_trip_checks(self, view: View | None, hellos: list[pb.HelloReply]) -> Iterator[Group]:
         if not hellos:
             yield Group(
                 "pages", [one("round trip", partial(skipped, "round trip", NOBODY), HOST_S)]

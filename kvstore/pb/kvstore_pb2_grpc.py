@@ -257,7 +257,7 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """This member hands its pages to who owns them without it: the first request begins it, any says how far it is.
+        """Move the pages of this member to their next owners. The first request begins it, each returns its progress.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

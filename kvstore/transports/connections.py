@@ -58,7 +58,7 @@ class ConnectionPool(Generic[Socket]):
     """Hold at most `count_max` connections to one node; a call leases one.
 
     The last one returned is the first one leased, so that an idle pool keeps few connections warm.
-    `where` names the peer in messages, `connect` makes a greeted connection, `let_go` is called
+    `where` names the peer in messages, `connect` makes a greeted connection, `on_close` is called
     before a connection is closed, perhaps twice.
 
     An interrupt may come anywhere: a connection is always in at most one list, and one that is in
@@ -70,12 +70,12 @@ class ConnectionPool(Generic[Socket]):
         where: str,
         connect: Callable[[Deadline], Socket],
         count_max: int,
-        let_go: Callable[[Socket], None] = lambda connection: None,
+        on_close: Callable[[Socket], None] = lambda connection: None,
     ) -> None:
         self.where = where
         self._connect = connect
         self._count_max = count_max
-        self._let_go = let_go
+        self._on_close = on_close
         # Each lease has its connection in a list.
         self._leases: LeaseTable[list[Socket]] = LeaseTable(count_max, self._end_all)
         self._lock = threading.Lock()
@@ -144,7 +144,7 @@ class ConnectionPool(Generic[Socket]):
 
     def _end_all(self, held: list[Socket]) -> None:
         for connection in tuple(held):
-            self._let_go(connection)
+            self._on_close(connection)
             connection.close()
         held.clear()
 

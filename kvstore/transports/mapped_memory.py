@@ -284,7 +284,7 @@ def give_back(connection: DescriptorSocket) -> bool:
     return True
 
 
-def let_go(connection: DescriptorSocket) -> None:
+def close_descriptors(connection: DescriptorSocket) -> None:
     """Release slots before a connection that still holds some is closed, after two interrupts."""
     if connection.holds:
         give_back(connection)

@@ -37,7 +37,13 @@ from kvstore.transports.connections import (
     parse_reply,
     request_header,
 )
-from kvstore.transports.mapped_memory import AcquiredSlots, ArenaMap, ReservedSlots, let_go, release
+from kvstore.transports.mapped_memory import (
+    AcquiredSlots,
+    ArenaMap,
+    ReservedSlots,
+    close_descriptors,
+    release,
+)
 from kvstore.transports.parallel import ParallelTransfer, split, stream_count
 from kvstore.transports.unix_sockets import DescriptorSocket, connected
 from kvstore.transports.view_stream import FrameViews
@@ -87,7 +93,9 @@ class ShmWire:
         self._config = config
         self._path = node_path if is_here else socket_here(node_path, config)
         self._instance_id = instance_id
-        self._pool = ConnectionPool(self._path, self._connect, config.connections_max, let_go)
+        self._pool = ConnectionPool(
+            self._path, self._connect, config.connections_max, close_descriptors
+        )
         self._lock = threading.Lock()
         self._arena: ArenaMap | None = None
         self._closed = Event()

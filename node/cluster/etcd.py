@@ -168,10 +168,7 @@ class Etcd:
         )
         connection = self._connected()
         # Otherwise an endpoint that is cut off from the others is silent
-        metadata = (
-            *connection.metadata,
-            ("hasleader", "true"),
-        )
+        metadata = (*connection.metadata, ("hasleader", "true"))
         replies = connection.watch.Watch(
             iter([pb.WatchRequest(create_request=create)]), metadata=metadata
         )

@@ -214,19 +214,19 @@ def check_address(
     address: str,
     instance_id: bytes,
     pulse: Callable[[], None],
-    known_by: Mapping[str, Any] | None = None,
+    peer_credentials: Mapping[str, Any] | None = None,
 ) -> None:
     """Check that this node answers at its advertised address.
 
-    Raises ConfigError if another node answers, or none within TRIED_S. `known_by` holds fields of a
-    ClientConfig.
+    `peer_credentials` holds fields of a ClientConfig. Raises ConfigError if another node answers,
+    or none within TRIED_S.
     """
     end = time.monotonic() + TRIED_S
     remedy = "set one that the others can reach, with advertise (--advertise HOST:PORT)"
     while True:
         pulse()
         try:
-            found = _instance_at(ClientConfig(address=address, **(known_by or {})))
+            found = _instance_at(ClientConfig(address=address, **(peer_credentials or {})))
             break
         except KVStoreError as error:
             if isinstance(error, (ProtocolError, ConfigError)) or time.monotonic() >= end:
@@ -238,13 +238,13 @@ def check_address(
         raise ConfigError(f"at {address} another node answers, not this one; {remedy}")
 
 
-def instance_at(address: str, known_by: Mapping[str, Any]) -> bytes:
+def instance_at(address: str, peer_credentials: Mapping[str, Any]) -> bytes:
     """Return the instance id of the node at an address, empty if none answers within TRY_S.
 
-    `known_by` as above.
+    `peer_credentials` as above.
     """
     try:
-        return _instance_at(ClientConfig(address=address, **known_by))
+        return _instance_at(ClientConfig(address=address, **peer_credentials))
     except KVStoreError:
         return b""
 
@@ -299,10 +299,7 @@ class Membership:
         if cluster and not self.joining:
             self.view = _listed(cluster, replicas)
         # State of the registry, and members outside the view
-        self.registry: Callable[[], tuple[str, list[str]]] = lambda: (
-            "static",
-            [],
-        )
+        self.registry: Callable[[], tuple[str, list[str]]] = lambda: ("static", [])
         self.announcer: Callable[[State], None] | None = None  # None: a fixed list
         self._announced: State | None = None
         # Held while listeners are called, so that the last view that a listener gets is the newest

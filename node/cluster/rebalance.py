@@ -44,7 +44,7 @@ ROUND_PAGES = 4096  # of all members: within such a round the order is by member
 
 
 Listed = pb.ListNamespacesReply
-Together = Callable[[Sequence[Callable[[], Listed]]], Sequence[Listed | KVStoreError]]
+RunParallel = Callable[[Sequence[Callable[[], Listed]]], Sequence[Listed | KVStoreError]]
 
 
 class Missing(NamedTuple):
@@ -90,7 +90,7 @@ class Rebalance:
         view: Callable[[int, int], memoryview],
         room_below: Callable[[Space], bool],
         pause: Callable[[int], bool],
-        together: Together,
+        together: RunParallel,
     ) -> None:
         self._links = links
         self._tier = tier

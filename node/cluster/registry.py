@@ -33,7 +33,7 @@ from node.cluster.registry_state import (
     parse_member,
     parse_settings,
 )
-from node.cluster.remote_pages import known_by
+from node.cluster.remote_pages import peer_credentials
 from node.config import NodeConfig
 
 log = logging.getLogger(__name__)
@@ -105,10 +105,7 @@ class Registry:
         self._self: Registered | None = None
         self._lease, self._lease_s = 0, float(terms.lease_s)
         # Revision and value of our key; 0: it does not exist
-        self._written: tuple[int, bytes] = (
-            0,
-            b"",
-        )
+        self._written: tuple[int, bytes] = (0, b"")
         self._troubles: dict[str, tuple[float, str]] = {}  # by thread: since when, what
         # until then the last view holds: members register again after etcd lost its data
         self._settle_at = 0.0
@@ -513,7 +510,7 @@ def open_registry(
     identity = Identity(config.data_dir, cluster, config.member)
     terms = RegistrationSettings(config.replicas, config.lease_s, config.cluster_wait_s)
     removals = NamespaceTombstones(identity, remove, settle, erase)
-    found = partial(instance_at, known_by=known_by(config))
+    found = partial(instance_at, peer_credentials=peer_credentials(config))
     return Registry(Etcd(endpoints, access), identity, membership, terms, removals, found)
 
 

@@ -38,8 +38,8 @@ from node.memory.page import Page
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
-THREADS_MAX = 32  # beside the callers' own
-# Of one member at a time: pages that arrived by then are kept if the rest fails
+THREADS_MAX = 32  # besides the calling threads
+# Bytes per request to one member. If a later request fails, the earlier pages are kept.
 FETCHED_NBYTES = 64 << 20
 CONNECTIONS_MAX = 4  # of each channel
 TIMEOUT_S = 10.0
@@ -47,7 +47,7 @@ CONNECT_TIMEOUT_S = 2.0
 BACKOFF_S_MAX = 2.0  # short, so that a member that is back is used soon
 
 
-def known_by(config: NodeConfig) -> dict[str, Any]:
+def peer_credentials(config: NodeConfig) -> dict[str, Any]:
     """Return the ClientConfig fields for connections to members: token and certificate.
 
     Without TLS the token leaves this host only if `insecure` says so. Raises ConfigError.
@@ -80,7 +80,7 @@ class PeerLinks:
         `config` says how the others authenticate this node; None: no calls.
         """
         self._membership = membership
-        self._known_by = known_by(config) if config is not None else {}
+        self._known_by = peer_credentials(config) if config is not None else {}
         self._lock = threading.Lock()  # held for microseconds
         self._addresses: dict[str, str] = {}  # of the others, by id
         self._ports: dict[str, int] = {}  # ports of their frames, as far as the view has them
@@ -285,7 +285,7 @@ class RemotePages(LowerTier):
     def _take(self, page: Page, arrived: Arrived) -> bool:
         """Return whether the page may be used.
 
-        Its time to live may be over here before it is at its owner.
+        The time to live is rounded down, so the page may expire here before it does at its owner.
         """
         ttl_s = arrived.ttl_ms // 1000 - 1
         if not arrived.leaves or (arrived.ttl_ms and ttl_s <= 0):

@@ -21,10 +21,7 @@ BATCH_NBYTES_MAX = 16 << 20
 PAGES_MAX = 1 << 16  # in the queue
 PATIENCE_S = 60.0  # for a target that is unreachable, full or refuses
 # Pause between two tries of a failed target, doubled each time
-PAUSE_S_MIN, PAUSE_S_MAX = (
-    0.1,
-    2.0,
-)
+PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 2.0
 # failed targets served at a time: they may hang, and others must not wait behind them
 FAILING_MAX = 2
 REFUSALS_MAX = 4  # refusals of a page by its targets: a new member is unknown to some for a moment
@@ -139,7 +136,7 @@ class ReplicationQueue(Generic[P]):
         return any(target.under_way for target in self._targets.values())
 
     @property
-    def _may_fail(self) -> bool:
+    def _can_retry_failed_target(self) -> bool:
         """Return whether one more failing target may be tried."""
         return (
             sum(bool(some.under_way and some.pause_s) for some in self._targets.values())
@@ -188,10 +185,10 @@ class ReplicationQueue(Generic[P]):
         """Return a batch to send, to be reported by `done` or `failed`."""
         if now < self._next_at:
             return None
-        may_fail = self._may_fail
+        can_retry = self._can_retry_failed_target
         for name in [name for name, target in self._targets.items() if target.ready(now)]:
             target = self._targets[name]
-            if target.pause_s and not may_fail:
+            if target.pause_s and not can_retry:
                 continue
             target.under_way = batch = self._batch(name, now)
             if batch is not None:
@@ -204,11 +201,11 @@ class ReplicationQueue(Generic[P]):
 
     def due(self, now: float) -> float | None:
         """Return when `next` may have a batch, unless something changes before."""
-        may_fail = self._may_fail
+        can_retry = self._can_retry_failed_target
         idle = [
             target.paused_until
             for target in self._targets.values()
-            if target.waiting and not target.under_way and (may_fail or not target.pause_s)
+            if target.waiting and not target.under_way and (can_retry or not target.pause_s)
         ]
         return max(min(idle), self._next_at) if idle else None
 
@@ -231,7 +228,7 @@ class ReplicationQueue(Generic[P]):
             target.paused_until = now + PAUSE_S_MIN
 
     def failed(self, batch: Batch[P], now: float, refused: bool = False) -> None:
-        """Report a failed batch; with `refused`, the target surely has nothing of it."""
+        """Report a failed batch; `refused`: the target rejected all of it."""
         target = self._ended(batch)
         for queued in batch.queued_pages:
             queued.busy.discard(batch.target)

@@ -24,7 +24,7 @@ from node.memory.tier import RamTier
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
-COURIERS = 4  # targets that are served at a time
+REPLICATION_THREADS = 4  # targets that are served at a time
 HAND_S = 5.0  # for a batch: at most 64 pages and 16 MiB, or one page
 LOOK_S = 0.2  # between two checks whether a waiting caller is still connected
 REFUSED = (InvalidRequest, LayoutMismatch)  # by the target, or here before anything was committed
@@ -70,9 +70,9 @@ class Replicator:
     ) -> AckWaiter:
         """Queue pages, a chain's head first, for the members named for each.
 
-        They stay held until they are sent or dropped. Invisible pages are not sent; with `whole`
-        they count as lost. The end of a chain is sent first, so that its head is the newest at the
-        target, too.
+        They stay held until they are sent or dropped. Pages that were removed meanwhile are
+        skipped; with `whole` they count as lost. The end of a chain is sent first, so that its head
+        is the newest at the target, too.
         """
         waiter = AckWaiter()
         wanted = {page: some for page, some in zip(pages, targets, strict=True) if some}
@@ -182,7 +182,7 @@ class Replicator:
         If no more can be started, the existing ones do all the work.
         """
         try:
-            while len(self._threads) < COURIERS:
+            while len(self._threads) < REPLICATION_THREADS:
                 thread = threading.Thread(target=self._run, name="courier", daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -196,7 +196,7 @@ class Replicator:
             taken: list[bytes] | None = None
             refused = False
             try:
-                taken = self._carry(batch)
+                taken = self._send(batch)
             except KVStoreError as error:
                 refused = isinstance(error, REFUSED)
                 log.warning(
@@ -248,7 +248,7 @@ class Replicator:
 
     # ---- one batch -------------------------------------------------------------------------
 
-    def _carry(self, batch: Batch[Page]) -> list[bytes]:
+    def _send(self, batch: Batch[Page]) -> list[bytes]:
         """Send a batch and return the keys that the target has now."""
         left_s = HAND_S if self._stop_at is None else self._stop_at - time.monotonic()
         deadline = Deadline(min(HAND_S, max(0.01, left_s)))

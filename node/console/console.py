@@ -189,7 +189,7 @@ class Console:
             return json_response({"error": str(error)}, http_status(error))
 
     def _of_somebody(self, request: Request) -> Response | None:
-        gate, asker = self._service.authorizer, request.asker
+        gate, asker = self._service.authorizer, request.client
         who = partial(gate.access.of_headers, request.headers.get("authorization", ""), asker.names)
         principal = gate.authenticate("console", asker.peer, who)
         peer = gate.access.share(principal) or asker.peer

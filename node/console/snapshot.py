@@ -45,7 +45,7 @@ COMPARED_MAX = 64  # namespaces, for findings
 ASKED_S = 5.0  # how often members are asked, at most
 ROUND_S = 10.0  # for all of them; members not asked in it come first in the next
 CALL_S = 2.0  # for one of them
-_SAID = ("version", "state", "uptime_ms")
+_STATUS_FIELDS = ("version", "state", "uptime_ms")
 _OF_NODE = ("insecure", "session_count", "rss_nbytes", "refused_calls")
 _PARTS = ("ram", "disk", "peers", "shm", "tls")
 _TIER = ("used_nbytes", "capacity_nbytes", "page_count")
@@ -77,7 +77,7 @@ class Members:
         self._links = links
         self._begin = begin
         self._lock = threading.Lock()
-        self._told: dict[str, dict[str, Any]] = {}  # by member
+        self._statuses: dict[str, dict[str, Any]] = {}  # by member
         self._asked_s: dict[str, float] = {}
         self._round: Future[Any] | None = None
         self._began_s = -ASKED_S
@@ -90,7 +90,9 @@ class Members:
         self._ask(view)
         now_s = time.monotonic()
         with self._lock:
-            told = self._told | {self._membership.member: {"status": summary(own), "at_s": now_s}}
+            told = self._statuses | {
+                self._membership.member: {"status": summary(own), "at_s": now_s}
+            }
         return {
             "cluster": view.cluster,
             "number": view.number,
@@ -106,7 +108,7 @@ class Members:
             self._round = self._begin(lambda: self._ask_all(view))
 
     def _ask_all(self, view: View) -> None:
-        """Ask the members, those asked longest ago first; silent ones are skipped for a while.
+        """Ask the members, those asked longest ago first.
 
         A member that does not answer costs `CALL_S` once, and is then skipped for a while.
         """
@@ -116,16 +118,16 @@ class Members:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 break
-            said = self._said(member, min(CALL_S, left_s))
+            said = self._request_status(member, min(CALL_S, left_s))
             with self._lock:
-                self._told[member] = said
+                self._statuses[member] = said
                 self._asked_s[member] = said["at_s"]
         with self._lock:
-            for name in self._told.keys() - set(others):
-                del self._told[name]
+            for name in self._statuses.keys() - set(others):
+                del self._statuses[name]
                 self._asked_s.pop(name, None)
 
-    def _said(self, member: str, timeout_s: float) -> dict[str, Any]:
+    def _request_status(self, member: str, timeout_s: float) -> dict[str, Any]:
         def call(link: NodeConnection, deadline: Deadline) -> pb.NodeStatusReply:
             reply: pb.NodeStatusReply = link.wire.call(
                 "node_status", pb.NodeStatusRequest(), deadline
@@ -296,7 +298,7 @@ class Snapshots:
 
 def _of_node(status: pb.NodeStatusReply) -> dict[str, Any]:
     """Return the node's own values; what the caller may not see is left out."""
-    names = (*_SAID, *(_OF_NODE if status.HasField("ram") else ()))
+    names = (*_STATUS_FIELDS, *(_OF_NODE if status.HasField("ram") else ()))
     told = {name: getattr(status, name) for name in names}
     parts = {name: plain(getattr(status, name)) for name in _PARTS if status.HasField(name)}
     if "ram" in parts:
@@ -340,7 +342,7 @@ def _text(values: dict[str, Any] | None) -> str:
 
 
 def findings(status: pb.NodeStatusReply) -> list[Finding]:
-    """Return the findings that are no OK."""
+    """Return the warnings and failures."""
     of_node = check_status(status) if status.HasField("ram") else ()
     found = [state(status), *of_node, *_of_peers(status.peers), *_of_hits(status)]
     return [finding for finding in found if finding.state in (FindingState.WARN, FindingState.FAIL)]

@@ -5,8 +5,8 @@ tenants without a quota, the order is LRU within a slot size, and by whole block
 
 Busy records (being read or written) stay. Pinned ones are in no pool, and are the newest when their
 pin ends. Pages on disk do not move: a block can serve another size when all of its pages can be
-evicted at once. No I/O; not thread-safe, the disk tier's lock guards it. No call takes longer the
-more records, sizes or pins there are: a search that was cut short continues in the next call.
+evicted at once. No I/O; not thread-safe, the disk tier's lock guards it. Every call does a bounded
+amount of work: a search that was cut short continues in the next call.
 """
 
 from array import array
@@ -48,9 +48,9 @@ class Links:
     Each record has its pool and its older and newer neighbour. `used_s` belongs to the records.
     """
 
-    def __init__(self, used_s: "array[int]", may_go: Callable[[int], bool]) -> None:
+    def __init__(self, used_s: "array[int]", is_evictable: Callable[[int], bool]) -> None:
         self.used_s = used_s
-        self.may_go = may_go
+        self.is_evictable = is_evictable
         self.older = array("I", [0])
         self.newer = array("I", [0])
         self.pool = array("H", [0])
@@ -165,10 +165,10 @@ class DiskPool:
         ends, links = self._ends.get(size), self._links
         if ends is None:
             return 0
-        record = ends.aside.oldest(links.may_go, links.spend)
+        record = ends.aside.oldest(links.is_evictable, links.spend)
         while record is None and ends.oldest and links.left > 0:
             first = ends.oldest
-            if links.may_go(first):
+            if links.is_evictable(first):
                 return first
             links.spend()
             self._take_out(ends, first)
@@ -221,15 +221,15 @@ class DiskLru:
         slots: SlotAllocator,
         offset: "array[int]",
         used_s: "array[int]",
-        may_go: Callable[[int], bool],
+        is_evictable: Callable[[int], bool],
         owner: Callable[[int], Owner],
     ) -> None:
         self._slots = slots
         self._offset = offset
         self._used_s = used_s
-        self._may_go = may_go
+        self._is_evictable = is_evictable
         self._owner = owner
-        self._links = Links(used_s, may_go)
+        self._links = Links(used_s, is_evictable)
         self.links = self._links.arrays
         self._pools: dict[int, DiskPool] = {}
         self._area = range(0)  # area whose records are being evicted
@@ -380,7 +380,7 @@ class DiskLru:
                 if owner.too_small_for(slot_nbytes)
                 else self._own_oldest(owner.pool, slot_nbytes)
             )
-        if found := self._leaving(self._area, self._area_pool):
+        if found := self._area_victims(self._area, self._area_pool):
             return found
         level = self._slots.level(slot_nbytes)
         for pool in self.accounts.victims(owner):
@@ -404,7 +404,7 @@ class DiskLru:
         used_s = self._used_s[ours] if ours else None
         for size in pool.older_sizes(used_s, but=slot_nbytes, count=SIZES_TRIED):
             for area in self._areas(pool, size, level):
-                if found := self._leaving(area, pool):
+                if found := self._area_victims(area, pool):
                     return found
         return [ours] if ours else []
 
@@ -417,7 +417,7 @@ class DiskLru:
         for _ in range(min(PLACES_TRIED, count)):
             self._place = (self._place + 1) % count
             area = self._slots.area((self._place << level) * self._slots.unit_nbytes, level)
-            if found := self._leaving(area, pool):
+            if found := self._area_victims(area, pool):
                 return found
         return []
 
@@ -431,7 +431,7 @@ class DiskLru:
                 break
         return sorted(areas.values(), key=self._slots.mean_use)
 
-    def _leaving(self, area: range, pool: DiskPool) -> list[int]:
+    def _area_victims(self, area: range, pool: DiskPool) -> list[int]:
         """Return the records of an area if all may be evicted; otherwise none."""
         owners = (
             record for block in self._slots.blocks_in(area) for record in block.owners if record
@@ -439,7 +439,7 @@ class DiskLru:
         records = list(islice(owners, AREA_LOOKED_AT))
         pools, number = self._links.pool, pool.number
         may_all_go = all(
-            self._may_go(r) and r not in self._pinned and pools[r] == number for r in records
+            self._is_evictable(r) and r not in self._pinned and pools[r] == number for r in records
         )
         self._area = area if may_all_go and len(records) > VICTIMS else range(0)
         self._area_pool = pool

@@ -165,9 +165,10 @@ class Durability:
             )
 
     def _check(self, wait: Wait) -> None:
-        if self.disk.poisoned:
+        if self.disk.stop_reason:
             raise Exhausted(
-                f"pages are visible but not durable, the disk tier is stopped: {self.disk.poisoned}"
+                "pages are visible but not durable, the disk tier is stopped: "
+                f"{self.disk.stop_reason}"
             )
         if wait.gone():
             raise Exhausted("pages are visible but not durable: the caller has left")

@@ -172,7 +172,7 @@ class Reads:
 class Reading:
     """The reading part of the disk tier, under its `lock`.
 
-    `find` returns the record of a key, with the lock held; `blame` receives errors of the disk.
+    `find` returns the record of a key, with the lock held; `on_error` receives errors of the disk.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Reading:
         directory: Directory,
         view: Callable[[int, int], memoryview],
         find: Callable[[bytes, bytes], int],
-        blame: Callable[[str, BaseException], None],
+        on_error: Callable[[str, BaseException], None],
     ) -> None:
         self._lock = lock
         self._index = index
@@ -191,7 +191,7 @@ class Reading:
         self._rows, self._files = directory.rows, directory.files
         self._view = view
         self._find = find
-        self._blame = blame
+        self._on_error = on_error
         self._reads = Reads(self.end)
         self._places: dict[
             int, DiskLocation
@@ -249,7 +249,7 @@ class Reading:
             try:
                 found = self._fill(read, page, place, key)
             except (OSError, MemoryError) as error:
-                self._blame("reading", error)
+                self._on_error("reading", error)
                 return False
             if found is None:
                 return False
@@ -332,7 +332,7 @@ class Reading:
             try:
                 found = read.leaves(self._files, place, space.stored_nbytes)
             except OSError as error:
-                self._blame("reading", error)
+                self._on_error("reading", error)
                 raise
             good = root(found, key_seed(space.digest, prefix_hash)) == expected
             with self._lock:

@@ -348,7 +348,7 @@ class _DiskErrors:
 def is_shortage(error: BaseException) -> bool:
     """Return whether an error is a passing shortage of descriptors, memory or threads.
 
-    The disk is not to blame, and a moment later there may be enough.
+    The disk itself works, and a moment later there may be enough.
     """
     if isinstance(error, OSError):
         return error.errno in CODES

@@ -41,16 +41,16 @@ def scrub(
         try:
             good = disk.reading.verify(borrowed)
         except OSError:
-            _raise_poisoned(disk)  # with the tier's reason, if it has one
+            _raise_if_stopped(disk)  # with the tier's reason, if it has one
             raise
         intact, damaged, nbytes = intact + good, damaged + (not good), nbytes + row.slot_nbytes
-    _raise_poisoned(disk)
+    _raise_if_stopped(disk)
     return ScrubResult(intact, damaged, nbytes, b"")
 
 
-def _raise_poisoned(disk: DiskTier) -> None:
-    if disk.poisoned:
-        raise OSError(disk.poisoned)
+def _raise_if_stopped(disk: DiskTier) -> None:
+    if disk.stop_reason:
+        raise OSError(disk.stop_reason)
 
 
 class Scrubber:
@@ -73,7 +73,7 @@ class Scrubber:
             try:
                 result = scrub(self._disk, cursor, int(self._nbytes_per_s * STEP_S))
             except (OSError, MemoryError) as error:
-                self._disk.blame("scrubbing", error)
+                self._disk.on_error("scrubbing", error)
                 result = None
             except Exhausted:  # the disk hangs, which is no damage of its pages
                 result = None

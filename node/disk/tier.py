@@ -4,7 +4,7 @@
     store   the writer thread: slot, bytes, row
 
 A page can be found only after its row is written; a row is deleted no later than in the batch that
-reuses its slot. An error of the disk stops ("poisons") the tier: nothing is found or written any
+reuses its slot. An error of the disk stops the tier: nothing is found or written any
 more, RAM still serves, and the status has the reason, until `recover` or a restart.
 """
 
@@ -71,7 +71,7 @@ class DiskTier(LocalTier):
         self.records = records = PageTable(
             directory.extent_count * directory.extent_nbytes, directory.extent_nbytes
         )
-        self.poisoned = ""
+        self.stop_reason = ""
         self.on_health: Callable[[bool], None] = lambda healthy: None
         self._restored = False
         self._shortages = Shortages()
@@ -81,13 +81,13 @@ class DiskTier(LocalTier):
         self._io = threading.Lock()
         self._index = DiskIndex(records, vault)
         self.counters = self._index.counters
-        self.reading = Reading(self._lock, self._index, directory, view, self._find, self.blame)
+        self.reading = Reading(self._lock, self._index, directory, view, self._find, self.on_error)
         self.writer = DiskWriter(
             self.counters,
             self.has_room,
             self._write,
-            self.blame,
-            lambda: bool(self.poisoned),
+            self.on_error,
+            lambda: bool(self.stop_reason),
             queue_nbytes_max,
         )
 
@@ -127,12 +127,12 @@ class DiskTier(LocalTier):
 
     def _on_disk(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         with self._lock:
-            if self.poisoned:
+            if self.stop_reason:
                 return [False] * len(prefix_hashes)
             return self._index.present(digest, prefix_hashes, self._clock_s())
 
     def _find(self, digest: bytes, prefix_hash: bytes) -> int:
-        return 0 if self.poisoned else self._index.find(digest, prefix_hash, self._clock_s())
+        return 0 if self.stop_reason else self._index.find(digest, prefix_hash, self._clock_s())
 
     def safe(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """Return which of the pages are on disk and survive power loss."""
@@ -157,7 +157,7 @@ class DiskTier(LocalTier):
     def list_hashes(self, digest: bytes, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
         """Yield prefix hashes in order; pages that were just forgotten are left out."""
         number = self._index.spaces.known(digest)
-        if not number or self.poisoned:
+        if not number or self.stop_reason:
             return
         for prefix_hash in hashes_of(
             self._pages(page_key(number, max(key_prefix, after))), number, key_prefix, after
@@ -173,8 +173,8 @@ class DiskTier(LocalTier):
         try:
             yield from self.rows.pages(start)
         except OSError as error:
-            self.blame("reading rows", error)
-            if not self.poisoned:  # otherwise half a list would look like a whole one
+            self.on_error("reading rows", error)
+            if not self.stop_reason:  # otherwise half a list would look like a whole one
                 raise Exhausted(f"not all rows could be read, ask again later: {error}") from error
 
     # ---- read ----------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class DiskTier(LocalTier):
     @property
     def stalled(self) -> bool:
         """Return whether reads may hang."""
-        return bool(self.poisoned) or self.reading.hang
+        return bool(self.stop_reason) or self.reading.hang
 
     def read(
         self,
@@ -284,7 +284,7 @@ class DiskTier(LocalTier):
         Raises Exhausted, and pins none, if too much would be pinned.
         """
         with self._lock:
-            if self.poisoned:
+            if self.stop_reason:
                 return [False] * len(prefix_hashes)
             return self._index.pin(digest, prefix_hashes, ttl_s, self._clock_s())
 
@@ -336,8 +336,8 @@ class DiskTier(LocalTier):
         Return whether everything before is durable. Raises OSError.
         """
         if not pages:
-            self.tend()
-        if self.poisoned:
+            self.check_io_process()
+        if self.stop_reason:
             return False
         if pages or self.gone_count:
             self.store(pages)
@@ -452,33 +452,33 @@ class DiskTier(LocalTier):
 
     # ---- trouble -------------------------------------------------------------------------
 
-    def poison(self, reason: str) -> None:
+    def stop_after_error(self, reason: str) -> None:
         """Stop the tier after an error; the RAM tier continues to serve."""
         with self._lock:
-            if self.poisoned:
+            if self.stop_reason:
                 return
-            self.poisoned = reason
+            self.stop_reason = reason
         log.error("disk tier stopped, RAM still serves: %s", reason)
         self.on_health(False)
 
-    def blame(self, doing: str, error: BaseException) -> None:
+    def on_error(self, doing: str, error: BaseException) -> None:
         """Stop the tier for an error of the disk, but not for a shortage of the node."""
         if is_shortage(error):
             self._shortages.report(doing, error)
         elif isinstance(error, OSError):
-            self.poison(f"{doing} failed: {error}")
+            self.stop_after_error(f"{doing} failed: {error}")
         else:
             log.error("disk tier, %s", doing, exc_info=error)
-            self.poison(f"internal error: {error!r}")
+            self.stop_after_error(f"internal error: {error!r}")
 
-    def tend(self) -> None:
+    def check_io_process(self) -> None:
         """Check that the disk's I/O process still runs.
 
         The writer calls it when it is idle.
         """
         trouble = self._directory.trouble()
         if trouble:
-            self.poison(trouble)
+            self.stop_after_error(trouble)
 
     def recover(self) -> None:
         """Use the disk again, after a trial.
@@ -512,7 +512,7 @@ class DiskTier(LocalTier):
             forgotten = self._index.forget_doubtful()
         self._sync()
         with self._lock:
-            self.poisoned = ""
+            self.stop_reason = ""
         return forgotten
 
     # ---- status --------------------------------------------------------------------------------

@@ -34,24 +34,24 @@ LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
 IDLE_S = 0.2  # after this time without work, it deletes rows of forgotten pages and syncs
 LATER_PAGES = 1024  # deferred pages that RAM has evicted already
 GONE_S = 0.2  # between two checks whether a caller still waits for a flush
-SIFTED = 4  # deferred pages checked for each new one
+PRUNED_PER_ADD = 4  # deferred pages that are checked with each new one
 
 
 class DeferredWrites:
     """Hold pages back until the RAM has turned over before a full disk takes them.
 
-    Each has a due time. Pages that the RAM has evicted meanwhile are sifted out, a few with each
-    new page, so that no call gets slower with their number. Not thread-safe.
+    Each has a due time. Pages that the RAM has evicted meanwhile are removed, a few with each new
+    page, so that no call gets slower with their number. Not thread-safe.
 
-        sifted: oldest ... | pages: not checked in this round ... newest
+        _checked: oldest ... | _pages: not checked in this round ... newest
     """
 
     def __init__(self) -> None:
-        self._sifted: deque[tuple[int, Page]] = deque()
+        self._checked: deque[tuple[int, Page]] = deque()
         self._pages: deque[tuple[int, Page]] = deque()
 
     def __len__(self) -> int:
-        return len(self._sifted) + len(self._pages)
+        return len(self._checked) + len(self._pages)
 
     def add(self, due: int, page: Page, count_max: int) -> None:
         """Add a page, due no sooner than the previous one.
@@ -60,27 +60,27 @@ class DeferredWrites:
         """
         self._pages.append((due, page))
         if len(self) > count_max:
-            for _ in range(SIFTED):
-                self._sift()
+            for _ in range(PRUNED_PER_ADD):
+                self._prune()
 
-    def _sift(self) -> None:
+    def _prune(self) -> None:
         if not self._pages:
-            self._sifted, self._pages = self._pages, self._sifted
+            self._checked, self._pages = self._pages, self._checked
         if self._pages:
             entry = self._pages.popleft()
             if entry[1].state is State.VISIBLE:
-                self._sifted.append(entry)
+                self._checked.append(entry)
 
     def first(self) -> tuple[int, Page]:
         """Return the due time of the first page, and the page.
 
         Raises IndexError if there is none.
         """
-        return (self._sifted or self._pages)[0]
+        return (self._checked or self._pages)[0]
 
     def pop(self) -> Page:
         """Take the oldest page."""
-        return (self._sifted or self._pages).popleft()[1]
+        return (self._checked or self._pages).popleft()[1]
 
 
 class _Barrier:
@@ -102,7 +102,7 @@ class DiskWriter:
     Its lock is taken under the RAM tier's, never the other way round.
 
     `has_room`: whether a page of a namespace can be stored without evicting another. `write(pages,
-    is_barrier)` stores pages, and returns whether everything before is durable. `blame` receives
+    is_barrier)` stores pages, and returns whether everything before is durable. `on_error` receives
     errors. `is_stopped`: the disk takes nothing any more.
     """
 
@@ -111,14 +111,14 @@ class DiskWriter:
         counters: DiskCounters,
         has_room: Callable[[Space], bool],
         write: Callable[[Sequence[Page], bool], bool],
-        blame: Callable[[str, BaseException], None],
+        on_error: Callable[[str, BaseException], None],
         is_stopped: Callable[[], bool],
         queue_nbytes_max: int,
     ) -> None:
         self._counters = counters
         self._has_room = has_room
         self._write = write
-        self._blame = blame
+        self._on_error = on_error
         self._is_stopped = is_stopped
         self._later = DeferredWrites()  # due times are values of RAM's placed_nbytes
         self._queue_nbytes_max = queue_nbytes_max
@@ -150,11 +150,10 @@ class DiskWriter:
         with self._changed:
             if pages and not urgent and not self._has_room(pages[0].namespace):
                 due = self._tier.eviction.placed_nbytes + self._later_nbytes
-                for (
-                    page
-                    # limited in proportion to RAM, even if the disk hangs and no page becomes due
-                ) in pages:
-                    self._later.add(due, page, 2 * self._tier.visible_count + LATER_PAGES)
+                # Limited in proportion to RAM, even if the disk hangs and no page becomes due
+                limit = 2 * self._tier.visible_count + LATER_PAGES
+                for page in pages:
+                    self._later.add(due, page, limit)
                 if self._is_due():
                     self._changed.notify_all()
                 return 0
@@ -243,7 +242,7 @@ class DiskWriter:
             except Exception as error:  # the thread must go on, or holds would never end
                 log.debug("disk writer", exc_info=True)
                 self._counters.pages_refused += len(pages)
-                self._blame("writing", error)
+                self._on_error("writing", error)
             finally:
                 self._done(pages, barrier)
 

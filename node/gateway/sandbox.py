@@ -49,11 +49,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 # Linux's numbers for a filter of system calls (linux/seccomp.h, linux/bpf_common.h).
 _SET_SECCOMP, _FILTER = 22, 2  # of prctl
 # Offsets in seccomp_data; the low half of each argument comes first
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = (
-    0,
-    4,
-    16,
-)
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # 1: EPERM
 # Opcodes of BPF
 _LOAD, _AND, _EQUALS, _AT_LEAST, _ANY_BIT, _RETURN = (

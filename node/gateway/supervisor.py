@@ -50,10 +50,7 @@ READY_S_MAX = 120.0  # for a start, also on a very busy machine
 SILENT_S_MAX = 15.0
 LEAVE_S = 1.0  # time to end after `stop`
 # Pause before a restart; doubled while gateways end within STREAK_S
-PAUSE_S, PAUSE_S_MAX = (
-    0.05,
-    0.5,
-)
+PAUSE_S, PAUSE_S_MAX = 0.05, 0.5
 STREAK_S = 60.0
 CONNECTIONS_MAX = 4096
 # packages of the extra `node` that only a gateway imports

@@ -131,9 +131,10 @@ class LowerTierInfo(NamedTuple):
 
 
 class LocalTier(LowerTier):
-    """The tier that is part of this node and is asked under the RAM tier's lock.
+    """A tier inside this node, such as the disk.
 
-    It knows its pages without waiting. This class has none: it stands in for a missing disk.
+    Its lookups and pins run under the RAM tier's lock, so they must not wait. This base class has
+    no pages: a node without a disk uses it.
     """
 
     name = "disk"

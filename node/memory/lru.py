@@ -65,12 +65,12 @@ class HeldEntries(Generic[T]):
         """
         return self._numbers.pop(thing, None) is not None
 
-    def oldest(self, may_go: Callable[[T], bool], looked_at: Callable[[], bool]) -> T | None:
+    def oldest(self, is_evictable: Callable[[T], bool], looked_at: Callable[[], bool]) -> T | None:
         """Return the oldest returned entry that may be evicted; `looked_at` limits the search."""
         while self._returned:
             number, thing = self._returned[0]
             is_here = self._numbers.get(thing) == -number
-            if is_here and may_go(thing):
+            if is_here and is_evictable(thing):
                 return thing
             if not looked_at():
                 return None
@@ -79,12 +79,14 @@ class HeldEntries(Generic[T]):
             heapq.heappop(self._returned)
         return None
 
-    def check(self, may_go: Callable[[T], bool]) -> list[str]:
+    def check(self, is_evictable: Callable[[T], bool]) -> list[str]:
         """Return violations of what must always hold; empty if all is well."""
         returned = {(-number, thing) for number, thing in self._returned}
         wrong = []
         for thing, number in self._numbers.items():
-            if (number < 0) != ((number, thing) in returned) or (number > 0 and may_go(thing)):
+            if (number < 0) != ((number, thing) in returned) or (
+                number > 0 and is_evictable(thing)
+            ):
                 wrong.append(f"{thing} is aside, may go, and is not returned")
         return wrong
 

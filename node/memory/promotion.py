@@ -52,9 +52,8 @@ class PartialPage:
         self.pages: dict[bytes, Page] = {}
         self.seed = space.seed
         self.numbers = sorted(parts_of(self.page_nbytes, ranges))
-        self.runs: list[
-            tuple[int, int]
-        ] = []  # (start, end) in the page: one after the other in the slot
+        # (start, end) in the page; they lie one after the other in the slot
+        self.runs: list[tuple[int, int]] = []
         for number in self.numbers:
             start, end = cuts(self.page_nbytes)[number]
             self._add(
@@ -120,8 +119,9 @@ class Promotion:
     """The promoting part of the RAM tier.
 
     `lower` returns the tiers below it, in order. Takes the RAM tier's `lock` where documented.
-    `place` makes pages with slots, as far as possible; `lend` gives pages temporary slots. `settle`
-    ends the state of a page that has arrived or failed. `offer` offers pages to the lower tiers.
+    `place` makes pages with slots, as far as possible; `lend` gives pages temporary slots.
+    `finish_load` makes a page visible if it has arrived, and removes it if not. `offer` offers
+    pages to the lower tiers.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Promotion:
         lower: Callable[[], Sequence[LowerTier]],
         place: Callable[[NamespaceIndex, Sequence[bytes], int, bool], list[Page]],
         lend: Callable[[Sequence[Page]], int],
-        settle: Callable[[Page, bool], None],
+        finish_load: Callable[[Page, bool], None],
         offer: Callable[[list[Page]], object],
         clock_ms: Callable[[], int],
     ) -> None:
@@ -140,7 +140,7 @@ class Promotion:
         self._place = place
         self._lend = lend
         self._clock_ms = clock_ms
-        self._settle = settle
+        self._finish_load = finish_load
         self._offer = offer
         self._tiers: dict[Page, LowerTier] = {}  # of each page in state LOADING, its source
 
@@ -273,7 +273,7 @@ class Promotion:
         """Make a page that was read visible, or a miss for all waiting callers."""
         with self._lock:
             if page.state is State.LOADING:
-                self._settle(page, intact)
+                self._finish_load(page, intact)
                 if intact and not page.is_copy and not isinstance(self._tiers[page], LocalTier):
                     self._offer([page])
             self._tiers.pop(page, None)
@@ -310,7 +310,7 @@ class Promotion:
     def forget(self, page: Page) -> None:
         """Drop a page that was removed meanwhile: only callers that wait already get its bytes."""
         self._tiers.pop(page, None)
-        self._settle(page, False)
+        self._finish_load(page, False)
         self._over.notify_all()
 
     def is_asked(self, near: Deadline | None) -> bool:

@@ -50,7 +50,7 @@ def _zero_removed(tier: RamTier, pages: list[Page]) -> None:
         tier.eviction.zero_slot(page)
     with tier.lock:
         tier.eviction.to_zero.difference_update(alone)
-        tier.let_go(pages)
+        tier.release_locked(pages)
     pages.clear()
 
 

@@ -121,7 +121,7 @@ class RamTier:
     def lookup(self, digest: bytes, prefix_hashes: Sequence[bytes], touch: bool) -> list[bool]:
         """Return presence per key, in RAM or below.
 
-        With `touch` it is a use and not a question, so hits and misses are not counted.
+        With `touch`, the lookup updates the LRU order and does not count as hits or misses.
         """
         if touch:  # the tail first, with other threads in between
             tail = split_in_slices(
@@ -246,12 +246,12 @@ class RamTier:
             if result.is_full and result.verdicts.count(PutStatus.FULL) == len(prefix_hashes):
                 raise Exhausted(self.eviction.refusal(index, self.held_count, self.writing_count))
             return result
-        except BaseException:  # a caller that gets no result can not release them
+        except BaseException:  # the caller gets no result with which it could release them
             self._take_back(result)
             raise
         finally:
             index.busy -= 1
-            self.let_go(known)
+            self.release_locked(known)
 
     def _place_free(self, result: Reservation, asked: Sequence[tuple[bytes, bool]]) -> list[Page]:
         """Place missing pages as far as there are slots; `asked` has (key, is it below)."""
@@ -263,7 +263,7 @@ class RamTier:
         for is_copy, some in groupby(lacking, result.copies.__contains__):
             hashes = list(some)
             placed = self._place(index, hashes, result.now_ms, is_copy)
-            result.pages += placed  # now: a caller that gets no result can not release them
+            result.pages += placed  # at once, so that an exception releases them
             if len(placed) < len(hashes):
                 break
         return result.pages[first:]
@@ -289,8 +289,8 @@ class RamTier:
                 result.write([page])
             else:
                 result.add_status(page, is_below)
-        # In the order of the statuses, by which the writer finds them: a page that existed may have
-        # been evicted for those that were placed at once, and was placed again behind them.
+        # Restore the request's order, by which the writer finds its pages: a page that existed may
+        # have been evicted while room was made, and was then reserved again at the end.
         result.pages[first:] = [new[prefix_hash] for prefix_hash, _ in asked if prefix_hash in new]
 
     def _place(
@@ -430,7 +430,7 @@ class RamTier:
             yield from self._promote_all(acquired, lacking)
         if acquired.prefix_only and None in pages:
             first = pages.index(None)
-            self.let_go([page for page in pages[first:] if page is not None])
+            self.release_locked([page for page in pages[first:] if page is not None])
             pages[first:] = [None] * (len(pages) - first)
 
     def _promote_all(self, acquired: Acquired, lacking: Collection[bytes]) -> Work[None]:
@@ -448,9 +448,9 @@ class RamTier:
                         pages[position] = page
                     elif acquired.prefix_only:
                         break
-        except BaseException:  # a caller that gets no result can not release them
+        except BaseException:  # the caller gets no result with which it could release them
             self.promotion.give_up(acquired.loads)
-            self.let_go([page for page in pages if page is not None])
+            self.release_locked([page for page in pages if page is not None])
             raise
         finally:
             index.busy -= 1
@@ -489,9 +489,9 @@ class RamTier:
     def release(self, pages: Sequence[Page]) -> None:
         """End a hold of each page."""
         with self.lock:
-            self.let_go(pages)
+            self.release_locked(pages)
 
-    def let_go(self, pages: Sequence[Page]) -> None:
+    def release_locked(self, pages: Sequence[Page]) -> None:
         """End a hold of each page; the caller has the lock."""
         for page in pages:
             assert page.holds > 0

@@ -202,7 +202,7 @@ class DiskCalls:
         try:
             result = scrub(self._durability.disk, request.cursor, nbytes_max, enough)
         except OSError as error:
-            self._durability.disk.blame("scrubbing", error)
+            self._durability.disk.on_error("scrubbing", error)
             raise Exhausted(f"not all pages were read: {error}") from error
         return pb.ScrubReply(**result._asdict())
 

@@ -145,7 +145,7 @@ class Erasure:
         try:
             dropped = disk.drop_spaces(digests)
         except OSError as error:
-            disk.blame("erasing", error)
+            disk.on_error("erasing", error)
             raise Exhausted(
                 f"removed, and zeroed in RAM, but the disk fails: {error}; repair it and try again"
             ) from error

@@ -88,7 +88,7 @@ _STATUS: tuple[tuple[type[KVStoreError], int], ...] = (
 )
 
 
-class Asker(NamedTuple):
+class HttpClient(NamedTuple):
     """The client of a request.
 
     `names` are those of its TLS certificate.
@@ -159,15 +159,15 @@ class HttpConnection:
             )
         return False
 
-    def handshake(self) -> Asker:
+    def handshake(self) -> HttpClient:
         """Do the TLS handshake if the node uses TLS, and return the client."""
         if not isinstance(self.sock, ssl.SSLSocket):
-            return Asker(self.peer, ())
+            return HttpClient(self.peer, ())
         with _disconnects():
             self._limit()
             self.sock.do_handshake()
         shown = describe_certificate(self.sock.getpeercert() or {})
-        return Asker(self.peer, shown.names if shown else ())
+        return HttpClient(self.peer, shown.names if shown else ())
 
     def receive(self) -> bytes:
         """Receive some bytes."""
@@ -179,7 +179,7 @@ class HttpConnection:
         """Receive; raise Disconnected if the client sends no more."""
         data = self.receive()
         if not data:
-            raise Disconnected("the request does not end")
+            raise Disconnected("the connection was closed before the request was complete")
         return data
 
     def send(self, data: bytes, seconds: float) -> None:
@@ -242,7 +242,7 @@ class Request:
     path: str
     headers: Mapping[str, str]
     body: bytes
-    asker: Asker
+    client: HttpClient
     connection: HttpConnection = field(repr=False)
 
 
@@ -268,7 +268,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle(self) -> None:
         connection = self.request
-        asker = connection.handshake()
+        client = connection.handshake()
         data = b""
         while b"\r\n\r\n" not in data and len(data) <= HEAD_NBYTES_MAX:
             data += connection.receive_more()
@@ -282,7 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
         while len(body) < length:
             body += connection.receive_more()
         headers = {name.lower(): value.strip() for name, value in self.headers.items()}
-        request = Request(self.command, self.path, headers, body[:length], asker, connection)
+        request = Request(self.command, self.path, headers, body[:length], client, connection)
         if connection.place is not None:
             connection.place.busy()
         response = self.server.answer(request)
@@ -295,7 +295,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Return the length of the body, or None if the request is refused."""
         self.command = ""
         if len(head) > HEAD_NBYTES_MAX or not head.endswith(b"\r\n\r\n"):
-            self._refuse(431, f"a head has {HEAD_NBYTES_MAX} bytes at most")
+            self._refuse(431, f"the request headers exceed {HEAD_NBYTES_MAX} bytes")
             return None
         self.rfile = io.BytesIO(head)
         self.raw_requestline = self.rfile.readline()
@@ -318,15 +318,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body_length(self) -> int | None:
         if "Transfer-Encoding" in self.headers:
-            self._refuse(411, "a body comes with its length")
+            self._refuse(411, "a body needs a Content-Length")
             return None
         lengths = self.headers.get_all("Content-Length", ["0"])
         length = lengths[0].strip()
         if len(lengths) > 1 or not (length.isascii() and length.isdigit()):
-            self._refuse(400, "the length of the body is no number")
+            self._refuse(400, "the Content-Length is invalid")
             return None
         if len(length) > 9 or int(length) > BODY_NBYTES_MAX:
-            self._refuse(413, f"a body has {BODY_NBYTES_MAX} bytes at most")
+            self._refuse(413, f"the body exceeds {BODY_NBYTES_MAX} bytes")
             return None
         return int(length)
 

@@ -19,7 +19,7 @@ from kvstore.cluster.view import REGISTRIES
 from kvstore.errors import Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from node.auth.access import Caller
-from node.serving.http_server import Asker, HttpServer, Request, Respond, Response, text
+from node.serving.http_server import HttpClient, HttpServer, Request, Respond, Response, text
 from node.serving.reference import HELP
 from node.serving.request_metrics import BOUNDS_S, Histogram
 from node.serving.service import Service
@@ -114,7 +114,7 @@ class Answer(NamedTuple):
 
 
 # Takes the headers of a request and its sender. It and the body raise KVStoreError.
-Choose = Callable[[Mapping[str, str], Asker], Answer]
+Choose = Callable[[Mapping[str, str], HttpClient], Answer]
 
 
 class NodeCollector:
@@ -289,7 +289,7 @@ def _histogram(
 def metrics_text(service: Service) -> Choose:
     """Return a function that chooses, by caller, the content type and the text of the metrics."""
 
-    def choose(headers: Mapping[str, str], asker: Asker) -> Answer:
+    def choose(headers: Mapping[str, str], asker: HttpClient) -> Answer:
         gate, authorization = service.authorizer, headers.get("authorization", "")
         who = gate.authenticate(
             "metrics", asker.peer, lambda: gate.access.of_headers(authorization, asker.names)
@@ -345,7 +345,7 @@ class MetricsServer(HttpServer):
             return text("GET or HEAD", 405)
         if request.path == HEALTH_PATH:
             return text("serving") if self._serving() else text("not serving", 503)
-        return self._text(self._choose(request.headers, request.asker))
+        return self._text(self._choose(request.headers, request.client))
 
     def _text(self, answer: Answer) -> Response:
         key = (answer.content_type, answer.scope)

@@ -173,10 +173,7 @@ class Service:
             if self.draining:
                 raise Unavailable("this node is draining and takes no new pages")
             # A list is faster to iterate
-            hashes, page_nbytes = (
-                request.prefix_hashes[:],
-                request.page_nbytes,
-            )
+            hashes, page_nbytes = request.prefix_hashes[:], request.page_nbytes
             check_prefix_hashes(hashes, self._config.batch_keys_max, distinct=True)
             self._check_nbytes(len(hashes) * page_nbytes)
             self.write_acks.check(request)
@@ -301,7 +298,7 @@ class Service:
             hello.shm_refused = self.authorizer.access.why_no_arena(principal)
             if not hello.shm_refused:
                 hello.shm_socket, hello.arena_nbytes = self.shm_status().socket, self._arena.nbytes
-        # A hello without a version may come from this node itself
+        # A node that joins checks its own address with a hello without a version
         if request.protocol_version or not self.membership.joining:
             self.membership.add_view(hello)
         return hello
@@ -328,7 +325,7 @@ class Service:
         return pb.ListNamespacesReply(namespaces=self.authorizer.visible_to(principal, infos))
 
     def _lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
-        prefix_hashes = request.prefix_hashes[:]  # as above
+        prefix_hashes = request.prefix_hashes[:]  # a list is faster to iterate
         check_prefix_hashes(prefix_hashes, self._config.batch_keys_max, distinct=False)
         present = self._tier.lookup(request.namespace, prefix_hashes, request.touch)
         if self.recorder.on:
@@ -481,4 +478,4 @@ class _Edge:
         with within(trace):
             log.error("%s failed", self._op, exc_info=error)
         what = f"{self._op} failed inside the node ({type(error).__name__})"
-        return KVStoreError(f"{what}; its log says more of request {trace.request_id}")
+        return KVStoreError(f"{what}; see request {trace.request_id} in the node's log")

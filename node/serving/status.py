@@ -106,7 +106,7 @@ class Status:
     def node(self, draining: bool, **facts: Any) -> pb.NodeStatusReply:
         """Return the node's status; `facts` are fields that the service knows."""
         totals, namespaces = self.namespaces()
-        degraded = self._disk is not None and bool(self._disk.poisoned)
+        degraded = self._disk is not None and bool(self._disk.stop_reason)
         return clamp_to_field(
             pb.NodeStatusReply,
             version=kvstore.__version__,
@@ -171,8 +171,8 @@ class Status:
         slots = disk.records.slots
         return clamp_to_field(
             pb.DiskStatus,
-            state="POISONED" if disk.poisoned else "SERVING",
-            reason=disk.poisoned,
+            state="POISONED" if disk.stop_reason else "SERVING",
+            reason=disk.stop_reason,
             data_dir=self._config.data_dir,
             capacity_nbytes=slots.region_nbytes,
             used_nbytes=slots.used_nbytes,

@@ -24,8 +24,8 @@ Owners = Mapping[bytes, tuple[str, ...]]  # of each page
 class _Recipients(NamedTuple):
     """The members that get each page, and when.
 
-    The put waits for `awaited`; `at_once` get it without a wait; `after` get it after the reply,
-    because until then the client may have to put the page there itself.
+    The put waits for `awaited`; `at_once` get it without a wait. `after` get it once the put is
+    acknowledged: if it fails, the client writes the page there itself.
     """
 
     awaited: list[set[str]]
@@ -85,9 +85,9 @@ class WriteAcks:
                 self._durability.keep(put.namespace, session.promised, wait)
             return
         owners = self._owners(put)
-        ways = self._ways(put, [page.prefix_hash for page in pages], owners)
-        self._replicator.offer(pages, ways.at_once)
-        tickets = self._awaited(session, pages, ways, owners)
+        recipients = self._recipients(put, [page.prefix_hash for page in pages], owners)
+        self._replicator.offer(pages, recipients.at_once)
+        waiters = self._awaited(session, pages, recipients, owners)
         own = [
             prefix_hash
             for prefix_hash in session.promised
@@ -98,13 +98,13 @@ class WriteAcks:
                 self._durability.keep(put.namespace, own, wait)
             promised = all(
                 self._replicator.wait(some, wait.end, wait.gone, patient=put.ack_all)
-                for some in tickets
+                for some in waiters
             )
         finally:
-            # A caller that then puts them elsewhere itself learns that they exist, and no member
-            # would replicate them.
-            if not any(some.failed for some in tickets):
-                self._replicator.offer(pages, ways.after)
+            # If a target failed, the client retries at another owner. Had that owner the page
+            # already, it would answer EXISTS, and nobody would replicate it further.
+            if not any(some.failed for some in waiters):
+                self._replicator.offer(pages, recipients.after)
         if not promised:
             raise Exhausted(
                 "pages are visible but not "
@@ -113,24 +113,24 @@ class WriteAcks:
             )
 
     def _awaited(
-        self, session: Session, pages: Sequence[Page], ways: _Recipients, owners: Owners
+        self, session: Session, pages: Sequence[Page], recipients: _Recipients, owners: Owners
     ) -> list[AckWaiter]:
         put, keys = session.put_request, [page.prefix_hash for page in pages]
         if not session.promised:
             return []
-        tickets = [self._replicator.offer(pages, ways.awaited, put.durable, whole=True)]
+        waiters = [self._replicator.offer(pages, recipients.awaited, put.durable, whole=True)]
         if stored := set(session.promised).difference(keys):
             known = [prefix_hash for prefix_hash in session.promised if prefix_hash in stored]
-            tickets.append(
+            waiters.append(
                 self.replicate(
                     put.namespace,
                     known,
-                    self._ways(put, known, owners).awaited,
+                    self._recipients(put, known, owners).awaited,
                     put.durable,
                     session.put_charge,
                 )
             )
-        return tickets
+        return waiters
 
     def replicate(
         self,
@@ -159,19 +159,19 @@ class WriteAcks:
         waiter.lost_count += len(wanted) - len(there)
         return waiter
 
-    def _ways(
+    def _recipients(
         self, put: pb.PutRequest, prefix_hashes: Sequence[bytes], owners: Owners
     ) -> _Recipients:
-        ways, own = _Recipients([], [], []), self._membership.member
+        recipients, own = _Recipients([], [], []), self._membership.member
         for some in (owners[prefix_hash] for prefix_hash in prefix_hashes):
             others = set(some) - {own}
             awaited = (
                 others if put.ack_all else {some[0]} if put.durable and own not in some else set()
             )
-            ways.awaited.append(awaited)
-            ways.at_once.append(set() if awaited else others)
-            ways.after.append(others - awaited if awaited else set())
-        return ways
+            recipients.awaited.append(awaited)
+            recipients.at_once.append(set() if awaited else others)
+            recipients.after.append(others - awaited if awaited else set())
+        return recipients
 
     def _owners(self, put: pb.PutRequest) -> Owners:
         """Return the owners of each key; this node if there is no other one.

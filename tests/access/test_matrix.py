@@ -38,10 +38,7 @@ REQUESTS = {
     if field.message_type
 }
 # Nobody but a gateway of the node may send them, on a socket of its own
-GATEWAYS_OPS = (
-    "admit",
-    "on_behalf",
-)
+GATEWAYS_OPS = ("admit", "on_behalf")
 OPS = [op for op in REQUESTS.values() if op not in GATEWAYS_OPS]
 PARTS = ("commit", "release")  # of a put and a get that were let in
 KEY = b"k" * 32

@@ -125,10 +125,7 @@ def holds(town: Town) -> None:
     with contextlib.ExitStack() as held:
         for start in range(0, 640, 64):
             # Each has a few connections
-            loud, some = (
-                town.client("loud", "shm"),
-                keys(*range(start, start + 64)),
-            )
+            loud, some = town.client("loud", "shm"), keys(*range(start, start + 64))
             with contextlib.suppress(Exhausted):
                 put(loud, LOUD, some)
                 held.enter_context(loud.open_get(LOUD, some))

@@ -18,7 +18,7 @@ from node.console.history import EVERY_S, History
 from node.server import Node
 
 CHROMIUM = os.environ.get("KVSTORE_CHROMIUM", "")
-SPED_UP = 60.0  # of the last hour: so many seconds are told as one that passes here
+HISTORY_SPEEDUP = 60.0  # simulated seconds of the console's history per real second
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,23 +45,25 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def pictures() -> Path | None:
-    """Where they go, if they are wanted."""
+    """Return the directory for screenshots; None to take none."""
     named = os.environ.get("KVSTORE_PICTURES", "")
     return Path(named) if named else None
 
 
 @pytest.fixture(scope="module")
 def load(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
-    """One of three members under load, whose last hour is made of as many samples in a minute."""
+    """Yield a loaded 3-member cluster; its one-hour history is sampled 60 times faster."""
     folder = tmp_path_factory.mktemp("busy")
     load = Load(start, folder)
     stopped = threading.Event()
     history = history_of(load.near)
     began = time.monotonic()
-    history._wall = lambda: time.time() - SPED_UP * 60 + SPED_UP * (time.monotonic() - began)
+    history._wall = lambda: (
+        time.time() - HISTORY_SPEEDUP * 60 + HISTORY_SPEEDUP * (time.monotonic() - began)
+    )
 
     def sample() -> None:
-        while not stopped.wait(EVERY_S / SPED_UP):
+        while not stopped.wait(EVERY_S / HISTORY_SPEEDUP):
             if load.sampled:
                 history._take(time.monotonic())
 

@@ -56,14 +56,14 @@ def test_a_connection_is_used_again_if_it_is_known_what_its_next_bytes_are(
 
 def test_a_connection_that_may_hold_slots_is_not_used_again() -> None:
     """Interrupts came before the node was told that it does not: it would refuse the next call."""
-    let_go: list[Connection] = []
-    pool = ConnectionPool[Connection]("there", lambda deadline: Connection(), 1, let_go.append)  # type: ignore[type-var]
+    on_close: list[Connection] = []
+    pool = ConnectionPool[Connection]("there", lambda deadline: Connection(), 1, on_close.append)  # type: ignore[type-var]
     lease = pool.lease(Deadline(5.0))
     with lease as connection:
         connection.holds = True
     lease.end()
     assert connection.closed
-    assert let_go == [connection]
+    assert on_close == [connection]
     assert pool.lease(Deadline(5.0)).connection is not connection
 
 

@@ -25,7 +25,7 @@ def test_a_tier_that_works_again_at_once_does_not_acknowledge_what_it_lost(
     """
     node = nodes.start()
     client = nodes.connect(node)
-    monkeypatch.setattr(node.disk, "poison", lambda reason: None)
+    monkeypatch.setattr(node.disk, "stop_after_error", lambda reason: None)
     layer.fail["sync"] = errno.EIO
     with pytest.raises(Exhausted, match="before the pages were safe"):
         pages.put(client, pages.keys(1), durable=True)

@@ -183,7 +183,7 @@ def test_a_node_killed_with_its_io_process_has_its_durable_pages(
         with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", timeout_s=20.0)) as client:
             pages.put(client, keys[:2], durable=True)
             os.kill(io_process_of(node), signal.SIGKILL)
-            wait_until(lambda: bool(node.disk and node.disk.poisoned))
+            wait_until(lambda: bool(node.disk and node.disk.stop_reason))
             client.recover()
             pages.put(client, keys[2:], durable=True)
             pages.drop_from_ram(node)

@@ -115,7 +115,7 @@ def test_recover_fails_while_the_disk_does(
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
-    node.disk.poison("broken by the test")
+    node.disk.stop_after_error("broken by the test")
     layer.fail[operation] = errno.EIO
     with pytest.raises(Exhausted, match="still fails"):
         client.recover()
@@ -152,7 +152,7 @@ def test_a_page_that_was_removed_while_the_disk_was_down_stays_removed(
     client = nodes.connect(node)
     keys = pages.keys(*range(4))
     pages.put(client, keys, durable=True)
-    node.disk.poison("broken by the test")
+    node.disk.stop_after_error("broken by the test")
     client.remove(pages.namespace, keys[:2])
     client.recover()
     assert client.lookup(pages.namespace, keys).present == (False, False, True, True)
@@ -201,7 +201,7 @@ def test_rows_that_reached_the_log_although_writing_them_failed_do_not_outlive_t
     client.remove(pages.namespace, lost)
     client.recover()
     assert pages.put(client, kept, durable=True) == [STORED] * 8
-    node.disk.poison("so that the stop does not tidy up")
+    node.disk.stop_after_error("so that the stop does not tidy up")
     node = nodes.restart(node)
     assert pages.get(nodes.connect(node), lost + kept) == [False] * 8 + [True] * 8
 
@@ -334,7 +334,7 @@ def test_a_scrub_of_a_failing_disk_does_not_say_that_all_is_well(
     client = nodes.connect(node)
     pages.put(client, pages.keys(1, 2), durable=True)
     layer.fail["read"] = errno.EIO
-    for _ in range(2):  # the second time it is poisoned already
+    for _ in range(2):  # the second time it has stopped already
         with pytest.raises(Exhausted, match="reading failed"):
             nodes.connect(node).scrub()
     assert_degraded(client, "reading failed")

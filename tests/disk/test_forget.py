@@ -113,7 +113,7 @@ def test_nothing_behind_a_page_comes_to_the_disk(nodes: Nodes) -> None:
     client = nodes.connect(node)
     first, second = of(Pages, "gone", 8192), Pages("kept", 4097, tenant="kept")
     keys = first.keys(*range(4))
-    node.disk.poison("so that the first pages are in RAM only")
+    node.disk.stop_after_error("so that the first pages are in RAM only")
     first.put(client, keys)
     client.remove_namespace(first.namespace)
     second.put(client, keys)
@@ -238,7 +238,7 @@ def test_a_disk_that_fails_is_an_error_and_what_was_removed_stays_so(
     with pytest.raises(Exhausted, match="removed, and zeroed in RAM, but the disk fails"):
         client.forget("gone")
     monkeypatch.undo()
-    assert node.disk.poisoned
+    assert node.disk.stop_reason
     assert not in_ram(node, pieces(gone, keys))
     client.recover()
     assert gone.get(client, keys) == [False, False]
@@ -251,7 +251,7 @@ def test_a_stopped_disk_keeps_nothing_in_ram(nodes: Nodes) -> None:
     client = nodes.connect(node)
     gone = of(Pages, "gone")
     gone.put(client, gone.keys(1, 2), durable=True)
-    node.disk.poison("by this test")
+    node.disk.stop_after_error("by this test")
     with pytest.raises(Exhausted, match="stopped"):
         client.forget("gone")
     assert not in_ram(node, pieces(gone, gone.keys(1, 2)))

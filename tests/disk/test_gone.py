@@ -106,7 +106,7 @@ def test_failed_deletion_is_repeated_later(
     with node.disk._io:
         client.remove(pages.namespace, keys)
     end = time.monotonic() + 10.0
-    while not node.disk.poisoned and time.monotonic() < end:
+    while not node.disk.stop_reason and time.monotonic() < end:
         time.sleep(0.01)
     assert node.disk.gone_count == 36
     client.recover()

@@ -37,7 +37,7 @@ def client(kept: Node) -> Iterator[Client]:
 def kill_io_process(node: Node) -> None:
     assert node.disk is not None
     os.kill(io_process_of(node), signal.SIGKILL)
-    wait_until(lambda: bool(node.disk and node.disk.poisoned))
+    wait_until(lambda: bool(node.disk and node.disk.stop_reason))
 
 
 @pytest.mark.parametrize("phase", ["begin", "sync pages", "sync rows"])

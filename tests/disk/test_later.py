@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from node.disk.writer import SIFTED, DeferredWrites
+from node.disk.writer import PRUNED_PER_ADD, DeferredWrites
 from node.memory.page import Page, State
 
 
@@ -48,7 +48,7 @@ def test_evicted_pages_are_dropped_a_few_at_a_time() -> None:
     for due in range(1000, 2000):
         before = len(later)
         later.add(due, page(), count_max=1000)
-        assert len(later) >= before + 1 - SIFTED
+        assert len(later) >= before + 1 - PRUNED_PER_ADD
         lengths.append(len(later))
     assert max(lengths[:500]) <= 1000, "as long as there are evicted ones"
     assert lengths[-1] == 1500, "what RAM still has stays"

@@ -29,5 +29,5 @@ def test_a_list_on_a_disk_that_hangs_ends_before_its_client_leaves_the_node_alon
         wait_until(fault.hangs)
         assert pages.get(client, pages.keys(1)) == [True]
         fault.clear()
-        wait_until(lambda: not kept.disk or not kept.disk.poisoned)
+        wait_until(lambda: not kept.disk or not kept.disk.stop_reason)
         assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == pages.keys(1)

@@ -66,13 +66,13 @@ class Model:
             if until_s <= now_s:
                 self.pin(record, 0)
 
-    def may_go(self, record: int) -> bool:
+    def is_evictable(self, record: int) -> bool:
         return not self.uses.get(record) and record not in self.pinned
 
     def oldest(self, size: int, now_s: int) -> int:
         """Of the pages of one size that may go; 0 if there is none."""
         self.end_pins(now_s)
-        return next((r for r in self.order if self.size[r] == size and self.may_go(r)), 0)
+        return next((r for r in self.order if self.size[r] == size and self.is_evictable(r)), 0)
 
 
 class Play:
@@ -139,7 +139,7 @@ class Play:
         page is older.
         """
         model, slots = self.model, self.records.slots
-        assert all(model.may_go(victim) for victim in victims)
+        assert all(model.is_evictable(victim) for victim in victims)
         ours = model.oldest(size, self.now_s)
         if victims == [ours]:
             self.met["oldest went"] += 1

@@ -35,13 +35,13 @@ def test_the_limit_of_a_recover_ends_with_it(
     assert kept.disk is not None
     pages.put(client, pages.keys(1), durable=True)
     os.kill(io_process_of(kept), signal.SIGKILL)
-    wait_until(lambda: bool(kept.disk and kept.disk.poisoned))
+    wait_until(lambda: bool(kept.disk and kept.disk.stop_reason))
     client.recover()
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + RECOVER_S + 1.0)
     monkeypatch.setattr("node.disk.io_process.time", later)
     fault.plant("sync pages", "300000")  # a slow disk is not a broken one
     assert pages.put(client, pages.keys(2), durable=True) == [PutOutcome.STORED]
-    assert not kept.disk.poisoned
+    assert not kept.disk.stop_reason
 
 
 def test_unsynced_pages_of_an_ended_io_process_are_dropped(

@@ -88,7 +88,7 @@ def test_a_write_that_was_interrupted_leaves_free_space(
     client = nodes.connect(node)
     kept, cut = pages.keys(1, 2), pages.keys(3, 4)
     pages.put(client, kept, durable=True)
-    node.disk.store = lambda batch: node.disk.poison("killed")
+    node.disk.store = lambda batch: node.disk.stop_after_error("killed")
     pages.put(client, cut)
     node = nodes.restart(node)
     client = nodes.connect(node)

@@ -205,7 +205,7 @@ def test_a_sync_that_works_after_one_that_failed_makes_nothing_safe_until_a_reco
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)
     with monkeypatch.context() as patch:
-        patch.setattr(node.disk, "poison", lambda reason: None)
+        patch.setattr(node.disk, "stop_after_error", lambda reason: None)
         layer.fail["sync"] = errno.EIO
         with pytest.raises(Exhausted):
             pages.put(client, pages.keys(2), durable=True)

@@ -62,7 +62,7 @@ def test_namespace_forgotten_while_rows_fail_is_there_after_a_restart(
     client.recover()
     for pages in (third, second, first):
         pages.put(client, pages.keys(1), durable=True)
-    node.disk.poison("so that the stop does not tidy up")
+    node.disk.stop_after_error("so that the stop does not tidy up")
     node = nodes.restart(node)
     client = nodes.connect(node)
     for pages in (first, second, third):

@@ -15,7 +15,7 @@ from kvstore import ClientConfig, PutOutcome
 from kvstore.errors import Exhausted
 from node.disk.io_process import QUESTION_S
 from node.server import Node
-from node.serving.http_server import Asker
+from node.serving.http_server import HttpClient
 from node.serving.metrics import metrics_text
 
 SERVING, NOT_SERVING = (
@@ -53,7 +53,7 @@ def test_metrics_and_health_tell_of_a_disk_that_stopped_and_works_again(
     client = nodes.connect(node)
     pages.put(client, pages.keys(1, 2), durable=True)
     assert (metrics(node)["kvstore_disk_serving"], health(node)) == (1, (SERVING, SERVING))
-    node.disk.poison("broken by the test")
+    node.disk.stop_after_error("broken by the test")
     assert (metrics(node)["kvstore_disk_serving"], health(node)) == (0, (SERVING, NOT_SERVING))
     pages.put(client, pages.keys(3))
     client.recover()
@@ -133,6 +133,6 @@ def test_gets_that_wait_for_the_disk_are_told_and_timed_apart(
 
 
 def sample(node: Node, series: str) -> float:
-    text = metrics_text(node.service)({}, Asker("127.0.0.1", ())).body().decode()
+    text = metrics_text(node.service)({}, HttpClient("127.0.0.1", ())).body().decode()
     (value,) = re.findall(rf"^{re.escape(series)} (\S+)$", text, re.MULTILINE)
     return float(value)

@@ -111,6 +111,18 @@ def test_one_of_three_is_dead(nodes: list[Node], doctor: Doctor) -> None:
     assert left(nodes[:2]) == 0
 
 
+def test_members_of_a_fixed_list_that_know_only_their_own_port_agree(
+    fleet: list[Node], doctor: Doctor
+) -> None:
+    """With --cluster static:... each node adds only its own frame port to its view."""
+    for node in fleet:
+        assert node.bulk is not None
+        node.membership.serve_frames(node.bulk.port)
+    found = doctor(fleet[0])
+    assert found.failed == set()
+    assert found.of("view").state is FindingState.OK
+
+
 def test_a_list_that_differs(fleet: list[Node], doctor: Doctor) -> None:
     fleet[1].membership.become(view_of(fleet[:2]), "n1")
     found = doctor(fleet[0])

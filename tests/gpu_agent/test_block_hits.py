@@ -81,7 +81,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def scheduler_of(worth: LoadCostModel | None = None, clock: Clock | None = None) -> BlockScheduler:
     answers: Any = Answers()
     plan = SavePlan(1, 1 << 20, 64, lambda blocks: None, lambda blocks: None)
-    scheduler = BlockScheduler([BlockGroup(BLOCK)], [[]], BLOCK, BLOCK, answers, plan, worth=worth)
+    scheduler = BlockScheduler(
+        [BlockGroup(BLOCK)], [[]], BLOCK, BLOCK, answers, plan, cost_model=worth
+    )
     if clock:
         scheduler._hits._hangs = CircuitBreaker("loads", PAUSE_S_MAX, clock.monotonic)
     return scheduler

@@ -239,7 +239,7 @@ def test_a_hit_that_is_slower_than_computing_is_none_and_nothing_is_saved_again(
     stores: MakeStore,
 ) -> None:
     worth = Told()
-    store, table = stores(worth=worth), [1, 2, 3, 4, 5]
+    store, table = stores(cost_model=worth), [1, 2, 3, 4, 5]
     request = FakeRequest("r", TOKENS)
     store.save(request, table)
     assert (worth.asked, worth.prompts) == (0, [(0, 70)])  # there was no hit to be judged

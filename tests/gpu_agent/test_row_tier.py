@@ -168,10 +168,7 @@ def test_the_head_of_a_held_chain_is_evicted_last() -> None:
     memory = random_memory(40)
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
     # No more than half of a node can be pinned
-    held, others = (
-        chain("held", 6),
-        chain("others", 18),
-    )
+    held, others = chain("held", 6), chain("others", 18)
     with (
         NodeProcess("--ram-bytes", "256KiB", "--extent-bytes", "64KiB") as node,
         Client(ClientConfig(address=node.address)) as client,

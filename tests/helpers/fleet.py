@@ -61,11 +61,11 @@ def owners(view: View, namespace: Namespace, keys: Sequence[bytes]) -> list[tupl
     return view.owners.owners(namespace.digest, keys)
 
 
-def calm(nodes: Sequence[Node], timeout_s: float = 10.0) -> None:
-    """All that is handed on has arrived."""
+def wait_replicated(nodes: Sequence[Node], timeout_s: float = 10.0) -> None:
+    """Wait until the replication queues of all nodes are empty."""
     for node in nodes:
         assert node.peers.replicator.wait_empty(timeout_s), (
-            f"{node.membership.member} still hands pages on"
+            f"{node.membership.member} still replicates pages"
         )
 
 

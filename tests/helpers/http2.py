@@ -15,11 +15,7 @@ FRAME_NBYTES_MAX = 1 << 14  # that every peer takes
 WINDOW_NBYTES = 65535  # of streams and connections, until a peer grants more
 HEAD_NBYTES = 9
 # HPACK: by its index; literal that enters the table; literal
-_INDEXED, _ADDED, _PLAIN = (
-    0x80,
-    0x40,
-    0x00,
-)
+_INDEXED, _ADDED, _PLAIN = 0x80, 0x40, 0x00
 _TABLE_FIRST = 62  # index of the entry that was added last
 
 

@@ -169,7 +169,7 @@ class Load:
             self.error = error
 
     def _recover(self) -> None:
-        if self._life.disk.poisoned and not self._record.killed:
+        if self._life.disk.stop_reason and not self._record.killed:
             try:
                 self._life.disk.recover()
             except OSError:

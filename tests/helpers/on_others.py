@@ -170,7 +170,7 @@ ADAPTERS = {
             "ranks": {
                 "namespace": [{"key": {"kv_rank": 0x02010201}}, {"key": {"kv_rank": 0x04000400}}]
             },
-            "LoRA": {"nobody": [{"key": {}}]},
+            "LoRA": {"unprotected": [{"key": {}}]},
             "salts": {
                 "namespace": [
                     {"key": {"cache_salt": "a"}},

@@ -185,7 +185,7 @@ class SimNode:
     def _hand_over(self) -> None:
         while self.up:
             while (batch := self.queue.next(self.world.now)) is not None:
-                self.world.spawn(f"courier of {self.name}", partial(self._carry, batch))
+                self.world.spawn(f"replicator of {self.name}", partial(self._send, batch))
             self._release()
             self.world.sleep(TICK_S)
 
@@ -193,7 +193,7 @@ class SimNode:
         freed, self.queue.freed = self.queue.freed, []
         self.tier.release(freed)
 
-    def _carry(self, batch: Batch[Page]) -> None:
+    def _send(self, batch: Batch[Page]) -> None:
         limit = Deadline(CALL_S)
         try:
             pages = {

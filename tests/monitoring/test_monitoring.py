@@ -22,7 +22,7 @@ from kvstore.cli.authority import Authority
 from kvstore.identities import add, new_token, token_line
 from node.config import NodeConfig
 from node.server import Node
-from node.serving.http_server import Asker
+from node.serving.http_server import HttpClient
 from node.serving.metrics import metrics_text
 
 DOCUMENT = (ROOT / "docs" / "kubernetes.md").read_text()
@@ -75,7 +75,7 @@ def text(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             with pytest.raises(Forbidden):
                 client.flush()
         answer = metrics_text(node.service)(
-            {"authorization": f"Bearer {operator}"}, Asker("127.0.0.1", ())
+            {"authorization": f"Bearer {operator}"}, HttpClient("127.0.0.1", ())
         )
         yield answer.body().decode()
     finally:

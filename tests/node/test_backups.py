@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fake_etcd import FakeEtcd
-from fleet import calm, present
+from fleet import present, wait_replicated
 from fleets import Start, members, stop
 from known_pages import Pages
 from local_nodes import Connect
@@ -98,7 +98,7 @@ def test_a_backup_from_before_a_forget_brings_nothing_back(
     client = connect(one, timeout_s=20.0)
     for pages in (gone, kept):
         pages.put(client, pages.keys(*NUMBERS))
-    calm([one, two])
+    wait_replicated([one, two])
     connect(two, direct=True).flush()
     stop(two)
     copied(data, backup)
@@ -113,7 +113,7 @@ def test_a_backup_from_before_a_forget_brings_nothing_back(
     assert there(two, gone) == 0
     assert there(two, kept) == len(NUMBERS)
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
-    calm([one, two])
+    wait_replicated([one, two])
     assert there(one, gone) == there(two, gone) == 0
     assert kept.get(connect(two, timeout_s=20.0), kept.keys(*NUMBERS)) == [True] * len(NUMBERS)
 
@@ -144,7 +144,7 @@ def test_a_backup_from_before_a_removal_of_another_members_directory_brings_noth
     assert there(three, gone) == 0
     assert there(three, kept) > 0
     wait_until(lambda: members(one) == members(two) == members(three) == ["n1", "n2", "n3"])
-    calm([one, two, three])
+    wait_replicated([one, two, three])
     assert there(one, gone) == there(two, gone) == there(three, gone) == 0
     for node in (one, two, three):  # as soon as each page is at its owner of now
         client = connect(node, timeout_s=20.0)
@@ -197,7 +197,7 @@ def test_a_directory_that_is_wiped_under_a_member_costs_pages_and_no_bytes(
     client, pages = connect(one, timeout_s=20.0), Pages("wiped")
     some, more = pages.keys(*range(30)), pages.keys(*range(100, 130))
     pages.put(client, some)
-    calm([one, two])
+    wait_replicated([one, two])
     for path in list(data.iterdir()) if what == "all" else [data / what]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     at_two = connect(two, direct=True, timeout_s=20.0)
@@ -210,5 +210,5 @@ def test_a_directory_that_is_wiped_under_a_member_costs_pages_and_no_bytes(
     two = fleet("n2", **settings)
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
     pages.get(connect(two, direct=True, timeout_s=20.0), some + more)
-    calm([one, two])
+    wait_replicated([one, two])
     assert pages.get(client, some + more) == [True] * 60

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cli_runner import CliRunner
-from fleet import calm, tell, view_of
+from fleet import tell, view_of, wait_replicated
 from known_pages import Pages
 from local_nodes import Connect, StartNode
 from waiting import wait_until
@@ -126,7 +126,7 @@ def test_pages_with_replicas_are_counted_as_what_they_are(
     for number, node in enumerate(fleet):
         node.membership.become(View("fleet", 2, members, 2), f"n{number}")
     pages.put(connect(fleet[0]), pages.keys(*range(20)))
-    calm(fleet)
+    wait_replicated(fleet)
     assert "COPIES IN RAM" in kvstore("ls").stdout
     refused = kvstore("rm", "--model", pages.namespace.model, "--all")
     assert "Remove all 20 pages of" in refused.stderr
@@ -197,13 +197,13 @@ def test_disks_of_all_members(
     tell(nodes, view_of(nodes, replicas=2))
     kvstore = kvstore_at(nodes[0])
     pages.put(connect(nodes[0]), pages.keys(*range(6)))
-    calm(nodes)
+    wait_replicated(nodes)
     assert json.loads(kvstore("flush", "--json").stdout) == {"pages_on_disk": 12, "away": []}
     scrubbed = json.loads(kvstore("scrub", "--json").stdout)
     assert (scrubbed["intact"], scrubbed["damaged"], scrubbed["away"]) == (12, 0, [])
     assert kvstore("recover").stdout == "no disk is stopped at the 2 members that answer\n"
     assert nodes[1].disk is not None
-    nodes[1].disk.blame("writing", OSError("it broke"))
+    nodes[1].disk.on_error("writing", OSError("it broke"))
     shown = kvstore("cluster")
     assert (
         "DEGRADED" in shown.stdout,

@@ -97,7 +97,7 @@ def test_each_is_told_with_how_long_ago_it_said_so_and_who_left_is_not(
     fleet.now_s += ASKED_S
     members.describe(OWN)
     fleet.do()
-    assert members._told.keys() == {"n1"}
+    assert members._statuses.keys() == {"n1"}
 
 
 def test_a_round_ends_in_time_and_who_was_left_out_is_first_in_the_next(

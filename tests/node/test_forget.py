@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from fake_etcd import FakeEtcd
-from fleet import calm, present, tell, view_of
+from fleet import present, tell, view_of, wait_replicated
 from fleets import Start, stop
 from known_pages import Pages
 from local_nodes import Connect, StartNode
@@ -44,7 +44,7 @@ def test_nothing_is_left_at_any_member(
         pages.put(client, keys)
         # Which has copies now
         assert pages.get(connect(nodes[1], timeout_s=20.0), keys) == [True] * len(keys)
-    calm(nodes)
+    wait_replicated(nodes)
     assert sum(in_ram(node, gone) for node in nodes) >= replicas * len(keys)
     away: Away = {}
     told = client.forget("gone", 30.0, away)
@@ -82,7 +82,7 @@ def test_a_member_that_was_away_is_named_and_erases_when_it_is_back(
     for pages in (gone, kept):
         pages.put(at_two, pages.keys(*NUMBERS))
         connect(one, direct=True).open(pages.namespace)
-    calm([one, two])
+    wait_replicated([one, two])
     at_two.flush()
     stop(two)
     assert in_rows(tmp_path, b"a secret model")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from authorities import of_client, of_node, pair
-from fleet import calm, tell, view_of
+from fleet import tell, view_of, wait_replicated
 from fleets import Start
 from known_pages import Pages
 from local_nodes import Connect, StartNode
@@ -263,7 +263,7 @@ def test_a_cluster_whose_members_are_reached_by_frames_only(
     )
     keys = pages.keys(*range(12))
     pages.put(client, keys)
-    calm(nodes)
+    wait_replicated(nodes)
     assert pages.get(client, keys) == [True] * 12
     for node in nodes:
         alone = connect(node, "bulk", address=by_frames(node), direct=True)

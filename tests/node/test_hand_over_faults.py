@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fleet import calm, counts, present, tell, view_of
+from fleet import counts, present, tell, view_of, wait_replicated
 from known_pages import Pages
 from local_nodes import Connect, StartNode
 from ports import free_port
@@ -62,7 +62,7 @@ def test_returned_member_gets_its_pages(
     wait_until(lambda: pair[0].peers.links.link("n1").failure_count >= 2)
     assert counts(pair[0]).queue_pages == len(keys)
     tell(pair, view_of(pair, 2, 3))
-    calm(pair)
+    wait_replicated(pair)
     assert pages.get(connect(pair[1], direct=True), keys) == [True] * len(keys)
 
 
@@ -71,7 +71,7 @@ def test_a_member_that_is_paused(mixed: tuple[Node, NodeProcess], connect: Conne
     pages = Pages("paused", 1 << 18)
     client, keys = connect(node, direct=True), pages.keys(*range(8))
     pages.put(client, keys[:1])
-    calm([node])
+    wait_replicated([node])
     os.kill(process.pid, signal.SIGSTOP)
     try:
         began = time.monotonic()
@@ -80,7 +80,7 @@ def test_a_member_that_is_paused(mixed: tuple[Node, NodeProcess], connect: Conne
         threading.Event().wait(0.5)
     finally:
         os.kill(process.pid, signal.SIGCONT)
-    calm([node])
+    wait_replicated([node])
     other = connect(node, address=process.address, direct=True)
     assert pages.get(other, keys) == [True] * len(keys)
 
@@ -118,7 +118,7 @@ def test_a_member_that_is_full_is_given_its_pages_later(
         assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
         threading.Event().wait(0.4)
         assert counts(nodes[0]).queue_pages == len(keys)
-    calm(nodes)
+    wait_replicated(nodes)
     assert present(nodes[1], pages.namespace, keys) == [True] * len(keys)
 
 
@@ -136,7 +136,7 @@ def test_a_full_queue_costs_replicas_and_no_put(
     assert status.pages_dropped == 64 - (1 << 20) // (1 << 16)
     assert nodes[0].tier.held_count == status.queue_pages == 16
     tell(nodes, view_of(nodes, 2, 2))
-    calm(nodes)
+    wait_replicated(nodes)
     there = present(nodes[1], pages.namespace, pages.keys(*range(64)))
     assert there.count(True) == 16
     assert all(there[-8:]), "the oldest were dropped"
@@ -163,11 +163,11 @@ def test_page_removed_during_replication_does_not_come_back(
     assert reached.wait(10.0)
     assert client.remove(pages.namespace, keys[:2]) == [True, True]
     go.set()
-    calm(pair)
+    wait_replicated(pair)
     wait_until(lambda: present(pair[1], pages.namespace, keys) == [False, False, True, True])
     assert pages.get(client, keys) == [False, False, True, True]
     pages.put(direct, keys)  # again, and this time they stay
-    calm(pair)
+    wait_replicated(pair)
     assert present(pair[1], pages.namespace, keys) == [True] * 4
 
 
@@ -198,7 +198,7 @@ def test_page_removed_before_arrival_is_never_visible(
     assert reached.wait(10.0)
     assert client.remove(pages.namespace, keys[:2]) == [True, True]
     go.set()
-    calm(pair)
+    wait_replicated(pair)
     assert committed == set(keys[2:])
     assert present(pair[1], pages.namespace, keys) == [False, False, True, True]
     assert not counts(pair[0]).pages_dropped
@@ -220,7 +220,7 @@ def test_page_replicated_during_a_removal_is_removed_again(
             done.set()
             threading.Event().wait(0.3)
             pages.put(direct, keys)
-            calm(pair)
+            wait_replicated(pair)
         return remove(request, caller)
 
     monkeypatch.setitem(pair[0].service._unary, "remove", handed_first)
@@ -257,7 +257,7 @@ def test_a_node_stops_in_its_time_whatever_its_peers_do(
         client = connect(node, direct=True)
         pages.put(client, pages.keys(0))
         if target == "is paused in a transfer":
-            calm([node])
+            wait_replicated([node])
             os.kill(process.pid, signal.SIGSTOP)
         pages.put(client, pages.keys(*range(1, 9)))
         threading.Event().wait(0.3)
@@ -308,5 +308,5 @@ def test_a_page_with_a_time_to_live_that_is_over(
     client.put(pages.namespace, [key], [pages.content(key)], Keep(ttl_s=1.0))
     threading.Event().wait(2.1)
     tell(pair, view_of(pair, 2, 3))
-    calm(pair)
+    wait_replicated(pair)
     wait_until(lambda: present(pair[1], pages.namespace, [key]) == [False])

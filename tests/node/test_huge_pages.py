@@ -11,7 +11,7 @@ from local_nodes import Connect, StartNode
 from kvstore.sync import Event
 from kvstore.transports.mapped_memory import ArenaMap
 from node.memory.arena import Arena, huge_nbytes
-from node.serving.http_server import Asker
+from node.serving.http_server import HttpClient
 from node.serving.metrics import metrics_text
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -71,5 +71,5 @@ def test_status_and_metrics_tell(
     assert connect(node).node_status().ram.huge_nbytes == 6 << 20
     assert (
         b"kvstore_ram_huge_bytes 6.291456e+06"
-        in metrics_text(node.service)({}, Asker("me", ())).body()
+        in metrics_text(node.service)({}, HttpClient("me", ())).body()
     )

@@ -58,11 +58,11 @@ def test_calls_that_are_interrupted_all_the_time_leave_nothing_behind(
         try:
             assert child.stdout is not None
             said = child.stdout.readline()
-            if said == "calm\n":
+            if said == "wait_replicated\n":
                 settle(node, sessions=None)  # while it lives
             said += child.communicate()[0]
         finally:
             child.kill()
             child.wait()
         errors.seek(0)
-        assert (said, child.returncode) == ("calm\nclosed\n", 0), errors.read()
+        assert (said, child.returncode) == ("wait_replicated\nclosed\n", 0), errors.read()

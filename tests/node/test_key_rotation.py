@@ -6,7 +6,7 @@ import os
 import random
 
 import pytest
-from fleet import calm, owned, tell, view_of
+from fleet import owned, tell, view_of, wait_replicated
 from forging import SECRET, forge
 from known_pages import Pages
 from local_nodes import Connect
@@ -71,7 +71,7 @@ def test_engines_with_an_old_and_a_new_page_key_have_right_bytes_or_misses(
             tell(cluster, view_of(there, 2, number))
             for place in range(len(there)):
                 cluster[place].peers.rebalancer._sweep.run(view_of(there, 2, number), f"n{place}")
-    calm(cluster)
+    wait_replicated(cluster)
     assert hits
     for secret, some in pages.items():
         assert some.put(clients[secret][0], some.keys(99))

@@ -1,7 +1,7 @@
 """Pages of a keyed namespace where one member of a cluster lies."""
 
 import pytest
-from fleet import NUMBERS, calm, owned, owners, present, tell, view_of
+from fleet import NUMBERS, owned, owners, present, tell, view_of, wait_replicated
 from forging import SECRET, forge, key_id
 from known_pages import Pages
 from local_nodes import ClusterClient, Connect
@@ -40,7 +40,7 @@ def test_page_changed_at_one_owner_comes_from_the_other(
 ) -> None:
     client, keys = connect(replicated[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(client, keys)
-    calm(replicated)
+    wait_replicated(replicated)
     mine = lie(replicated, keyed, keys, 2)
     assert keyed.get(client, keys) == [True] * len(keys)
     assert client.stats.forged_pages >= len(mine)
@@ -53,7 +53,7 @@ def test_replicas_of_sealed_pages_are_whole(
     """Handed on by their first owner, seal and all."""
     client, keys = connect(replicated[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(client, keys)
-    calm(replicated)
+    wait_replicated(replicated)
     for key, (first, _) in zip(
         keys, owners(view_of(replicated, 2), keyed.namespace, keys), strict=True
     ):
@@ -84,7 +84,7 @@ def test_an_owner_lies_to_a_near_node_and_another_has_the_page(
     client = connect(replicated[0], "auto", near="n0", page_key=SECRET)
     writer, keys = connect(replicated[-1], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(writer, keys)
-    calm(replicated)
+    wait_replicated(replicated)
     mine = lie(replicated, keyed, keys, 2)
     assert keyed.get(client, keys) == [True] * len(keys)
     found = owners(view_of(replicated, 2), keyed.namespace, mine)
@@ -96,7 +96,7 @@ def test_a_near_node_lies(replicated: list[Node], connect: Connect, keyed: Pages
     client = connect(replicated[1], "auto", near="n1", page_key=SECRET)
     keys = keyed.keys(*NUMBERS)
     keyed.put(client, keys)
-    calm(replicated)
+    wait_replicated(replicated)
     mine = lie(replicated, keyed, keys, 2)
     assert keyed.get(client, keys) == [True] * len(keys)
     assert client.stats.forged_pages == len(mine)

@@ -27,7 +27,7 @@ from kvstore.tools.node_process import NodeProcess
 from node.server import DESCRIPTORS_OF_SESSION, Node
 from node.serving.acceptor import DESCRIPTORS_LEFT_MIN
 from node.serving.gateway import connections_max
-from node.serving.http_server import HEAD_NBYTES_MAX, Asker
+from node.serving.http_server import HEAD_NBYTES_MAX, HttpClient
 from node.serving.limits import HTTP_CONNECTIONS_MAX, HTTP_REQUEST_S_MAX, REQUEST_S_MAX
 from node.serving.metrics import _CACHED_MAX, Answer, MetricsServer
 
@@ -184,7 +184,7 @@ def test_scrapes_without_pause_are_answered_from_one_text(
     made = []
     choose = node.metrics._choose
 
-    def slowly(headers: Any, asker: Asker) -> Answer:
+    def slowly(headers: Any, asker: HttpClient) -> Answer:
         def body() -> bytes:
             made.append(1)
             threading.Event().wait(0.1)

@@ -285,7 +285,7 @@ def test_a_member_that_is_drained_is_not_near(
     tell(cluster, view_of(cluster, number=2, n0=State.DRAINING))
     client = connect(cluster[0], "auto")
     client.open(pages.namespace)
-    near = client._fan_out.nodes.at_hand
+    near = client._fan_out.nodes.local_channel
     assert near is not None
     assert near.wire_name == "shm"
     assert near.address != f"127.0.0.1:{cluster[0].grpc.port}"

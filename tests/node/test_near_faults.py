@@ -378,13 +378,13 @@ def test_removal_holds_over_two_hops(
     writer, reader = connect(cluster[0], "auto", near="n0"), connect(cluster[2], "auto", near="n2")
     writer.open(pages.namespace)
     reader.open(pages.namespace)
-    asked, carry, rounds = threading.Event(), cluster[0].peers.replicator._carry, [0, 0, 0]
+    asked, carry, rounds = threading.Event(), cluster[0].peers.replicator._send, [0, 0, 0]
 
     def late(batch: Any) -> list[bytes]:
         assert asked.wait(30.0)
         return carry(batch)
 
-    monkeypatch.setattr(cluster[0].peers.replicator, "_carry", late)
+    monkeypatch.setattr(cluster[0].peers.replicator, "_send", late)
 
     def delayed(number: int) -> Callable[[Any, Any], Any]:
         remove = cluster[number].service._unary["remove"]

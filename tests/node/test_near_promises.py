@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import KB16, MB, NUMBERS, calm, owned, owners, present, tell, view_of
+from fleet import KB16, MB, NUMBERS, owned, owners, present, tell, view_of, wait_replicated
 from known_pages import Pages
 from local_nodes import ClusterClient, Connect, StartNode
 
@@ -186,7 +186,7 @@ def test_an_owner_that_is_killed_on_the_way(
     keys = [
         key for key in pages.keys(*range(400)) if owners(view, pages.namespace, [key]) == [wanted]
     ][:16]
-    carry = nodes[0].peers.replicator._carry
+    carry = nodes[0].peers.replicator._send
     dead: list[bool] = []
 
     def killed(batch: Any) -> list[bytes]:
@@ -195,7 +195,7 @@ def test_an_owner_that_is_killed_on_the_way(
             dies.stop()
         return carry(batch)
 
-    monkeypatch.setattr(nodes[0].peers.replicator, "_carry", killed)
+    monkeypatch.setattr(nodes[0].peers.replicator, "_send", killed)
     client = near(nodes)
     if replicas == 1:
         assert put(client, pages, keys, timeout_s=5.0) == [PutOutcome.AWAY] * len(keys)
@@ -311,7 +311,7 @@ def test_pages_that_are_visible_but_not_promised_get_to_all_owners(
     keys = pages.keys(*NUMBERS)
     whose = owners(view_of(nodes, 2), pages.namespace, keys)
     put(near(nodes), pages, keys)
-    calm(nodes)
+    wait_replicated(nodes)
     for key, some in zip(keys, whose, strict=True):
         if "n0" not in some:
             assert [present(node, pages.namespace, [key]) for node in nodes[1:]] == [[True], [True]]

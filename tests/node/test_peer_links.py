@@ -8,7 +8,7 @@ from kvstore import ConfigError, Unavailable
 from kvstore.cluster.view import Member, State, View
 from kvstore.deadline import Deadline
 from node.cluster.membership import Membership, advertised, check_address
-from node.cluster.remote_pages import PeerLinks, known_by
+from node.cluster.remote_pages import PeerLinks, peer_credentials
 from node.config import NodeConfig
 
 ELSEWHERE = "192.0.2.1:7440"  # of an address range that nobody has
@@ -52,8 +52,8 @@ def test_a_token_leaves_the_host_in_plain_text_only_if_the_node_was_told_to_be_i
         links.link("n1").run(lambda link, limit: None, None, Deadline(1.0))
     links.close()
     with pytest.raises(ConfigError, match="would cross the network unencrypted"):
-        check_address(ELSEWHERE, b"", lambda: None, known_by(config))
-    assert known_by(NodeConfig(host="0.0.0.0", token="t", insecure=True))["insecure"]
+        check_address(ELSEWHERE, b"", lambda: None, peer_credentials(config))
+    assert peer_credentials(NodeConfig(host="0.0.0.0", token="t", insecure=True))["insecure"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from authorities import of_client, of_node
-from fleet import calm, hang_gets, owners, tell, view_of
+from fleet import hang_gets, owners, tell, view_of, wait_replicated
 from known_pages import Pages
 from local_nodes import Connect, StartNode
 
@@ -89,7 +89,7 @@ def test_a_page_that_is_damaged_at_its_first_owner_comes_whole_from_the_next(
 ) -> None:
     keys = cut.keys(*NUMBERS)
     assert cut.put(connect(trio[0]), keys) == [PutOutcome.STORED] * len(keys)
-    calm(trio)
+    wait_replicated(trio)
     routes = owners(view_of(trio, 2), cut.namespace, keys)
     damaged = next(key for key, route in zip(keys, routes, strict=True) if route[0] == "n1")
     cut.flip(trio[1], damaged)
@@ -102,7 +102,7 @@ def test_late_worker_writes_into_no_piece(
 ) -> None:
     client, keys = connect(trio[0], timeout_s=3.0), cut.keys(*NUMBERS)
     cut.put(client, keys)
-    calm(trio)
+    wait_replicated(trio)
     go = hang_gets(trio[1], monkeypatch)
     buffers = [bytearray(cut.nbytes) for _ in keys]
     assert client.get(cut.namespace, keys, [cut.cut(buffer) for buffer in buffers]) == [True] * len(

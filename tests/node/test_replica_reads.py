@@ -4,7 +4,7 @@ import socket
 import time
 
 import pytest
-from fleet import calm, hang_gets, owners, plant, present, tell, view_of
+from fleet import hang_gets, owners, plant, present, tell, view_of, wait_replicated
 from known_pages import Pages
 from local_nodes import Connect, StartNode
 
@@ -32,7 +32,7 @@ def test_a_member_that_is_lost_costs_nothing(
 ) -> None:
     client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
-    calm(trio)
+    wait_replicated(trio)
     tell(trio, view_of(trio, 2, 2, elsewhere={1: "127.0.0.1:9"}))
     other = connect(trio[0])
     assert pages.get(other, keys) == [True] * len(keys)
@@ -41,11 +41,11 @@ def test_a_member_that_is_lost_costs_nothing(
     assert pages.put(other, more) == [PutOutcome.STORED] * len(more)
     assert pages.get(other, more) == [True] * len(more)
     tell(trio, view_of(trio, 2, 3))
-    calm(trio)
+    wait_replicated(trio)
     mine = first_of(trio, pages, more, 1)
     assert mine
     assert present(trio[1], pages.namespace, mine) == [True] * len(mine), (
-        "it was given them when it was back"
+        "pages were not replicated after it returned"
     )
 
 
@@ -57,7 +57,7 @@ def test_the_longest_prefix_is_put_together_from_replicas(
     """
     client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
-    calm(trio)
+    wait_replicated(trio)
     # Of each two the first is at its first owner only, the second at the other
     for number, node in enumerate(trio):
         mine = first_of(trio, pages, keys, number)
@@ -84,7 +84,7 @@ def test_a_slow_owner_costs_half_of_the_time(
 ) -> None:
     client, keys = connect(trio[0], timeout_s=3.0), pages.keys(*NUMBERS)
     pages.put(client, keys)
-    calm(trio)
+    wait_replicated(trio)
     go = hang_gets(trio[1], monkeypatch)
     began = time.monotonic()
     assert pages.get(client, keys) == [True] * len(keys)
@@ -97,7 +97,7 @@ def test_a_page_that_is_damaged_at_its_first_owner_comes_from_the_next(
 ) -> None:
     client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
-    calm(trio)
+    wait_replicated(trio)
     mine = first_of(trio, pages, keys, 1)
     pages.flip(trio[1], mine[0])
     assert pages.get(client, keys) == [True] * len(keys)
@@ -108,7 +108,7 @@ def test_a_page_that_is_damaged_at_its_first_owner_comes_from_the_next(
 def test_all_copies_are_verified(trio: list[Node], connect: Connect, pages: Pages) -> None:
     client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
-    calm(trio)
+    wait_replicated(trio)
     routes = owners(view_of(trio, 2), pages.namespace, keys)
     pages.flip(trio[int(routes[3][1][1])], keys[3])
     assert client.verify(pages.namespace, [*keys, pages.key(99)]) == (len(keys) - 1, 1, 1)
@@ -138,7 +138,7 @@ def test_a_copy_that_nobody_owns_is_removed_too(
     (stranger,) = [node for number, node in enumerate(trio) if f"n{number}" not in route]
     direct, client = connect(stranger, direct=True), connect(trio[0])
     pages.put(direct, [key])
-    calm(trio)
+    wait_replicated(trio)
     assert present(stranger, pages.namespace, [key]) == [True]
     assert client.remove(pages.namespace, [key, pages.key(2)]) == [True, False]
     assert [present(node, pages.namespace, [key]) for node in trio] == [[False]] * 3
@@ -153,4 +153,4 @@ def test_a_put_whose_first_owner_hangs_goes_to_the_next(
         client, keys = connect(trio[0], timeout_s=4.0), pages.keys(*NUMBERS)
         assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
         tell(trio, view_of(trio, 2, 3))
-        calm(trio)
+        wait_replicated(trio)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import calm, counts, owners, present, tell, view_of
+from fleet import counts, owners, present, tell, view_of, wait_replicated
 from known_pages import Pages
 from local_nodes import Connect, ConnectRaw, StartNode
 from waiting import wait_until
@@ -17,7 +17,7 @@ from kvstore.checksum import leaves
 from kvstore.pb import kvstore_pb2 as pb
 from node.cluster import replication_queue
 from node.server import Node
-from node.serving.http_server import Asker
+from node.serving.http_server import HttpClient
 from node.serving.metrics import metrics_text
 
 NUMBERS = range(24)
@@ -29,7 +29,7 @@ def pair(start_node: StartNode) -> Iterator[list[Node]]:
     nodes = [start_node() for _ in range(2)]
     tell(nodes, view_of(nodes, 2))
     yield nodes
-    calm(nodes)
+    wait_replicated(nodes)
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
@@ -41,7 +41,7 @@ def test_a_put_comes_to_all_owners_and_to_nobody_else(
     tell(nodes, view)
     client, keys = connect(nodes[0], wire, near="none"), pages.keys(*NUMBERS)
     assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
-    calm(nodes)
+    wait_replicated(nodes)
     for number, node in enumerate(nodes):
         mine = [f"n{number}" in some for some in owners(view, pages.namespace, keys)]
         assert present(node, pages.namespace, keys) == mine
@@ -78,10 +78,10 @@ def test_existing_page_is_not_replicated_again(
 ) -> None:
     client, keys = connect(pair[0], direct=True), pages.keys(*NUMBERS)
     pages.put(client, keys)
-    calm(pair)
+    wait_replicated(pair)
     connect(pair[1], direct=True).remove(pages.namespace, keys[:5])
     assert pages.put(client, keys) == [PutOutcome.EXISTS] * len(keys)
-    calm(pair)
+    wait_replicated(pair)
     assert counts(pair[0]).pages_handed == len(keys)
     client.put(pages.namespace, keys, [pages.content(key) for key in keys], Keep(ack="all"))
     assert present(pair[1], pages.namespace, keys) == [True] * len(keys)
@@ -90,7 +90,7 @@ def test_existing_page_is_not_replicated_again(
 def test_time_to_live_goes_with_the_page(pair: list[Node], connect: Connect, pages: Pages) -> None:
     key, client = pages.key(1), connect(pair[0], direct=True)
     client.put(pages.namespace, [key], [pages.content(key)], Keep(ttl_s=100.0))
-    calm(pair)
+    wait_replicated(pair)
     (page,) = connect(pair[1], direct=True).stat(pages.namespace, [key])
     assert 98_000 <= page.ttl_ms <= 100_000
 
@@ -242,7 +242,7 @@ def test_bytes_that_rotted_in_the_senders_memory_are_not_made_good(
     finally:
         pair[0].peers.replicator._changed.release()
     putting.join()
-    calm(pair)
+    wait_replicated(pair)
     wanted = [True, True, False, True, True, True]
     assert present(pair[1], pages.namespace, keys) == wanted
     assert pages.get(connect(pair[1], direct=True), keys) == wanted
@@ -271,14 +271,14 @@ def test_the_head_of_a_chain_is_its_newest_page_there_too(
     monkeypatch.setattr(pair[1].service, "begin_put", told)
     keys = pages.keys(*range(12))
     pages.put(connect(pair[0], direct=True), keys)
-    calm(pair)
+    wait_replicated(pair)
     assert asked == [keys[8:], keys[4:8], keys[:4]]
 
 
 def test_metrics_tell_what_was_handed_on(pair: list[Node], connect: Connect, pages: Pages) -> None:
     pages.put(connect(pair[0], direct=True), pages.keys(*NUMBERS))
-    calm(pair)
-    text = metrics_text(pair[0].service)({}, Asker("me", ())).body().decode()
+    wait_replicated(pair)
+    text = metrics_text(pair[0].service)({}, HttpClient("me", ())).body().decode()
     found = dict(line.split() for line in text.splitlines() if line.startswith("kvstore_peers_"))
     told = {name.removeprefix("kvstore_peers_"): float(value) for name, value in found.items()}
     assert {

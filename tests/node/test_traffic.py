@@ -14,7 +14,7 @@ from waiting import wait_until
 from kvstore import InvalidRequest, KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
 from node.server import Node
-from node.serving.http_server import Asker
+from node.serving.http_server import HttpClient
 from node.serving.metrics import metrics_text
 from node.serving.request_metrics import BOUNDS_S, DISK, PEER, RAM, Histogram, RequestMetrics
 
@@ -198,4 +198,4 @@ def test_a_member_that_fails_is_told(cluster: list[Node]) -> None:
 
 
 def scraped(node: Node) -> str:
-    return metrics_text(node.service)({}, Asker("127.0.0.1", ())).body().decode()
+    return metrics_text(node.service)({}, HttpClient("127.0.0.1", ())).body().decode()

@@ -34,10 +34,7 @@ STAND_IN = (
 
 def run(*command: str | pathlib.Path, cwd: pathlib.Path | None = None) -> str:
     # What is compiled once is for all commands
-    unwanted = (
-        "PYTHONPATH",
-        "PYTHONDONTWRITEBYTECODE",
-    )
+    unwanted = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}
     done = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, check=False

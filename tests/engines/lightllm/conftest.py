@@ -68,7 +68,7 @@ def modules() -> Iterator[None]:
         patch.setenv("LIGHTLLM_UNIQUE_SERVICE_NAME_ID", "kvstore-test")
         patch.setenv("LIGHTLLM_START_ARGS", json.dumps({"model_dir": "/nowhere"}))
         yield
-    logging.disable(logging.INFO)  # of its end, to a file that pytest has closed
+    logging.disable(logging.INFO)  # LightLLM logs at exit, after pytest closed the stream
 
 
 class Server:
@@ -208,7 +208,7 @@ class Server:
         )
         for segment in (*shared, self.client.lock):
             segment.shm.unlink()
-            # It would complain, when collected, of the arrays that point there
+            # close() would raise BufferError: exported arrays still exist
             segment.shm.close = lambda: None
         assert self.service.pages.check() == []
 

@@ -26,7 +26,7 @@ ADAPTERS: dict[str, Adapter] = {
     **on_transformers.ADAPTERS,
 }
 USUAL: dict[int, bytes] = {}  # digests, by their adapters' ids
-WORDS = {"namespace", "hash", "refused", "no", "nobody"}
+WORDS = {"namespace", "hash", "refused", "no", "unprotected"}
 
 
 def cells() -> dict[tuple[str, str], str]:

@@ -19,7 +19,7 @@ import on_vllm
 import pytest
 
 from gpu_agent.identity import checkpoint
-from gpu_agent.identity.checkpoint import also_loaded, named, process_start
+from gpu_agent.identity.checkpoint import named, process_start, secondary_weights
 from gpu_agent.options import Identity
 from kvstore import ConfigError
 
@@ -371,12 +371,12 @@ def test_a_start_that_reads_for_long_says_so(
 
 def test_a_draft_is_named_like_a_model_or_vouched_for(tmp_path: Path, hub: Path) -> None:
     fetched(hub)
-    assert also_loaded(False, "org/tiny") == f"org/tiny@{COMMIT}"
+    assert secondary_weights(False, "org/tiny") == f"org/tiny@{COMMIT}"
     one, two = (
-        also_loaded(True, str(directory(tmp_path / place / "eagle", place.encode())))
+        secondary_weights(True, str(directory(tmp_path / place / "eagle", place.encode())))
         for place in "ab"
     )
     assert one != two
     with pytest.raises(ConfigError, match="org/eagle"):
-        also_loaded(False, "org/eagle", "v1")
-    assert also_loaded(True, "org/eagle", "v1") == "org/eagle@v1"
+        secondary_weights(False, "org/eagle", "v1")
+    assert secondary_weights(True, "org/eagle", "v1") == "org/eagle@v1"
