@@ -292,6 +292,8 @@ class MappedPath:
     def place(self, fetched: Fetched, skip_tokens: int, placed: Placed | None) -> int:
         """Copy held pages into the slots, verified; return how many are in place."""
         with fetched.held:
+            if not fetched.pages:
+                return 0  # a miss; `skip_tokens` may lie inside the first page
             if placed or not self._transfer.makes_leaves(fetched.chunk.pool):
                 intact = self._verify_and_scatter(fetched, skip_tokens, placed)
             else:

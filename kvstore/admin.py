@@ -316,14 +316,22 @@ class Admin:
     def flush(self, timeout_s: float | None = None, away: Away | None = None) -> int:
         """Wait until all visible pages survive power loss.
 
+        In a cluster, pages that were put at a near node are replicated to their owners first.
         Return the number of pages on disk.
         """
 
-        def run(link: NodeConnection, deadline: Deadline) -> int:
-            reply = link.wire.call("flush", pb.FlushRequest(wait_ms=wait_ms(deadline)), deadline)
-            return int(reply.pages_on_disk)
+        def run(link: NodeConnection, deadline: Deadline) -> pb.FlushReply:
+            reply: pb.FlushReply = link.wire.call(
+                "flush", pb.FlushRequest(wait_ms=wait_ms(deadline)), deadline
+            )
+            return reply
 
-        return sum(self._fan_out.all(run, None, self._deadline(timeout_s), away))
+        deadline = self._deadline(timeout_s)
+        replies = self._fan_out.all(run, None, deadline, away)
+        if any(reply.pages_replicated for reply in replies):
+            # An owner may have been flushed before the pages of a near node reached it
+            replies = self._fan_out.all(run, None, deadline, away)
+        return sum(int(reply.pages_on_disk) for reply in replies)
 
     def scrub(
         self, cursor: bytes = b"", nbytes_max: int = 0, timeout_s: float | None = None

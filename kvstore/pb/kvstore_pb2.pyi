@@ -530,7 +530,7 @@ class StatRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PageStat(_message.Message):
-    __slots__ = ("prefix_hash", "present", "nbytes", "checksum", "age_ms", "idle_ms", "pin_ttl_ms", "holds", "writing", "in_ram", "on_disk", "ttl_ms")
+    __slots__ = ("prefix_hash", "present", "nbytes", "checksum", "age_ms", "idle_ms", "pin_ttl_ms", "holds", "writing", "in_ram", "on_disk", "ttl_ms", "is_copy")
     PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -543,6 +543,7 @@ class PageStat(_message.Message):
     IN_RAM_FIELD_NUMBER: _ClassVar[int]
     ON_DISK_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    IS_COPY_FIELD_NUMBER: _ClassVar[int]
     prefix_hash: bytes
     present: bool
     nbytes: int
@@ -555,7 +556,8 @@ class PageStat(_message.Message):
     in_ram: bool
     on_disk: bool
     ttl_ms: int
-    def __init__(self, prefix_hash: _Optional[bytes] = ..., present: bool = ..., nbytes: _Optional[int] = ..., checksum: _Optional[bytes] = ..., age_ms: _Optional[int] = ..., idle_ms: _Optional[int] = ..., pin_ttl_ms: _Optional[int] = ..., holds: _Optional[int] = ..., writing: bool = ..., in_ram: bool = ..., on_disk: bool = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    is_copy: bool
+    def __init__(self, prefix_hash: _Optional[bytes] = ..., present: bool = ..., nbytes: _Optional[int] = ..., checksum: _Optional[bytes] = ..., age_ms: _Optional[int] = ..., idle_ms: _Optional[int] = ..., pin_ttl_ms: _Optional[int] = ..., holds: _Optional[int] = ..., writing: bool = ..., in_ram: bool = ..., on_disk: bool = ..., ttl_ms: _Optional[int] = ..., is_copy: bool = ...) -> None: ...
 
 class StatReply(_message.Message):
     __slots__ = ("pages",)
@@ -894,10 +896,12 @@ class FlushRequest(_message.Message):
     def __init__(self, wait_ms: _Optional[int] = ...) -> None: ...
 
 class FlushReply(_message.Message):
-    __slots__ = ("pages_on_disk",)
+    __slots__ = ("pages_on_disk", "pages_replicated")
     PAGES_ON_DISK_FIELD_NUMBER: _ClassVar[int]
+    PAGES_REPLICATED_FIELD_NUMBER: _ClassVar[int]
     pages_on_disk: int
-    def __init__(self, pages_on_disk: _Optional[int] = ...) -> None: ...
+    pages_replicated: int
+    def __init__(self, pages_on_disk: _Optional[int] = ..., pages_replicated: _Optional[int] = ...) -> None: ...
 
 class ScrubRequest(_message.Message):
     __slots__ = ("cursor", "nbytes_max")

@@ -177,10 +177,15 @@ class Drain:
     def _present_at(
         self, member: str, namespace: Namespace, prefix_hashes: list[bytes]
     ) -> list[bytes]:
-        """Return which of the pages a member has."""
+        """Return which of the pages a member has as its own: copies are on no disk."""
 
         def call(link: NodeConnection, limit: Deadline) -> list[Any]:
             return keyed_replies(link, "stat", pb.StatRequest, namespace, prefix_hashes, limit)
 
         replies = self._links.link(member).run(call, namespace, Deadline(CALL_S))
-        return [page.prefix_hash for reply in replies for page in reply.pages if page.present]
+        return [
+            page.prefix_hash
+            for reply in replies
+            for page in reply.pages
+            if page.present and not page.is_copy
+        ]

@@ -29,6 +29,7 @@ from node.cluster.membership import Membership
 from node.cluster.remote_pages import PeerLinks
 from node.memory.inventory import Inventory
 from node.memory.page import Page, PutStatus, Space
+from node.memory.page import State as PageState
 from node.memory.tier import RamTier
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ ROUND_PAGES = 4096  # of all members: within such a round the order is by member
 
 
 Listed = pb.ListNamespacesReply
+PageKey = tuple[bytes, bytes]  # digest of its namespace, prefix hash
 RunParallel = Callable[[Sequence[Callable[[], Listed]]], Sequence[Listed | KVStoreError]]
 
 
@@ -109,21 +111,43 @@ class Rebalance:
     ) -> Report:
         """Ask all other members of the view for the pages that `member`, this one, owns.
 
-        With `dry`, only report missing pages. `told` receives the progress.
+        Copies of pages that it owns now become its own, with their pins. With `dry`, only report
+        missing pages. `told` receives the progress.
         """
-        missing, away = self._missing_pages(view, member)
+        owned = frozenset[PageKey]() if dry else self._own_copies(view, member)
+        missing, away = self._missing_pages(view, member, owned)
         nbytes = sum(self._tier.namespace(page.digest).page_nbytes for page in missing)
         report = Report(len(missing), nbytes, away=away)
         return report if dry else self._fetched(missing, report, told)
 
+    def _own_copies(self, view: View, own: str) -> frozenset[PageKey]:
+        """Make copies of pages that `own`, this member, owns in the view its own."""
+        copies: dict[bytes, list[Page]] = {}
+
+        def collect(pages: list[Page]) -> None:
+            for page in pages:
+                if page.is_copy and page.state is PageState.VISIBLE:
+                    copies.setdefault(page.namespace.digest, []).append(page)
+
+        self._tier.scan(None, collect)
+        owned: list[Page] = []
+        for digest, pages in copies.items():
+            routes = view.owners.owners(digest, [page.prefix_hash for page in pages])
+            owned += [page for page, route in zip(pages, routes, strict=True) if own in route]
+        for start in range(0, len(owned), BATCH_KEYS):
+            self._tier.own(owned[start : start + BATCH_KEYS])
+        return frozenset((page.namespace.digest, page.prefix_hash) for page in owned)
+
     # ---- what is missing -----------------------------------------------------------------
 
-    def _missing_pages(self, view: View, own: str) -> tuple[list[Missing], tuple[str, ...]]:
+    def _missing_pages(
+        self, view: View, own: str, owned: frozenset[PageKey]
+    ) -> tuple[list[Missing], tuple[str, ...]]:
         """Return each missing page once, the newest first, from the first member that has it.
 
         All members are asked in parallel, so that unreachable ones cost one timeout together.
         """
-        found: dict[tuple[bytes, bytes], Missing] = {}
+        found: dict[PageKey, Missing] = {}
         away: list[str] = []
         others = [member.id for member in view.members if member.id != own]
         asks = [
@@ -134,7 +158,7 @@ class Rebalance:
             try:
                 if isinstance(listed, KVStoreError):
                     raise listed
-                for page in self._lacked(member, own, listed):
+                for page in self._lacked(member, own, listed, owned):
                     found.setdefault((page.digest, page.prefix_hash), page)
                     if len(found) == MISSING_MAX or not self._pause(0):
                         return sorted(found.values()), tuple(away)
@@ -143,7 +167,9 @@ class Rebalance:
                 away.append(member)
         return sorted(found.values()), tuple(away)
 
-    def _lacked(self, member: str, own: str, listed: Listed) -> Iterator[Missing]:
+    def _lacked(
+        self, member: str, own: str, listed: Listed, owned: frozenset[PageKey]
+    ) -> Iterator[Missing]:
         for info in listed.namespaces:
             namespace = namespace_value(info.namespace)
             self._tier.open_namespace(namespace, info.digest)
@@ -151,21 +177,26 @@ class Rebalance:
             while True:
                 reply = self._ask(member, "list", request, namespace)
                 check_goes_on(request, reply)
-                yield from self._absent(member, info.digest, reply.pages)
+                yield from self._absent(member, info.digest, reply.pages, owned)
                 request.page_token = reply.next_page_token
                 if not request.page_token:
                     break
 
     def _absent(
-        self, member: str, digest: bytes, pages: Sequence[pb.PageStat]
+        self,
+        member: str,
+        digest: bytes,
+        pages: Sequence[pb.PageStat],
+        owned: frozenset[PageKey],
     ) -> Iterator[Missing]:
         here = self._inventory.stat(digest, [page.prefix_hash for page in pages])
         for page, known in zip(pages, here, strict=True):
+            ttl_s = -(-page.ttl_ms // 1000)
+            there = Missing(page.idle_ms, member, digest, page.prefix_hash, ttl_s, page.pin_ttl_ms)
             if not (known.present or known.writing):
-                ttl_s = -(-page.ttl_ms // 1000)
-                yield Missing(
-                    page.idle_ms, member, digest, page.prefix_hash, ttl_s, page.pin_ttl_ms
-                )
+                yield there
+            elif (digest, page.prefix_hash) in owned and not known.pin_ttl_ms:
+                self._pin([there])
 
     def _ask(self, member: str, op: str, request: Any, namespace: Namespace | None = None) -> Any:
         def call(link: NodeConnection, limit: Deadline) -> Any:

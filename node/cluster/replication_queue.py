@@ -67,6 +67,7 @@ class QueuedPage(Generic[P]):
     waiter: AckWaiter | None
     end: float
     busy: set[str] = field(default_factory=set)
+    arrived: bool = False  # at one of the targets
     refusals: int = 0
 
 
@@ -107,7 +108,7 @@ class ReplicationQueue(Generic[P]):
     """Queue of pages. Not thread-safe.
 
     Times are seconds of any monotonic clock. Finished pages are in `freed`, for the caller to
-    release.
+    release; those that no target took are in `unsent`, too.
     """
 
     def __init__(self, nbytes_max: int, gone: Callable[[P], bool], nbytes_per_s: int = 0) -> None:
@@ -119,6 +120,7 @@ class ReplicationQueue(Generic[P]):
         self.nbytes = 0
         self.counts = Counts()
         self.freed: list[P] = []
+        self.unsent: list[P] = []  # those of them that no target has
         self._gone = gone
         self._nbytes_per_s = nbytes_per_s
         self._next_at = 0.0  # when the rate limit allows another batch
@@ -129,6 +131,11 @@ class ReplicationQueue(Generic[P]):
     def page_count(self) -> int:
         """Return the number of queued pages."""
         return len(self._queued_pages)
+
+    @property
+    def queued_pages(self) -> Collection[QueuedPage[P]]:
+        """Return the queued pages, the oldest first."""
+        return self._queued_pages.keys()
 
     @property
     def under_way(self) -> bool:
@@ -215,6 +222,7 @@ class ReplicationQueue(Generic[P]):
         for queued in batch.queued_pages:
             queued.busy.discard(batch.target)
             arrived = queued.prefix_hash in taken
+            queued.arrived |= arrived
             if arrived:
                 self.counts.pages_handed += 1
                 self.counts.nbytes_handed += queued.nbytes
@@ -318,6 +326,8 @@ class ReplicationQueue(Generic[P]):
             del self._queued_pages[queued]
             self.nbytes -= queued.nbytes
             self.freed.append(queued.page)
+            if not queued.arrived:
+                self.unsent.append(queued.page)
 
     def check(self) -> list[str]:
         """Return violated invariants; empty if all is well."""

@@ -34,7 +34,8 @@ class Replicator:
     """Send queued pages on threads. Thread-safe.
 
     Its lock is never taken under the RAM tier's, nor the other way round. No thread runs before a
-    page is offered.
+    page is offered. A copy that no owner took becomes this node's own page, so that its disk keeps
+    it until an owner fetches it in a rebalance.
     """
 
     def __init__(
@@ -119,6 +120,25 @@ class Replicator:
                 self._changed.wait(max(0.0, min(LOOK_S, end - time.monotonic())))
             return not (waiter.open_count or waiter.lost_count)
 
+    def settle_copies(self, end: float, gone: Callable[[], bool]) -> int:
+        """Wait until an owner has the pages that are queued now and are copies here.
+
+        Those that have reached no owner by `end`, in monotonic seconds, or when the caller has
+        left, become this node's own. Return the number of the others.
+        """
+        with self._changed:
+            copies = [queued for queued in self._queue.queued_pages if queued.page.is_copy]
+            waiting = set(copies)
+            while waiting:
+                waiting.intersection_update(self._queue.queued_pages)
+                waiting = {queued for queued in waiting if not queued.arrived}
+                if not waiting or time.monotonic() >= end or gone():
+                    break
+                self._changed.wait(max(0.0, min(LOOK_S, end - time.monotonic())))
+            unsent = [queued.page for queued in copies if not queued.arrived]
+        self._tier.own(unsent)
+        return len(copies) - len(unsent)
+
     def drop_gone(self) -> None:
         """Release removed pages; those being sent are released within HAND_S."""
         with self._changed:
@@ -183,7 +203,7 @@ class Replicator:
         """
         try:
             while len(self._threads) < REPLICATION_THREADS:
-                thread = threading.Thread(target=self._run, name="courier", daemon=True)
+                thread = threading.Thread(target=self._run, name="replicate", daemon=True)
                 thread.start()
                 self._threads.append(thread)
         except RuntimeError as error:
@@ -244,6 +264,8 @@ class Replicator:
             return
         with self._changed:
             freed, self._queue.freed = self._queue.freed, []
+            unsent, self._queue.unsent = self._queue.unsent, []
+        self._tier.own(unsent)  # no owner has them: as copies they would be lost first
         self._tier.release(freed)
 
     # ---- one batch -------------------------------------------------------------------------

@@ -1,17 +1,19 @@
 """Make pages durable: write them to the disk tier, then wait for a sync."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore.errors import Exhausted, InvalidRequest, UnknownNamespace
 from node.disk.tier import DiskTier
 from node.disk.writer import GONE_S
-from node.memory.inventory import Inventory, PageInfo
+from node.memory.inventory import Inventory
 from node.memory.tier import RamTier
 
 LOCKED_PAGES = 64  # checked or offered under one lock: gets must not wait for a flush
 ROUNDS_MAX = 4
+
+Batch = tuple[bytes, Sequence[bytes]]  # a namespace's digest, and prefix hashes
 
 
 class Wait(NamedTuple):
@@ -56,7 +58,7 @@ class Durability:
         removed: a missing page must not be acknowledged.
         """
         self._barrier(wait)  # queued pages need not be offered again
-        self._save([(digest, list(prefix_hashes))], wait, self._unsafe)
+        self._save(wait, lambda: [(digest, self._unsafe(digest, prefix_hashes))])
 
     def verify(
         self, digest: bytes, prefix_hash: bytes, before_read: Callable[[], None] = lambda: None
@@ -87,35 +89,29 @@ class Durability:
 
         Pages that are put or removed meanwhile are not waited for.
         """
+        now_ms = self._tier.clock_ms()
         self._barrier(wait)
-        self._save(self._inventory.unsaved(), wait, self._unsafe_in_ram)
+        self._save(wait, lambda: self._inventory.unsaved(now_ms))
         # Another thread may have stored a page that left RAM before this check
         if self.disk.unsafe_count:
             self._barrier(wait)
 
-    def _save(
-        self,
-        batches: list[tuple[bytes, list[bytes]]],
-        wait: Wait,
-        left: Callable[[bytes, Sequence[bytes]], list[bytes]],
-    ) -> None:
-        """Write those pages that `left` returns and wait for them, for a few rounds.
+    def _save(self, wait: Wait, find_unsafe: Callable[[], Sequence[Batch]]) -> None:
+        """Write those pages that `find_unsafe` returns and wait for them, for a few rounds.
 
-        On a full disk a page may be evicted together with the cold block in which it was placed.
-        Only the check of each page decides: a barrier does not cover what another thread wrote
-        after it.
+        On a full disk a write may evict whole cold blocks, and with them pages that were safe a
+        moment ago. So each round looks at all pages again. Only the check of each page decides: a
+        barrier does not cover what another thread wrote after it.
         """
         for _ in range(ROUNDS_MAX):
-            batches = [
-                (digest, some) for digest, hashes in batches if (some := left(digest, hashes))
-            ]
-            if not batches:
+            unsafe = [(digest, hashes) for digest, hashes in find_unsafe() if hashes]
+            if not unsafe:
                 return
-            for digest, hashes in batches:
+            for digest, hashes in unsafe:
                 for start in range(0, len(hashes), LOCKED_PAGES):
                     self._offer_all(digest, hashes[start : start + LOCKED_PAGES], wait)
             self._barrier(wait)
-        count = sum(len(left(digest, hashes)) for digest, hashes in batches)
+        count = sum(len(hashes) for _, hashes in find_unsafe())
         if count:
             raise Exhausted(
                 f"{count} pages are not on disk: it, or their tenant's quota of it, is full "
@@ -132,20 +128,6 @@ class Durability:
                 h for h, safe in zip(some, self.disk.safe(digest, some), strict=True) if not safe
             ]
         return found
-
-    def _unsafe_in_ram(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bytes]:
-        try:
-            return [
-                info.prefix_hash
-                for info in self._stat(digest, self._unsafe(digest, prefix_hashes))
-                if info.in_ram
-            ]
-        except UnknownNamespace:  # its pages were removed meanwhile
-            return []
-
-    def _stat(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> Iterator[PageInfo]:
-        for start in range(0, len(prefix_hashes), LOCKED_PAGES):
-            yield from self._inventory.stat(digest, prefix_hashes[start : start + LOCKED_PAGES])
 
     def _offer_all(self, digest: bytes, prefix_hashes: Sequence[bytes], wait: Wait) -> None:
         try:

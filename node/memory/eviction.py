@@ -322,10 +322,13 @@ class Eviction:
         self.copy_count += more
         self.copy_nbytes += more * size
 
-    def own(self, page: Page) -> None:
-        """Make a visible copy the node's own."""
-        self._count_copies(page.namespace.slot_nbytes, -1)
-        self.order.own(page)
+    def own_copies(self, pages: Sequence[Page]) -> list[Page]:
+        """Make the copies among visible pages the node's own, and return them."""
+        copies = [page for page in pages if page.is_copy]
+        for page in copies:
+            self._count_copies(page.namespace.slot_nbytes, -1)
+            self.order.own(page)
+        return copies
 
     def _free(self, page: Page) -> None:
         page.namespace.account.give(page.namespace.slot_nbytes)

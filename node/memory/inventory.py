@@ -36,6 +36,7 @@ class PageInfo(NamedTuple):
     in_ram: bool = False
     on_disk: bool = False
     ttl_ms: int = 0
+    is_copy: bool = False
 
 
 class Inventory:
@@ -89,6 +90,7 @@ class Inventory:
             in_ram=True,
             on_disk=on_disk,
             ttl_ms=(page.expiry_s - self._tier.clock_s()) * 1000 if page.expiry_s else 0,
+            is_copy=page.is_copy,
         )
 
     @contextlib.contextmanager
@@ -158,14 +160,18 @@ class Inventory:
                 now_ms - page.used_ms for page in islice(loose, count - free_count)
             ]
 
-    def unsaved(self) -> list[tuple[bytes, list[bytes]]]:
-        """Return pages in RAM that are not durable below, without copies, by namespace digest."""
+    def unsaved(self, until_ms: float = math.inf) -> list[tuple[bytes, list[bytes]]]:
+        """Return pages in RAM that are not durable below, by namespace digest.
+
+        Copies are left out, and pages that were stored after `until_ms`, by the tier's clock.
+        """
         found: dict[bytes, list[bytes]] = {}
 
         def collect(pages: list[Page]) -> None:
             hashes: dict[bytes, list[bytes]] = {}
             for page in pages:
-                if page.state is State.VISIBLE and not page.is_copy:
+                is_old = page.stored_ms <= until_ms
+                if page.state is State.VISIBLE and is_old and not page.is_copy:
                     hashes.setdefault(page.namespace.digest, []).append(page.prefix_hash)
             for digest, visible in hashes.items():
                 safe = self._tier.below.safe(digest, visible)

@@ -124,12 +124,11 @@ class RamTier:
         With `touch`, the lookup updates the LRU order and does not count as hits or misses.
         """
         if touch:  # the tail first, with other threads in between
-            tail = split_in_slices(
-                self.lock,
-                lambda some: self._lookup(digest, some[::-1], touch)[::-1],
-                prefix_hashes[::-1],
-            )
-            return tail[::-1]
+
+            def look_up(some: Sequence[bytes]) -> list[bool]:
+                return self._lookup(digest, some[::-1], touch)[::-1]
+
+            return split_in_slices(self.lock, look_up, prefix_hashes[::-1])[::-1]
         with self.lock:
             return self._lookup(digest, prefix_hashes, touch)
 
@@ -220,10 +219,7 @@ class RamTier:
         self._order.expire_pins(now_ms)
         here = self.live_all(index, prefix_hashes)
         known = [page for page in here if page is not None]
-        owned = [page for page in known if page.is_copy and page.prefix_hash not in copies]
-        for page in owned:
-            self.eviction.own(page)
-        self._offer(owned)
+        self._offer(self.eviction.own_copies([p for p in known if p.prefix_hash not in copies]))
         self._order.touch(reversed(here), now_ms)
         self.hold_all(known)  # making room for the batch must not evict the batch
         index.busy += 1
@@ -372,6 +368,11 @@ class RamTier:
         if pages:
             for tier in (self.below, *self.remote):
                 self.hold_all(pages[: tier.offer(pages, urgent=False)])
+
+    def own(self, pages: Sequence[Page]) -> None:
+        """Make visible copies among the pages the node's own, which its disk takes."""
+        with self.lock:
+            self._offer(self.eviction.own_copies([p for p in pages if p.state is State.VISIBLE]))
 
     def hold_visible(self, pages: Sequence[Page]) -> list[Page]:
         """Hold those of the pages that are still visible, for a lower tier."""
@@ -528,8 +529,7 @@ class RamTier:
     def unpin(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         """End pins; return True for each page that was pinned."""
         with self.lock:
-            index = self.namespaces.find(digest)
-            pages = [index.pages.get(prefix_hash) for prefix_hash in prefix_hashes]
+            pages = [self.namespaces.find(digest).pages.get(h) for h in prefix_hashes]
             unpinned = [page is not None and self._order.unpin(page) for page in pages]
             below = self.below.pin(digest, prefix_hashes, 0)
             return [here or there for here, there in zip(unpinned, below, strict=True)]

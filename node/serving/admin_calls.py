@@ -8,6 +8,7 @@ from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import check_prefix_hashes
 from kvstore.pb import kvstore_pb2 as pb
 from node.cluster.peers import Peers
+from node.cluster.replicator import Replicator
 from node.disk.durability import Durability
 from node.disk.scrub import scrub
 from node.memory.inventory import Inventory, PageInfo
@@ -134,6 +135,7 @@ class ClusterCalls:
 
 LIST_LIMIT_MAX = 8192  # pages in one List reply: about 160 bytes each, well below a message
 LIST_LIMIT = 1000
+REPLICATED_SHARE = 0.5  # of the time of a flush: to replicate what is queued
 
 
 class Listing:
@@ -181,15 +183,22 @@ class DiskCalls:
     Each raises InvalidRequest at a node without a disk.
     """
 
-    def __init__(self, durability: Durability, stops: Callable[[], bool]) -> None:
+    def __init__(
+        self, durability: Durability, replicator: Replicator, stops: Callable[[], bool]
+    ) -> None:
         """Serve calls about the disk; `stops` tells whether the node stops."""
         self._durability = durability
+        self._replicator = replicator
         self._stops = stops
 
     def flush(self, request: pb.FlushRequest, caller: Waiting) -> pb.FlushReply:
-        """Make all pages durable."""
-        self._durability.flush(self._durability.begin_wait(request.wait_ms, caller.gone))
-        return pb.FlushReply(pages_on_disk=self._durability.disk.records.count)
+        """Make all pages durable: here, or at their owners if they are copies."""
+        wait = self._durability.begin_wait(request.wait_ms, caller.gone)
+        disk = self._durability.disk
+        end = time.monotonic() + REPLICATED_SHARE * wait.left_s
+        replicated = self._replicator.settle_copies(end, wait.gone)
+        self._durability.flush(wait)
+        return pb.FlushReply(pages_on_disk=disk.records.count, pages_replicated=replicated)
 
     def scrub(self, request: pb.ScrubRequest, caller: Waiting) -> pb.ScrubReply:
         """Verify pages within limits of bytes and time; the caller continues from the cursor."""

@@ -96,7 +96,7 @@ class Service:
         self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None
         self.durability = Durability(tier, disk, config.flush_s)
         self._verifying = Verifying(tier, self.content, self.durability)
-        disk_calls = DiskCalls(self.durability, lambda: self.draining)
+        disk_calls = DiskCalls(self.durability, peers.replicator, lambda: self.draining)
         self.erasure = Erasure(tier, disk, self.durability, peers.replicator, lambda: self.draining)
         self.write_acks = WriteAcks(self.durability, sessions, peers)
         remedy = "send smaller batches, or fewer at a time"

@@ -1,6 +1,8 @@
 """What an acknowledgement of a durable put or a flush is worth when the disk fails in between."""
 
+import contextlib
 import errno
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ from kvstore import PutOutcome
 from kvstore.errors import ConfigError, Exhausted, KVStoreError
 from node.config import NodeConfig
 from node.disk.rows import page_key
+from node.memory.inventory import Inventory
 
 STORED = PutOutcome.STORED
 
@@ -216,3 +219,25 @@ def test_a_queue_larger_than_ram_is_refused(tmp_path: Path) -> None:
             disk_queue_nbytes=2 << 20,
             data_dir=str(tmp_path),
         )
+
+
+def test_a_flush_of_a_full_disk_leaves_no_page_or_raises(nodes: Nodes) -> None:
+    """Regression: a flush evicted pages that had been on disk before, with their blocks."""
+    node = nodes.start(
+        ram_nbytes=16 << 20, extent_nbytes=1 << 20, disk_nbytes=40 << 20, disk_extent_nbytes=1 << 20
+    )
+    client, random_, inventory = nodes.connect(node), random.Random(3), Inventory(node.tier)
+    sizes = [Pages(f"{nbytes}", nbytes) for nbytes in (4096, 65536, 300_000)]
+    flushed = 0
+    for count in range(0, 2700, 3):
+        some = random_.choice(sizes)
+        some.put(client, some.keys(*range(count, count + 3)))
+        some.get(client, some.keys(*range(count, count + 3)))
+        if random_.random() < 0.5 and count > 600:
+            some.get(client, some.keys(*(random_.randrange(count) for _ in range(3))))
+        if count % 180 == 0:
+            with contextlib.suppress(Exhausted):
+                client.flush()
+                flushed += 1
+                assert inventory.unsaved() == []
+    assert flushed > 10

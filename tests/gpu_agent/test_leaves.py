@@ -345,3 +345,13 @@ def test_memory_of_leaves_is_used_again_by_jobs_that_fit(
         transfer.gather(token_pool, table, list(pages), None, summed=out.extend)
         assert out == of(pages)
     assert asked == [16, 24]
+
+
+def test_miss_with_a_skip_inside_the_first_page_is_no_error(
+    agent: Agent, shm_client: Client
+) -> None:
+    """Regression: a scatter of no pages refused `skip_tokens`, and the load counted as failed."""
+    shm_client.open(agent.namespace)
+    loaded = agent.load(hashes()[:1], TARGET[:8], skip_tokens=2).done.result(WAIT_S)
+    assert (loaded.pages, loaded.error) == (0, None)
+    assert agent.stats.loads_failed == 0

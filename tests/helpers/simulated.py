@@ -191,6 +191,8 @@ class SimNode:
 
     def _release(self) -> None:
         freed, self.queue.freed = self.queue.freed, []
+        unsent, self.queue.unsent = self.queue.unsent, []
+        self.tier.own(unsent)
         self.tier.release(freed)
 
     def _send(self, batch: Batch[Page]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fleet import plant
+from fleet import plant, view_of
 from known_pages import Pages
 from local_nodes import Connect, StartNode
 from sweeping import NUMBERS, named, of, sweep
@@ -198,3 +198,34 @@ def test_a_drain_asks_within_the_limits_of_who_takes_over(
     direct.drain()
     wait_until(lambda: direct.drain().over)
     assert direct.drain().pages_handed == len(NUMBERS)
+
+
+def test_copies_of_the_next_owner_become_its_own_pages_in_a_drain(
+    fleet: list[Node],
+    tell: Callable[..., View],
+    connect: Connect,
+    alone: Callable[[Node], Client],
+    pages: Pages,
+) -> None:
+    """Regression: n0 kept near copies as copies, which no disk takes, after n1 had left."""
+    tell(n2=None)
+    fleet[1].peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.05)
+
+    def announce(state: State) -> None:
+        tell(n1=state, n2=None)
+
+    fleet[1].membership.announcer = announce
+    near = connect(fleet[0], near="n0")
+    keys = sorted(of(view_of(fleet[:2]), pages, "n1"))
+    pages.put(connect(fleet[1], near="none"), keys)
+    assert pages.get(near, keys) == [True] * len(keys)
+    assert near.pin(pages.namespace, keys[:3], 60.0) == [True] * 3
+    assert fleet[0].tier.eviction.copy_count == len(keys)
+    direct = alone(fleet[1])
+    assert not direct.drain().over, "copies at the next owner do not count"
+    sweep(fleet[0])
+    assert fleet[0].tier.eviction.copy_count == 0
+    wait_until(lambda: direct.drain().over)
+    assert direct.drain().pages_left == 0
+    pinned = Inventory(fleet[0].tier).stat(pages.namespace.digest, keys)
+    assert [info.pin_ttl_ms > 0 for info in pinned] == [key in keys[:3] for key in keys]

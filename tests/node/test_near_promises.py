@@ -255,6 +255,7 @@ def test_put_at_a_full_near_node_goes_to_the_owners(
     large = Pages("full", KB16)
     theirs = owned(view_of(nodes), large, large.keys(*range(400)), "n1")[: MB // KB16 + 2]
     client, room = near(nodes), MB // KB16
+    nodes[0].peers.replicator._queue.nbytes_max = 4 * MB  # pages that it drops would be n0's own
     held, more = theirs[: room - 4], theirs[room - 4 :]
     put(client, large, held, Keep())
     with client.open_get(large.namespace, held) as slots:
@@ -315,3 +316,23 @@ def test_pages_that_are_visible_but_not_promised_get_to_all_owners(
     for key, some in zip(keys, whose, strict=True):
         if "n0" not in some:
             assert [present(node, pages.namespace, [key]) for node in nodes[1:]] == [[True], [True]]
+
+
+@pytest.mark.parametrize("rate", [1 << 20, 0], ids=["slow", "full"])
+def test_a_flush_saves_pages_that_still_wait_for_their_owners(
+    start: StartNodes, near: ClusterClient, rate: int
+) -> None:
+    """Regression: a flush returned before a near node had replicated what was put there.
+
+    Pages that the full queue dropped are kept by the near node itself.
+    """
+    nodes, pages = start("ddd"), Pages("flushed", KB16)
+    queue = nodes[0].peers.replicator._queue
+    if rate:
+        queue._nbytes_per_s = rate
+    else:
+        queue.nbytes_max = 8 * KB16
+    client, keys = near(nodes), pages.keys(*range(48))
+    assert pages.put(client, keys) == [PutOutcome.STORED] * 48
+    client.flush()
+    assert [key for key in keys if not safe(nodes, pages, key)] == []
