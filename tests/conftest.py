@@ -2,7 +2,7 @@
 
 import sys
 
-import hermetic  # noqa: F401 -- cleans the environment, before anything is imported that reads it
+import hermetic  # noqa: F401 -- cleans the environment before other imports read it
 
 # isort: split
 import concurrent.futures

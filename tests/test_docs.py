@@ -84,7 +84,7 @@ def test_every_node_flag_has_an_environment_variable() -> None:
     for name, field in FIELDS.items():
         variable = "KVSTORE_NODE" + name[1:].replace("-", "_").upper()
         if isinstance(field.default, str) and not field.metadata["choices"]:
-            value = "there" if field.name == "shm_trust" else "/there"  # tenants, and paths
+            value = "there" if field.name == "shm_trust" else "/there"  # a tenant, or a path
             # An encryption key requires a data directory
             given = OPEN | {
                 "KVSTORE_NODE_DATA_DIR": "/there",

@@ -21,13 +21,13 @@ def ended(engine: SGLangHandle, number: signal.Signals) -> None:
     """
     engine.reset()
     processes = children(engine.pid)
-    assert len(processes) >= 2, "SGLang's scheduler and its detokenizer"
+    assert len(processes) >= 2, "the scheduler or the detokenizer is not running"
     free_before, _ = torch.cuda.mem_get_info()
     os.kill(engine.pid, number)
     wait_gone([engine.pid, *processes])
     end = time.monotonic() + GONE_S
     while torch.cuda.mem_get_info()[0] < free_before + CONTEXT_NBYTES:
-        assert time.monotonic() < end, "GPU memory is not given back"
+        assert time.monotonic() < end, "GPU memory is not freed"
         time.sleep(0.05)
     if number is signal.SIGTERM:
         assert STRAGGLERS not in engine.said()

@@ -50,8 +50,9 @@ class EngineApart:
         return self._answer()
 
     def generate(self, *prompts: Sequence[int], **order: Any) -> list[dict[str, Any]]:
-        """Serve prompts together; return one `{"tokens", "logprobs", "cached", "finish", "ttft_s"}`
-        each.
+        """Serve prompts together and return one result each.
+
+        Keys of a result: tokens, logprobs, cached, finish, ttft_s.
         """
         found = self.ask("generate", prompts=[list(prompt) for prompt in prompts], **order)
         requests: list[dict[str, Any]] = found["requests"]

@@ -101,7 +101,7 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
         with self.changed:
             return sorted(key.decode() for key in self.kvs)
 
-    # ---- inside; the lock is held --------------------------------------------------------
+    # ---- internal; the caller holds the lock ---------------------------------------------
 
     def _tick(self, down: threading.Event) -> None:
         while not down.wait(TICK_S):

@@ -183,7 +183,7 @@ class Store:
             finally:
                 go_on.set()
 
-    # ---- what must hold ------------------------------------------------------------------
+    # ---- invariants ----------------------------------------------------------------------
 
     def is_at_rest(self) -> bool:
         """Return whether nothing is held for callers over gRPC; other wires are between calls."""

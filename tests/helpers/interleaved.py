@@ -101,7 +101,7 @@ class Stored(LocalTier):
 
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
         for page in pages:
-            assert not page.is_copy, "a copy is offered to the tier below"
+            assert not page.is_copy, "a copy was offered to the tier below"
             if self._rng.random() < 0.5:
                 self._pages[page.namespace.digest, page.prefix_hash] = page.checksum
         return 0

@@ -98,7 +98,9 @@ class Calls:
         for buffer in self.buffers:
             buffer[:] = theirs
         time.sleep(REUSED_S)
-        assert all(buffer == theirs for buffer in self.buffers), "written to after the call"
+        assert all(buffer == theirs for buffer in self.buffers), (
+            "a buffer was written to after the call"
+        )
 
 
 def key(*numbers: int) -> bytes:

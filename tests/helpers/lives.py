@@ -134,9 +134,7 @@ class Life:
         raise Failure(f"wrong bytes under {history.key.hex()}")
 
     def log(self) -> Path:
-        """Return RocksDB's log, the only one of its files that may have changed since it was
-        opened.
-        """
+        """Return RocksDB's log, its only file that may have changed since it was opened."""
         return max((self.root / "rows").glob("*.log"))
 
     def close(self) -> None:

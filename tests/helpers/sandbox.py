@@ -35,9 +35,7 @@ class Sandbox:
         return pages
 
     def limit(self, pins: int = 0, **quotas: int) -> None:
-        """Set the bytes of RAM per tenant, and the pins of every tenant; other tenants have no
-        quota.
-        """
+        """Set the bytes of RAM by tenant (others have no quota), and the pins of each tenant."""
         self.tier.set_limits(
             lambda tenant: Limits(quotas.get(tenant, 0), pins), sum(quotas.values())
         )

@@ -102,8 +102,9 @@ class SimNode:
     # ---- requests that it serves ----------------------------------------------------------------
 
     def reserve(self, keys: Sequence[bytes]) -> tuple[int, list[int]]:
-        """A session, which is over when its sender has not committed in time, and a verdict per
-        key.
+        """Return a new session and a verdict per key.
+
+        The session is aborted after STALL_S without a commit.
         """
         reservation = self.tier.reserve(SPACE.digest, keys, PAGE_NBYTES)
         session = next(self.cluster.numbers)

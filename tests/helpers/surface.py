@@ -1,5 +1,4 @@
-"""The current public interfaces: Python names and signatures, settings, commands, messages,
-metrics.
+"""The current public interfaces: Python names, settings, commands, messages and metrics.
 
 Each list consists of nested dictionaries of plain values, so that `broken.broken` can compare it
 with a recorded one.

@@ -92,9 +92,7 @@ class World:
         self.wait(Signal(self), self.now + seconds)
 
     def wait(self, signal: Signal, until: float) -> bool:
-        """Wait in a process until the signal is given or the time is up; return whether it was
-        given.
-        """
+        """Wait in a process for the signal or a time; return whether the signal was given."""
         process = self._running
         assert process is not None, "only a process can wait"
         if not signal.given and self.now < until:
