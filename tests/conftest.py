@@ -2,7 +2,7 @@
 
 import sys
 
-import hermetic  # noqa: F401 -- cleans the environment, before anything is imported that reads it
+import hermetic  # noqa: F401 -- cleans the environment before other imports read it
 
 # isort: split
 import concurrent.futures
@@ -24,17 +24,16 @@ from waiting import OthersRun
 from kvstore import Client, ClientConfig, DeadlineExceeded, Unavailable, checksum
 from kvstore.tools.node_process import NodeProcess
 
-# Before torch is imported: a worker has a core, and a second thread would wait
+# Set before torch is imported: each worker has one core, and a second thread would wait for it.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# How much later than its deadline a call may return.
+# How much later than its deadline a call may return on a busy machine.
 LATE_S = 0.25
-# On a host that gives its processors to others for seconds, a node that lives takes longer than two
-# to say hello.
+# On an overloaded host, a healthy node may take several seconds to answer a handshake.
 PATIENT_S, CONNECT_S = 30.0, 20.0
 MEASURED_COUNT = 3
-# Files of few tests that take long, most of it waiting: they begin first, or the last worker would
-# be alone with one.
+# Slow files with few tests, which mostly wait. They start first; otherwise the last worker would
+# end up running one of them alone.
 LONG = (
     "test_stalled_fs.py",
     "test_process_faults.py",
@@ -59,10 +58,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect no garbage while modules are imported, and nothing that was imported afterwards.
+    """Disable garbage collection during imports, and freeze what they allocated.
 
-    What is imported stays. Transformers asks for a collection at every turn, and each took a
-    quarter of a second.
+    Imported objects live until the end. Transformers often triggers a full collection, and each
+    took 250 ms while it included them.
     """
     gc.disable()
     try:
@@ -74,7 +73,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="session", autouse=True)
 def runtime_dir() -> Iterator[str]:
-    """Where nodes put their Unix sockets; short, because the paths of sockets must be."""
+    """Create the directory for the nodes' Unix sockets.
+
+    Its path is short because the paths of Unix sockets are limited to about 100 bytes.
+    """
     directory = tempfile.mkdtemp(prefix="kvstore-")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", directory)
@@ -84,9 +86,9 @@ def runtime_dir() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def shared_node() -> Iterator[NodeProcess]:
-    """One node for all tests that neither stop it nor fill it.
+    """Start one node for all tests that neither stop it nor fill it.
 
-    Use namespaces of your own.
+    Each test uses its own namespaces.
     """
     with NodeProcess("--ram-bytes", "256MiB", "--extent-bytes", "16MiB") as node:
         yield node
@@ -94,7 +96,7 @@ def shared_node() -> Iterator[NodeProcess]:
 
 @pytest.fixture(params=["shm", "bulk", "grpc"])
 def client(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Client]:
-    """A client of the shared node, once over each wire."""
+    """Connect a client to the shared node, once over each wire."""
     config = ClientConfig(
         shared_node.address, wire=request.param, timeout_s=PATIENT_S, connect_timeout_s=CONNECT_S
     )
@@ -104,7 +106,7 @@ def client(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator
 
 @pytest.fixture
 def small_leaves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pages of a few KiB have several leaves."""
+    """Set the leaf size to 256 bytes, so that pages of a few KiB have several leaves."""
     monkeypatch.setattr(checksum, "LEAF_NBYTES", 256)
     checksum.cuts.cache_clear()
     yield
@@ -114,7 +116,7 @@ def small_leaves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def seed() -> int:
-    """Printed, so that a failure can be repeated with KVSTORE_SEED."""
+    """Return a random seed and print it, so that KVSTORE_SEED can repeat a failure."""
     chosen = int(os.environ.get("KVSTORE_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"KVSTORE_SEED={chosen}")
     return chosen
@@ -122,11 +124,11 @@ def seed() -> int:
 
 @pytest.fixture
 def others_run() -> Iterator[OthersRun]:
-    """Whether another thread ran while a call did.
+    """Return a function that tells whether another thread ran during a call.
 
-    No thread is made to give up the GIL here, so one that does not do so by itself is alone until
-    it returns, on any machine: this is never True of a call that keeps the GIL. One that gives it
-    up is asked again, because a busy machine may have no core for the other thread just then.
+    The switch interval is 60 s, so no thread is forced to release the GIL. A call that keeps the
+    GIL therefore never returns True, on any machine. A call that releases it is repeated up to 50
+    times, because a busy machine may not schedule the other thread at once.
     """
     interval, stop, turns = sys.getswitchinterval(), threading.Event(), [0]
 
@@ -157,13 +159,13 @@ def others_run() -> Iterator[OthersRun]:
 
 @pytest.fixture
 def by_deadline() -> Callable[..., None]:
-    """`by_deadline(names, deadline_s, prepare, begin=...)`: each `prepare(name)` gives a call,
-    which must fail with DeadlineExceeded or Unavailable not later than LATE_S after its deadline.
-    They run at the same time, after `begin`.
+    """Return a check that calls fail with DeadlineExceeded or Unavailable by their deadline.
 
-    A busy machine may leave a thread without a core for longer than that, so those that were late
-    are prepared and measured again, MEASURED_COUNT times in all: a call that does not keep its
-    deadline is late each time.
+    `by_deadline(names, deadline_s, prepare, begin=...)`: each `prepare(name)` returns a call. The
+    calls run in parallel after `begin`, and may fail at most LATE_S after the deadline.
+
+    A busy machine may leave a thread without a core for longer than that. Late calls are therefore
+    measured again, MEASURED_COUNT times in all: a call that ignores its deadline is late each time.
     """
 
     def check(
@@ -188,8 +190,8 @@ def by_deadline() -> Callable[..., None]:
                 return
             names = list(late)
         raise AssertionError(
-            f"deadlines of {deadline_s} s and {LATE_S} s for a busy machine, missed each time: "
-            f"{late}"
+            f"calls ended more than {LATE_S} s after their deadline of {deadline_s} s in all "
+            f"{MEASURED_COUNT} attempts: {late}"
         )
 
     return check
@@ -204,7 +206,10 @@ def _seconds_until_it_fails(call: Callable[[], object]) -> float:
 
 @pytest.fixture
 def swallowing_port() -> Iterator[int]:
-    """Its backlog is full: connecting is not answered, as behind a firewall that drops packets."""
+    """Return a port whose backlog is full.
+
+    Connections to it get no answer, as behind a firewall that drops packets.
+    """
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)

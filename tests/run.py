@@ -2,10 +2,10 @@
 
     python tests/run.py [TARGET]
 
-Without a target it lists all targets. A target is a function below: it names what this machine
-lacks, makes its environment (`.venv-*`) and runs pytest or a script in it. The interpreter that
-runs this file makes the environments and runs the `gpu-test*` targets. Variables are given on
-make's command line (`make test-crash CYCLES=20`); ARGS goes to pytest or the script.
+Without a target it lists all targets. A target is a function below. It reports programs that are
+missing on this machine, creates its environment (`.venv-*`) and runs pytest or a script in it. The
+interpreter that runs this file creates the environments and runs the `gpu-test*` targets. Variables
+are given on make's command line (`make test-crash CYCLES=20`); ARGS goes to pytest or the script.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ ROOT = Path(__file__).resolve().parent.parent
 MAKE = os.environ.get("MAKE", "make")
 PYTHON = ".venv/bin/python"
 CONSTRAINED = ("--constraint", "constraints.txt")
-# Workers wait half of the time, for deadlines and outages: two for each processor, eight at most.
+# Workers spend half of the time waiting for deadlines and outages, so there are two per CPU, at
+# most eight.
 WORKERS = os.environ.get("WORKERS") or str(2 * (os.cpu_count() or 1))
 PARALLEL = [
     *("--numprocesses", WORKERS, "--maxprocesses", "8"),
     *("--dist", "loadfile", "--no-loadscope-reorder"),
 ]
-# One release of each supported major version of protobuf, among them the oldest and the newest, and
-# the newest health checking and reflection that load with it.
+# One release of each supported major version of protobuf, including the oldest and the newest. Each
+# is mapped to the newest grpcio-health-checking and grpcio-reflection that work with it.
 PROTOBUFS = {"4.21.6": "1.62.3", "5.26.1": "1.65.5", "6.33.6": "1.81.1", "7.36.2": "1.85.1"}
 # The lower bounds of pyproject.toml.
 OLDEST = ("grpcio==1.62.3", "protobuf==4.21.6", "xxhash==3.2.0")
-# The last exporters that fit our pins, and today's.
+# The last exporter release that fits our pins, and the current one.
 OPENTELEMETRIES = ("1.27.0", "1.45.2")
-# The release that the documents describe, and the next one.
+# The release that the documentation describes, and the next one.
 LMCACHES = "0.5.6 0.5.7rc2"
-# Tests whose nodes run in the tests' own process, without handwritten HTTP/2.
+# Test files whose nodes run in the test process and that do not send handwritten HTTP/2.
 OVER_TLS = (
     "bulk_abuse bad_requests limits_requests limits_ranges limits_grpc cluster near broken_work "
     "storm hand_over grpc_abuse"
@@ -51,13 +52,13 @@ TARGETS: dict[str, Target] = {}
 
 
 def target(function: Target) -> Target:
-    """Make the function a target."""
+    """Register the function as a target."""
     TARGETS[function.__name__.replace("_", "-")] = function
     return function
 
 
 def target_in_venv(function: Target) -> Target:
-    """Make the function a target that runs when `.venv` is up to date."""
+    """Register the function as a target that first brings `.venv` up to date."""
 
     @target
     @functools.wraps(function)
@@ -72,7 +73,7 @@ def target_in_venv(function: Target) -> Target:
 
 
 def run(*command: str, cwd: Path = ROOT, **variables: str) -> None:
-    """Show and run the command with these variables; exit with its status if that is not 0."""
+    """Print and run a command with these variables; exit with its status on failure."""
     print(
         shlex.join([*(f"{name}={value}" for name, value in variables.items()), *command]),
         flush=True,
@@ -93,7 +94,7 @@ def words(name: str, default: str = "") -> list[str]:
 
 
 def flags(name: str, flag: str) -> list[str]:
-    """Return the flag with the variable's value, or nothing if that is not set."""
+    """Return the flag with the variable's value, or nothing if the variable is not set."""
     return [flag, os.environ[name]] if os.environ.get(name) else []
 
 
@@ -108,13 +109,13 @@ def need(*programs: str, hint: str) -> None:
 
 
 def setup() -> None:
-    """Make `.venv`, the development environment, unless it is up to date."""
+    """Create or update `.venv`, the development environment."""
     if is_older(ROOT / ".venv" / ".ready", ROOT / "pyproject.toml", ROOT / "constraints.txt"):
         run(MAKE, "--no-print-directory", "setup")
 
 
 def environment(path: str, *options: str, python: str = sys.executable) -> str:
-    """Make an environment and return its Python."""
+    """Create a virtual environment and return its Python."""
     run(python, "-m", "venv", *options, path)
     return f"{path}/bin/python"
 
@@ -124,7 +125,7 @@ def pip(python: str, *arguments: str) -> None:
 
 
 def overlay(path: str, *packages: str) -> str:
-    """Install packages beside `.venv` and return the folder, for PYTHONPATH."""
+    """Install packages into a folder that PYTHONPATH puts before `.venv`; return the folder."""
     pip(PYTHON, "--upgrade", "--target", path, *packages)
     return path
 
@@ -136,7 +137,7 @@ def is_older(path: Path, *sources: Path) -> bool:
 
 
 def engine(name: str, script: str, *arguments: str) -> str:
-    """Make `.venv-NAME` by an engine's install script if it is missing; return its Python."""
+    """Create `.venv-NAME` with an engine's install script if needed; return its Python."""
     setup()
     python, ready = f".venv-{name}/bin/python", ROOT / f".venv-{name}" / ".ready"
     if is_older(ready, ROOT / script, ROOT / "pyproject.toml"):
@@ -161,7 +162,7 @@ def test_hostile() -> None:
 
 @target_in_venv
 def test_tls() -> None:
-    """tests of nodes, over TLS although the tests do not mention it (2 minutes)"""
+    """tests of nodes, with all connections over TLS (2 minutes)"""
     files = [f"tests/node/test_{name}.py" for name in OVER_TLS.split()]
     pytest(*PARALLEL, "-p", "over_tls", *files, PYTHONPATH="tests/helpers")
 
@@ -182,7 +183,7 @@ def test_crash() -> None:
 
 @target_in_venv
 def test_power() -> None:
-    """power lost at 5,000 points of a node's disk writes (3 minutes; RUNS=5, DIR=path)"""
+    """power loss at 5,000 points of a node's disk writes (3 minutes; RUNS=5, DIR=path)"""
     runs = os.environ.get("RUNS") or "50"
     run(PYTHON, "tests/helpers/power.py", "--runs", runs, *flags("DIR", "--dir"))
 
@@ -197,7 +198,7 @@ def test_etcd() -> None:
 
 @target_in_venv
 def test_cluster() -> None:
-    """nodes on hosts of their own (network namespaces), killed, cut off, full (8 minutes; root)"""
+    """nodes in network namespaces: killed, partitioned, with full disks (8 minutes; root)"""
     pytest("tests/cluster_faults", KVSTORE_CLUSTER_FAULTS="1")
 
 
@@ -221,7 +222,7 @@ def test_monitoring() -> None:
 
 @target_in_venv
 def test_console() -> None:
-    """the page for browsers, in a headless Chromium (PICTURES=docs/pictures makes its pictures)"""
+    """the console in a headless Chromium (PICTURES=docs/pictures makes its pictures)"""
     names = ("chromium", "chromium-browser", "google-chrome")
     chromium = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if not chromium:
@@ -259,7 +260,7 @@ def fuzz() -> None:
 
 @target_in_venv
 def soak() -> None:
-    """a node's private memory while namespaces come and go (2 minutes; ARGS=--disk, --evict)"""
+    """a node's memory while namespaces are created and removed (2 minutes; ARGS=--disk, --evict)"""
     run(PYTHON, "benchmarks/soak.py", *words("ARGS"))
 
 
@@ -273,7 +274,7 @@ def soak_cluster() -> None:
 
 
 def service(release: str, path: str) -> None:
-    """Run the tests of the service with the packages of a folder in place of those of `.venv`."""
+    """Run the service tests with the packages of a folder instead of those of `.venv`."""
     names = (
         "node/test_service_surface node/test_bad_requests node/test_grpc_abuse "
         "node/test_limits_grpc core/test_client core/test_messages cli/test_commands "
@@ -299,7 +300,7 @@ def test_protobuf() -> None:
 
 @target_in_venv
 def test_grpcio() -> None:
-    """the service with a node's oldest grpcio and protobuf, and the newest (2 minutes; network)"""
+    """the service with the oldest and newest grpcio and protobuf (2 minutes; network)"""
     service(
         "the oldest",
         overlay(".venv-grpcio/oldest", "--no-deps", "grpcio==1.82.2", "protobuf==4.21.6"),
@@ -316,8 +317,8 @@ def test_oldest() -> None:
     python = environment(".venv-oldest", "--clear", python=PYTHON)
     pip(python, "--only-binary", ":all:", *OLDEST)
     pip(python, "--no-deps", "--editable", ".")
-    # Other packages come from `.venv`. Python reads no .pth file of a folder that a .pth file
-    # names.
+    # Other packages come from `.venv`. Python ignores .pth files in a folder that was itself added
+    # by a .pth file.
     (site,) = (ROOT / ".venv").glob("lib/python*/site-packages")
     (own,) = (ROOT / ".venv-oldest").glob("lib/python*/site-packages")
     (own / "dependencies.pth").write_text(f"{site}\n")
@@ -399,7 +400,7 @@ def audit() -> None:
     for path in (ROOT / ".venv-image").glob(
         "lib/python*/site-packages/kvstore_llm-*.dist-info/direct_url.json"
     ):
-        path.unlink()  # the SBOM would contain the build's path
+        path.unlink()  # it would put the build path into the SBOM
     run(tools, "docker/audit.py", image, "dist/sbom.json", "constraints.txt")
 
 
@@ -518,7 +519,7 @@ def gpu_engine(name: str, version: str) -> None:
     need_gpu(
         f"cupy, torch, {name}, rocksdict, pytest, xdist", f"and in {sys.executable}: {packages}"
     )
-    # tests with one node for each file
+    # One worker runs a whole file, because its tests share a node.
     parallel = (
         "-p",
         "no:benchmark",
@@ -554,7 +555,7 @@ def main(arguments: list[str]) -> None:
         print(listing())
         return
     (name,) = arguments
-    # the command gets the signal as well, and ends first
+    # The terminal sends SIGINT to the command too; wait until it has ended.
     signal.signal(signal.SIGINT, lambda *_: None)
     if name.startswith("test-lmcache-"):
         lmcache(name[len("test-lmcache-") :])

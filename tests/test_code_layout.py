@@ -1,4 +1,4 @@
-"""benchmarks/layout.py counts a small tree right, and runs on this one."""
+"""Tests of benchmarks/layout.py: it counts a small tree correctly and runs on this repository."""
 
 import functools
 import importlib.util
@@ -33,7 +33,7 @@ class Shm(Tcp):
 
 @pytest.fixture(scope="module")
 def layout() -> Iterator[ModuleType]:
-    """Import the script; benchmarks/ is no package."""
+    """Import the script by path, because benchmarks/ is not a package."""
     spec = importlib.util.spec_from_file_location("code_layout", SCRIPT)
     assert spec
     assert spec.loader
@@ -45,7 +45,7 @@ def layout() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Make a tree of three files that count, a generated one and a test."""
+    """Create a tree with three counted files, a generated file and a test file."""
     body = "\n".join(f"    x{i} = {i}" for i in range(70))
     files = {
         "kvstore/transports/wire.py": PROTOCOLS.lstrip(),
@@ -90,7 +90,7 @@ def test_layout_of_a_small_tree_is_counted_exactly(layout: ModuleType, tree: Pat
         ("...", True),
     ],
 )
-def test_fragment_is_told_by_its_first_word(
+def test_first_word_decides_whether_a_docstring_is_a_fragment(
     layout: ModuleType, docstring: str, fragment: bool
 ) -> None:
     assert layout.is_fragment(docstring) is fragment
@@ -99,7 +99,7 @@ def test_fragment_is_told_by_its_first_word(
 def test_layout_of_this_tree_has_a_figure_in_each_row(
     layout: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It takes seconds, and is printed twice
+    # Measuring takes seconds, and the script runs twice below
     monkeypatch.setattr(layout, "measure", functools.cache(layout.measure))
     layout.main(["--json"])
     rows = json.loads(capsys.readouterr().out)

@@ -1,5 +1,7 @@
-"""What the documents say that can be looked up: flags, defaults, variables, command lines, the
-guide's program.
+"""Tests that the documentation matches the code.
+
+They check flags, defaults, environment variables, command lines, links, file names and the program
+of the guide.
 """
 
 import ast
@@ -49,14 +51,14 @@ def section(text: str, title: str) -> str:
 # ---- flags and defaults ----------------------------------------------------------------------
 
 
-def test_the_reference_is_current() -> None:
-    """`make docs` writes it from the code."""
+def test_generated_reference_is_current() -> None:
+    """`make docs` would not change the generated reference."""
     command = [sys.executable, "docs/make_reference.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_reference_has_every_flag_and_the_documents_name_no_other() -> None:
+def test_reference_lists_every_flag_and_limits_name_no_other() -> None:
     named = set(
         re.findall(r"`(--[a-z-]+)`", (ROOT / "docs" / "reference" / "flags.md").read_text())
     )
@@ -66,7 +68,7 @@ def test_the_reference_has_every_flag_and_the_documents_name_no_other() -> None:
     assert set(re.findall(r"--[a-z-]*[a-z]", limits)) - {"---"} <= set(FIELDS)
 
 
-def test_defaults_that_depend_on_others_are_as_the_help_says() -> None:
+def test_derived_defaults_match_the_help() -> None:
     config = NodeConfig(ram_nbytes=4 << 30, disk_nbytes=1 << 40)
     assert config.disk_queue_nbytes == config.ram_nbytes // 4
     assert config.hand_over_queue_nbytes == config.ram_nbytes // 8
@@ -78,12 +80,12 @@ def test_defaults_that_depend_on_others_are_as_the_help_says() -> None:
 OPEN = {"KVSTORE_NODE_INSECURE": "true", "KVSTORE_NODE_IDENTITIES": "/there"}
 
 
-def test_every_flag_of_a_node_has_its_variable() -> None:
+def test_every_node_flag_has_an_environment_variable() -> None:
     for name, field in FIELDS.items():
         variable = "KVSTORE_NODE" + name[1:].replace("-", "_").upper()
         if isinstance(field.default, str) and not field.metadata["choices"]:
-            value = "there" if field.name == "shm_trust" else "/there"  # tenants, and paths
-            # A key is for a data directory only
+            value = "there" if field.name == "shm_trust" else "/there"  # a tenant, or a path
+            # An encryption key requires a data directory
             given = OPEN | {
                 "KVSTORE_NODE_DATA_DIR": "/there",
                 variable: value,
@@ -94,24 +96,24 @@ def test_every_flag_of_a_node_has_its_variable() -> None:
                 load(NodeConfig, "KVSTORE_NODE", {}, {variable: "nonsense"})
 
 
-def test_dockers_variables_are_those_of_the_compose_file() -> None:
+def test_documented_docker_variables_match_the_compose_file() -> None:
     compose = (ROOT / "docker" / "compose.yaml").read_text()
-    there = dict(re.findall(r"\$\{(KVSTORE_\w+):?-([^}]*)\}", compose))
+    composed = dict(re.findall(r"\$\{(KVSTORE_\w+):?-([^}]*)\}", compose))
     rows = re.findall(
         r"^\| (`KVSTORE_[^|]+) \| ([^|]+) \|",
         section(OPERATIONS, "Docker").split("\n### ")[0],
         re.MULTILINE,
     )
-    told: dict[str, str] = {}
+    documented: dict[str, str] = {}
     for names, defaults in rows:
         short = re.findall(r"`(\w+)`", names)
         full = [name if name.startswith("KVSTORE") else "KVSTORE_NODE" + name for name in short]
-        told |= dict(zip(full, defaults.strip().split(", "), strict=True))
-    assert len(told) == 11
-    assert told.items() <= there.items()
+        documented |= dict(zip(full, defaults.strip().split(", "), strict=True))
+    assert len(documented) == 11
+    assert documented.items() <= composed.items()
 
 
-def test_every_variable_that_the_documents_name_is_read() -> None:
+def test_every_documented_variable_exists() -> None:
     known = {
         "KVSTORE_" + field.name.upper()
         for kind in (ClientConfig, Identity)
@@ -131,7 +133,7 @@ def test_every_variable_that_the_documents_name_is_read() -> None:
 
 
 def lines() -> Iterator[str]:
-    """Of code, and what stands in code marks; of the documents and of the commands' own help."""
+    """Yield the code lines and inline code of the documents, and the commands' docstrings."""
     for path in PAGES:
         for line in path.read_text().replace("\\\n", " ").splitlines():
             yield from [line] if line.startswith("    ") else re.findall(r"`([^`]+)`", line)
@@ -147,20 +149,20 @@ def command_lines(program: str) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("words", list(command_lines("kvstore-node")))
-def test_a_node_understands_every_command_line_of_the_documents(words: list[str]) -> None:
+def test_documented_node_command_line_is_valid(words: list[str]) -> None:
     load(NodeConfig, "KVSTORE_NODE", vars(_parser().parse_args(words)), {})
 
 
 @pytest.mark.parametrize("words", list(command_lines("kvstore")))
-def test_the_command_understands_every_command_line_of_the_documents(words: list[str]) -> None:
+def test_documented_cli_command_line_is_valid(words: list[str]) -> None:
     name, *arguments = words
     if arguments:
         COMMANDS.commands[name].make_context(name, arguments)
-    else:  # it is only spoken of
+    else:  # the document only mentions the command
         assert name.startswith("--") or name in COMMANDS.commands
 
 
-def test_enough_of_them_are_found() -> None:
+def test_command_lines_are_found_in_the_documents() -> None:
     assert len(list(command_lines("kvstore-node"))) > 5
     assert {line.values[0][0] for line in command_lines("kvstore")} >= set(COMMANDS.commands)
 
@@ -183,7 +185,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("document", LINKING, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_links_of_a_document_resolve(document: Path) -> None:
+def test_links_in_document_resolve(document: Path) -> None:
     dead = []
     for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
         name, _, anchor = target.partition("#")
@@ -216,25 +218,23 @@ FILES = {path.name for path in ROOT.iterdir() if path.is_file()} | {
 }
 FOLDERS = {parent.as_posix() for name in FILES for parent in Path(name).parents}
 MADE = {"member.json", "plan.html", "config.json", "dist/sbom.json"}  # by nodes, commands and users
-# No history
+# Without decisions and the changelog, which name files that no longer exist.
 NAMING = [path for path in LINKING if "decisions" not in path.parts and path.name != "CHANGELOG.md"]
 SUFFIXES = "py|pyi|cu|js|mjs|html|css|svg|json|yaml|toml|md"
 
 
 def named_files(text: str) -> set[str]:
-    """Return the files that a document names as code, but for scripts of an earlier commit."""
+    """Return the file names in code marks, except scripts that a document cites at a commit."""
     return set(re.findall(rf"`([\w./-]+\.(?:{SUFFIXES}))`(?!\s+at\s+commit)", text))
 
 
 def is_file(name: str) -> bool:
-    """Return whether a file has this name, or this end of its path."""
+    """Return whether a file has this path, or a path that ends with it."""
     return name in FILES or any(path.endswith("/" + name) for path in FILES)
 
 
 def is_module(name: str) -> bool:
-    """Return whether a dotted name begins with a module, and goes on with a name that
-    stands in it.
-    """
+    """Return whether a dotted name is a folder, a module or a name that occurs in a module."""
     parts = name.split(".")
     for count in range(len(parts), 1, -1):
         path = "/".join(parts[:count])
@@ -246,7 +246,7 @@ def is_module(name: str) -> bool:
 
 
 @pytest.mark.parametrize("document", NAMING, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_files_and_modules_that_a_document_names_exist(document: Path) -> None:
+def test_files_and_modules_named_in_document_exist(document: Path) -> None:
     text = document.read_text()
     assert {name for name in named_files(text) if not is_file(name)} <= MADE
     rooms = "|".join(
@@ -258,7 +258,7 @@ def test_files_and_modules_that_a_document_names_exist(document: Path) -> None:
     assert paths - FOLDERS - FILES == set()
 
 
-def test_files_of_a_table_are_in_its_folder() -> None:
+def test_files_in_architecture_tables_exist() -> None:
     tables = re.findall(
         r"^\| `([\w/]+)/` \|.*\n((?:\|.*\n)+)",
         (ROOT / "docs" / "ARCHITECTURE.md").read_text(),
@@ -270,7 +270,7 @@ def test_files_of_a_table_are_in_its_folder() -> None:
     assert named <= FILES
 
 
-def test_commands_of_the_recording_are_those_of_the_readme() -> None:
+def test_recorded_commands_match_the_readme() -> None:
     recording = ast.parse((ROOT / "docs" / "make_recording.py").read_text())
     (commands,) = (
         ast.literal_eval(node.value)
@@ -284,7 +284,7 @@ def test_commands_of_the_recording_are_those_of_the_readme() -> None:
 # ---- a program -------------------------------------------------------------------------------
 
 
-def test_the_program_of_the_guide_stores_pages_and_finds_them(shared_node: NodeProcess) -> None:
+def test_guide_program_stores_and_finds_pages(shared_node: NodeProcess) -> None:
     blocks = re.findall(
         r"(?:^    .*\n|^\n)+",
         section((ROOT / "docs" / "guide.md").read_text(), "In a program"),

@@ -1,4 +1,4 @@
-"""Every example runs against a node; examples/nodejs has `make test-clients`."""
+"""Tests that every example runs against a node; examples/nodejs has `make test-clients`."""
 
 import runpy
 from pathlib import Path
@@ -15,17 +15,17 @@ def main_of(name: str) -> Any:
     return runpy.run_path(str(EXAMPLES / name))["main"]
 
 
-def test_numpy_pages_are_found_by_another_client(shared_node: NodeProcess) -> None:
+def test_numpy_example_finds_pages_of_another_client(shared_node: NodeProcess) -> None:
     pytest.importorskip("numpy")
     assert main_of("numpy_pages.py")(shared_node.address) == 6
 
 
-def test_the_second_toy_engine_skips_prefill(shared_node: NodeProcess) -> None:
+def test_second_toy_engine_skips_prefill(shared_node: NodeProcess) -> None:
     pytest.importorskip("torch")
     assert main_of("toy_engine.py")(shared_node.address) == (100, 4, True)
 
 
-def test_the_readme_names_every_example() -> None:
+def test_readme_lists_every_example() -> None:
     named = (EXAMPLES / "README.md").read_text()
     assert [
         path.name

@@ -1,6 +1,7 @@
-"""Nothing of the machine, the user or the shell reaches a test: tests/helpers/hermetic.py.
+"""Tests that the test environment is isolated from the machine, the user and the shell.
 
-`make test-hostile` runs all tests as the last test here runs some.
+tests/helpers/hermetic.py isolates it. The last test here runs some sensitive tests in a hostile
+environment; `make test-hostile` runs all of them.
 """
 
 import locale
@@ -16,8 +17,7 @@ import pytest
 from hostile import VARIABLES, run
 
 TESTS = Path(__file__).parent
-# Tests that read most of what a user may have set: pip, the terminal, settings, the clock's zone,
-# signals.
+# Tests that depend most on user settings: pip, the terminal, configuration, time zone and signals.
 SENSITIVE = (
     "packaging/test_add_agent.py::test_add_agent_refuses_to_change_the_engines_torch",
     "packaging/test_add_agent.py::test_a_change_that_no_constraint_kept_off_is_found",
@@ -28,7 +28,7 @@ SENSITIVE = (
 )
 
 
-def test_environment_has_no_variable_of_the_user() -> None:
+def test_environment_has_no_user_variables() -> None:
     for name, value in VARIABLES.items():
         assert os.environ.get(name) != value
     unknown = {
@@ -37,7 +37,7 @@ def test_environment_has_no_variable_of_the_user() -> None:
     assert unknown <= hermetic.OWN | hermetic.GIVEN
 
 
-def test_environment_of_an_engine_keeps_its_caches_and_loses_settings() -> None:
+def test_engine_environment_keeps_caches_and_drops_settings() -> None:
     engines = {
         "HOME": "/home/me",
         "HF_HOME": "/models",
@@ -58,17 +58,20 @@ def test_environment_of_an_engine_keeps_its_caches_and_loses_settings() -> None:
     assert environ == {"PATH": "/bin", "KVSTORE_NODE_PYTHON": "python"}
 
 
-def test_setting_that_a_test_reads_is_kept() -> None:
-    """A knob that is not in the list would do nothing, and nobody would see it."""
+def test_variables_read_by_tests_are_kept() -> None:
+    """Every environment variable that a test reads is on the list of kept variables.
+
+    Otherwise the variable would silently have no effect.
+    """
     read = re.compile(r"os\.environ\.get\(\s*\"(\w+)\"")
-    for path in set(TESTS.rglob("*.py")) - {TESTS / "run.py"}:  # which starts pytest
+    for path in set(TESTS.rglob("*.py")) - {TESTS / "run.py"}:  # run.py starts pytest
         names = set(read.findall(path.read_text())) - hermetic.GIVEN
         kept = dict.fromkeys(names, "1")
         hermetic.clean(kept, has_engine="engines" in path.parts)
         assert set(kept) == names, f"{path}: add {names - set(kept)} to tests/helpers/hermetic.py"
 
 
-def test_process_is_as_every_other() -> None:
+def test_process_has_default_umask_locale_and_signals() -> None:
     umask = os.umask(0o022)
     assert umask == 0o022
     assert (time.tzname[0], locale.getpreferredencoding(False).upper()) == ("UTC", "UTF-8")
@@ -91,7 +94,7 @@ def test_pip_reads_no_configuration() -> None:
     }
 
 
-def test_git_reads_no_configuration_of_the_user(tmp_path: Path) -> None:
+def test_git_reads_no_user_configuration(tmp_path: Path) -> None:
     for words in (
         ["init", "--quiet"],
         ["commit", "--quiet", "--allow-empty", "--message", "first"],
@@ -103,16 +106,19 @@ def test_git_reads_no_configuration_of_the_user(tmp_path: Path) -> None:
     assert len(theirs) == len(hermetic.GIT_CONFIG.splitlines()) - hermetic.GIT_CONFIG.count("[")
 
 
-@pytest.mark.skipif("KVSTORE_HOSTILE" in os.environ, reason="this is that run")
+@pytest.mark.skipif("KVSTORE_HOSTILE" in os.environ, reason="already in the hostile run")
 @pytest.mark.parametrize(
     ("umask", "names"),
-    [(0o077, SENSITIVE), (0o000, ["test_hermetic.py::test_process_is_as_every_other"])],
+    [
+        (0o077, SENSITIVE),
+        (0o000, ["test_hermetic.py::test_process_has_default_umask_locale_and_signals"]),
+    ],
 )
 def test_sensitive_files_pass_in_a_hostile_environment(
     umask: int, names: list[str], tmp_path: Path
 ) -> None:
     pytest.importorskip(
-        "xdist", reason="what the interpreter itself reads is kept off its workers only"
+        "xdist", reason="only workers are shielded from variables that the interpreter reads"
     )
     files = [str(TESTS / name) for name in names]
     options = ["-p", "no:cacheprovider", "--numprocesses", "1"]

@@ -1,5 +1,7 @@
-"""The rules of the house: imports point one way, third-party packages stay in the files that wrap
-them, files and functions stay small, generated code is what the generator makes.
+"""Tests of the code structure.
+
+Imports go one way, third-party packages are imported only by the files that wrap them, files and
+functions stay small, and the generated code is current.
 """
 
 import ast
@@ -20,8 +22,7 @@ FILE_LINES_MAX = 600
 FOLDER_FILES_MAX = 22
 FUNCTION_LINES_MAX = 70
 
-# Which file may import which package that is not the standard library's. A name that ends with a
-# slash is a folder.
+# Third-party packages and the files that may import them. Names that end with a slash are folders.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "grpc": (
         "kvstore/transports/status.py",
@@ -59,10 +60,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "sglang": ("gpu_agent/engines/",),
     "lmcache": ("gpu_agent/engines/",),
 }
-# The floors of each package, from the ground up. A file imports files of its own floor and of those
-# below; a name that ends with a slash is a room, `*` is every file at the top of the package that
-# is named on no floor.
-FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+# The layers of each package, lowest first. A file may import files of its own layer and of lower
+# ones. Names that end with a slash are folders; `*` stands for all files at the top of the package
+# that no layer names.
+LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kvstore": (
         ("*", "pb/", "seals/"),
         ("transports/",),
@@ -104,8 +105,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("engines/",),
     ),
 }
-# Which of our own packages a package may import.
-ARROWS = {
+# Which of our own packages each package may import.
+PACKAGE_IMPORTS = {
     "kvstore": {"kvstore"},
     "node": {"kvstore", "node"},
     "gpu_agent": {"kvstore", "gpu_agent"},
@@ -113,7 +114,7 @@ ARROWS = {
 
 
 def sources(*tops: str) -> list[pathlib.Path]:
-    """Python files written by hand."""
+    """Return the handwritten Python files."""
     return sorted(
         path for top in tops for path in (ROOT / top).rglob("*.py") if path.parent not in GENERATED
     )
@@ -121,7 +122,7 @@ def sources(*tops: str) -> list[pathlib.Path]:
 
 @functools.cache
 def statements(path: pathlib.Path) -> list[ast.stmt | ast.ExceptHandler]:
-    """Of a file: only these can import, be a function or catch."""
+    """Return a file's statements and exception handlers."""
     return [
         node
         for node in ast.walk(ast.parse(path.read_text()))
@@ -130,12 +131,12 @@ def statements(path: pathlib.Path) -> list[ast.stmt | ast.ExceptHandler]:
 
 
 def imports(path: pathlib.Path) -> Iterator[str]:
-    """Full names of the modules that a file imports anywhere, lazily or not."""
+    """Yield the full names of the modules that a file imports anywhere, lazily or not."""
     for statement in statements(path):
         if isinstance(statement, ast.Import):
             yield from (name.name for name in statement.names)
         elif isinstance(statement, ast.ImportFrom):
-            assert statement.level == 0, f"{path} imports relatively"
+            assert statement.level == 0, f"{path} has a relative import"
             yield statement.module or ""
 
 
@@ -148,7 +149,7 @@ def may_import(path: pathlib.Path, module: str) -> bool:
     if top in PACKAGES:
         if f"{module}.".startswith("kvstore.cli.") and not name(path).startswith("kvstore/cli/"):
             return False
-        return top in ARROWS[name(path).partition("/")[0]]
+        return top in PACKAGE_IMPORTS[name(path).partition("/")[0]]
     if top in sys.stdlib_module_names:
         return True
     wrappers = (
@@ -160,7 +161,7 @@ def may_import(path: pathlib.Path, module: str) -> bool:
     )
 
 
-def test_imports_point_one_way_and_third_parties_stay_where_they_are_wrapped() -> None:
+def test_imports_are_allowed() -> None:
     wrong = [
         f"{name(path)} imports {module}"
         for path in sources(*PACKAGES)
@@ -170,7 +171,7 @@ def test_imports_point_one_way_and_third_parties_stay_where_they_are_wrapped() -
     assert wrong == []
 
 
-def test_the_rule_itself_refuses_what_it_should() -> None:
+def test_import_rule_rejects_forbidden_imports() -> None:
     for path, module in [
         ("kvstore/client.py", "node.server"),
         ("kvstore/client.py", "gpu_agent"),
@@ -188,31 +189,31 @@ def test_the_rule_itself_refuses_what_it_should() -> None:
     assert may_import(ROOT / "node/server.py", "kvstore.errors")
 
 
-def floor(path: pathlib.Path) -> int:
-    """Of a file in its package, 0 at the ground."""
+def layer(path: pathlib.Path) -> int:
+    """Return the number of a file's layer in its package; 0 is the lowest."""
     package, _, rest = name(path).partition("/")
-    for number, rooms in enumerate(FLOORS[package]):
-        if any(rest == room or (room[-1] == "/" and rest.startswith(room)) for room in rooms):
+    for number, parts in enumerate(LAYERS[package]):
+        if any(rest == part or (part[-1] == "/" and rest.startswith(part)) for part in parts):
             return number
-    assert "/" not in rest, f"{name(path)} is in no room of FLOORS"
-    found = [number for number, rooms in enumerate(FLOORS[package]) if "*" in rooms]
-    assert found, f"{name(path)} is on no floor of FLOORS"
+    assert "/" not in rest, f"{name(path)} is in no folder of LAYERS"
+    found = [number for number, parts in enumerate(LAYERS[package]) if "*" in parts]
+    assert found, f"{name(path)} is in no layer of LAYERS"
     return found[0]
 
 
 def module_file(module: str) -> pathlib.Path | None:
-    """The source of one of our own modules; None for generated and foreign ones."""
+    """Return the source file of one of our modules, or None for generated and foreign ones."""
     if module.partition(".")[0] not in PACKAGES:
         return None
     path = ROOT / module.replace(".", "/")
     found = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    assert found.exists(), f"{module} is no module"
+    assert found.exists(), f"{module} does not exist"
     return None if found.parent in GENERATED else found
 
 
 @functools.cache
 def own_imports() -> dict[pathlib.Path, set[pathlib.Path]]:
-    """What each file imports of ours, also what it imports for type checkers only."""
+    """Return the files of ours that each file imports, including imports for type checkers."""
     return {
         path: {
             found
@@ -223,9 +224,10 @@ def own_imports() -> dict[pathlib.Path, set[pathlib.Path]]:
     }
 
 
-def circles(graph: dict[pathlib.Path, set[pathlib.Path]]) -> list[str]:
-    """Files that are left when those that import nothing, or only such, are taken away again and
-    again.
+def cycles(graph: dict[pathlib.Path, set[pathlib.Path]]) -> list[str]:
+    """Return the files that import each other in a cycle, and those that import such files.
+
+    Files that import nothing, or only files already removed, are removed until none is left.
     """
     left = dict(graph)
     while ready := [path for path, wanted in left.items() if not wanted & left.keys()]:
@@ -234,35 +236,36 @@ def circles(graph: dict[pathlib.Path, set[pathlib.Path]]) -> list[str]:
     return sorted(map(name, left))
 
 
-def test_imports_go_down_the_floors() -> None:
+def test_imports_go_to_the_same_or_a_lower_layer() -> None:
     wrong = [
-        f"{name(path)} imports {name(other)}, which is above"
+        f"{name(path)} imports {name(other)}, which is in a higher layer"
         for path, others in own_imports().items()
         for other in others
         if name(path).partition("/")[0] == name(other).partition("/")[0]
-        and floor(other) > floor(path)
+        and layer(other) > layer(path)
     ]
     assert wrong == []
 
 
-def test_no_two_files_import_each_other() -> None:
-    assert circles(own_imports()) == []
+def test_imports_have_no_cycle() -> None:
+    assert cycles(own_imports()) == []
 
 
-def test_the_rule_of_circles_finds_one() -> None:
+def test_cycle_rule_finds_a_cycle() -> None:
     one, two, three = (ROOT / "node" / f"{n}.py" for n in ("one", "two", "three"))
-    assert circles({one: {two}, two: {one}, three: {one}}) == [
+    assert cycles({one: {two}, two: {one}, three: {one}}) == [
         "node/one.py",
         "node/three.py",
         "node/two.py",
     ]
-    assert circles({one: {two}, two: set(), three: {one}}) == []
+    assert cycles({one: {two}, two: set(), three: {one}}) == []
 
 
-def test_the_environment_is_read_in_one_file() -> None:
-    """`node/__init__.py` sets a variable of gRPC's, before gRPC is there.
+def test_only_known_files_read_the_environment() -> None:
+    """Only three files read environment variables.
 
-    A gateway's process has few variables of its node's: the supervisor names them.
+    `kvstore/config.py` reads the settings, `node/__init__.py` sets a variable before gRPC is
+    imported, and the gateway's supervisor selects the variables that a gateway process inherits.
     """
     readers = [
         name(path)
@@ -280,10 +283,8 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_the_base_install_needs_three_packages_only() -> None:
-    """`import kvstore` with every other package hidden, as in an environment that has
-    only these.
-    """
+def test_base_install_needs_only_three_packages() -> None:
+    """`import kvstore` works when every package but its three dependencies is hidden."""
     run(
         """
 import sys
@@ -305,7 +306,7 @@ assert kvstore.Client and kvstore.__version__
 
 
 @pytest.mark.parametrize(
-    ("module", "strangers"),
+    ("module", "unrelated"),
     [
         (
             "kvstore",
@@ -336,18 +337,18 @@ assert kvstore.Client and kvstore.__version__
         ),
     ],
 )
-def test_importing_a_package_loads_no_strangers(module: str, strangers: set[str]) -> None:
+def test_import_loads_no_unrelated_packages(module: str, unrelated: set[str]) -> None:
     code = f"import sys; import {module}; print(*{{m.partition('.')[0] for m in sys.modules}})"
-    # Without torch itself: it takes seconds, and what it loads is its own
+    # torch is mocked: importing it takes seconds, and its own imports do not matter here
     if module == "gpu_agent":
         code = (
             "import sys; from unittest.mock import MagicMock; sys.modules['torch'] = "
             f"MagicMock(); {code}"
         )
-    assert set(run(code).split()) & strangers == set()
+    assert set(run(code).split()) & unrelated == set()
 
 
-def test_generated_stubs_are_what_the_generator_makes(tmp_path: pathlib.Path) -> None:
+def test_generated_stubs_are_current(tmp_path: pathlib.Path) -> None:
     pytest.importorskip(
         "grpc_tools",
         reason="grpcio-tools has no wheel for this Python; `make proto` needs an older one",
@@ -394,7 +395,7 @@ def test_functions_are_small() -> None:
 
 
 def bases(class_: ast.ClassDef) -> list[str]:
-    """Names of a class's bases, without their modules and parameters."""
+    """Return the names of a class's bases, without their modules and type parameters."""
     return [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in class_.bases]
 
 
@@ -403,7 +404,7 @@ def is_protocol(class_: ast.ClassDef) -> bool:
 
 
 def own_members(class_: ast.ClassDef) -> set[str]:
-    """Methods, fields, and attributes that a method of the class assigns."""
+    """Return a class's methods, fields, and attributes that its methods assign."""
     found = set()
     for part in class_.body:
         if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -448,11 +449,11 @@ def implementations(classes: list[ast.ClassDef]) -> dict[str, set[str]]:
     }
 
 
-# Protocols that describe an engine's objects, which have no class here.
+# Protocols that describe objects of an engine, whose classes are not in this repository.
 FOREIGN = {"EngineRequest"}
 
 
-def test_a_protocol_has_two_implementations() -> None:
+def test_protocol_has_two_implementations() -> None:
     classes = [
         node
         for path in sources(*PACKAGES)
@@ -468,7 +469,7 @@ def test_a_protocol_has_two_implementations() -> None:
     assert few == {}
 
 
-def test_the_rule_of_protocols_counts_implementations() -> None:
+def test_protocol_rule_counts_implementations() -> None:
     code = """
 class Store(Protocol):
     name: str
@@ -486,8 +487,11 @@ class Two:
     ) == {"Store": {"One"}}
 
 
-def test_a_broad_except_logs_or_is_raised_again() -> None:
-    """It may stand at a thread's or a request's edge only, and never swallow what it caught."""
+def test_broad_except_logs_or_reraises() -> None:
+    """Every broad except logs the exception, raises it again or passes it to a future.
+
+    Such handlers belong at the edge of a thread or a request, and must not swallow exceptions.
+    """
     silent = []
     for path in sources(*PACKAGES):
         for node in statements(path):
@@ -504,15 +508,22 @@ def test_a_broad_except_logs_or_is_raised_again() -> None:
     assert silent == []
 
 
-def test_tests_and_proto_are_no_packages() -> None:
-    """`proto` would shadow proto-plus, `tests/node` the package `node`."""
+def test_tests_and_proto_are_not_packages() -> None:
+    """`tests` and `proto` have no `__init__.py`.
+
+    As packages, `proto` would shadow proto-plus, and `tests/node` would shadow `node`.
+    """
     assert [
         name(path) for top in ("tests", "proto") for path in (ROOT / top).rglob("__init__.py")
     ] == []
 
 
-def test_modules_that_tests_find_shadow_no_package() -> None:
-    """`pythonpath` in pyproject.toml goes before what is installed."""
+def test_helper_modules_shadow_no_package() -> None:
+    """No module of the tests and benchmarks has the name of a package that is imported.
+
+    `pythonpath` in pyproject.toml comes before the installed packages, so it would shadow that
+    package.
+    """
     found = {
         path.stem
         for folder in ("tests/helpers", "tests/fuzz", "benchmarks")
@@ -525,12 +536,16 @@ def test_modules_that_tests_find_shadow_no_package() -> None:
     assert found & sys.stdlib_module_names == set()
 
 
-def test_no_whole_prefix_hash_is_logged_or_told() -> None:
-    """The command line shows them to who has asked for them."""
-    told = [
+def test_no_whole_prefix_hash_is_logged_or_sent() -> None:
+    """No code outside the command line formats a whole prefix hash, so none is logged or sent.
+
+    The command line prints hashes to its own user.
+    """
+    found = [
         name(path)
         for path in sources(*PACKAGES)
         if not name(path).startswith("kvstore/cli/")
         and re.search(r"hash(es)?(\[\w+\])?\.hex\(\)", path.read_text())
     ]
-    assert told == ["gpu_agent/engines/lmcache.py"]  # an answer to LMCache, which goes nowhere else
+    # The LMCache adapter returns the hash to LMCache itself
+    assert found == ["gpu_agent/engines/lmcache.py"]

@@ -1,4 +1,4 @@
-"""benchmarks/journeys.py sees both sides of a call."""
+"""Tests that benchmarks/journeys.py records both the client's and the node's side of a call."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def test_journey_of_a_put_has_files_and_frames_of_client_and_node() -> None:
+def test_put_journey_has_files_and_frames_of_client_and_node() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "journeys.py"), "--only", "put", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120.0)
     found = json.loads(done.stdout)["put"]

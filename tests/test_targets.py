@@ -1,5 +1,6 @@
-"""The targets of make: each is described, each parses, names only files that exist, and says what
-it misses.
+"""Tests of make's targets.
+
+Each target is documented, can be run, uses only files that exist and reports missing programs.
 """
 
 import os
@@ -29,13 +30,13 @@ def test_makefile_is_short() -> None:
     assert len((ROOT / "Makefile").read_text().splitlines()) <= LINES_MAX
 
 
-def test_every_target_is_described() -> None:
+def test_every_target_is_documented() -> None:
     targets = targets_of_make() | set(RUN.TARGETS)
     described = set(re.findall(r"`make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text()))
     assert targets - {"help"} <= described <= targets
 
 
-def test_every_target_that_a_document_names_exists() -> None:
+def test_every_documented_target_exists() -> None:
     targets = targets_of_make() | set(RUN.TARGETS)
     for path in (
         ROOT / "README.md",
@@ -53,7 +54,7 @@ def test_help_lists_every_target() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(targets_of_make() | set(RUN.TARGETS)) + RELEASES)
-def test_make_knows_how_to_run_a_target(name: str) -> None:
+def test_make_dry_run_of_target_succeeds(name: str) -> None:
     done = make("--dry-run", name)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() != ""
@@ -61,7 +62,7 @@ def test_make_knows_how_to_run_a_target(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*RUN.TARGETS, *RELEASES])
-def test_a_target_runs_only_what_exists(
+def test_target_uses_only_existing_paths(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = commands_of(name, monkeypatch, tmp_path)
@@ -71,7 +72,7 @@ def test_a_target_runs_only_what_exists(
     assert {path for path in paths if not (ROOT / path).exists()} == set()
 
 
-def test_a_target_takes_the_variables_of_the_command_line(
+def test_target_uses_command_line_variables(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CYCLES", "7")
@@ -86,7 +87,7 @@ def test_arguments_reach_pytest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert etcd.words[-4:] == ("tests/etcd", "-k", "this or that", "-x")
 
 
-def test_the_public_ci_runs_targets_on_every_python_that_we_support() -> None:
+def test_ci_runs_targets_on_every_supported_python() -> None:
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     run = [
         step["run"].replace("${{ matrix.target }}", str(row.get("target")))
@@ -104,7 +105,7 @@ def test_the_public_ci_runs_targets_on_every_python_that_we_support() -> None:
     ]
 
 
-def test_hooks_run_what_check_runs_before_the_tests() -> None:
+def test_commit_hooks_match_the_checks_of_make_check() -> None:
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     commands = [hook["entry"].replace(" --force-exclude", "") for hook in repository["hooks"]]
     assert commands == [".venv/bin/ruff format", ".venv/bin/ruff check", ".venv/bin/mypy"]
@@ -115,7 +116,7 @@ def test_hooks_run_what_check_runs_before_the_tests() -> None:
     assert [line for line in checks if "pytest" not in line] == commands
 
 
-def test_an_unknown_target_ends_with_the_list() -> None:
+def test_unknown_target_fails_with_the_list_of_targets() -> None:
     done = make("test-nothing-of-the-kind")
     assert done.returncode == 2
     assert (
@@ -133,7 +134,7 @@ def test_an_unknown_target_ends_with_the_list() -> None:
         ("test-sglang", "needs Python 3.11 for the engines; set ENGINE_PYTHON=..."),
     ],
 )
-def test_a_missing_program_is_named(
+def test_missing_program_is_reported(
     name: str, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = load_run()
@@ -146,7 +147,7 @@ def test_a_missing_program_is_named(
     assert capsys.readouterr().err == f"{missing}\n"
 
 
-def test_an_environment_is_old_when_a_source_is_newer(tmp_path: Path) -> None:
+def test_environment_is_outdated_when_a_source_is_newer(tmp_path: Path) -> None:
     ready, source = tmp_path / "ready", tmp_path / "source"
     source.touch()
     assert RUN.is_older(ready, source)
@@ -158,7 +159,7 @@ def test_an_environment_is_old_when_a_source_is_newer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("end", "status"), [("sys.exit(5)", 5), ("os.kill(os.getpid(), 9)", 137)])
-def test_the_status_of_a_failed_command_is_kept(end: str, status: int) -> None:
+def test_exit_status_of_failed_command_is_kept(end: str, status: int) -> None:
     program = f"import os, sys; {end}"
     code = f"import run; run.run({sys.executable!r}, '-c', {program!r}); print('went on')"
     done = subprocess.run(
@@ -172,8 +173,11 @@ def test_the_status_of_a_failed_command_is_kept(end: str, status: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_lets_the_command_end_first(number: signal.Signals, tmp_path: Path) -> None:
-    """A terminal sends Ctrl-C to both; SIGTERM reaches the runner alone, which passes it on."""
+def test_stopped_runner_waits_for_the_command(number: signal.Signals, tmp_path: Path) -> None:
+    """The runner waits for the command to exit on SIGINT and SIGTERM, and returns its status.
+
+    A terminal sends SIGINT to both processes; SIGTERM reaches only the runner, which forwards it.
+    """
     ended = tmp_path / "ended"
     child = f"""
 import pathlib, signal, sys, time

@@ -1,4 +1,4 @@
-"""What this process asks of nodes, and for whom."""
+"""Record the trace context of this process's calls to nodes."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from kvstore.transports.channel import NodeChannel
 
 
 def traces_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[Trace | None]:
-    """The current trace of each call of this process, as they come."""
+    """Return a list that collects the current trace of each call of this process."""
     traces: list[Trace | None] = []
     run = NodeChannel.run
 

@@ -1,8 +1,8 @@
-"""What strangers send to a gRPC port, each attack as the conversation of one connection.
+"""Attacks on a gRPC port, each as the conversation of one connection.
 
-A conversation is a generator: it yields bytes to send, or WAIT until something arrives. When it
-ends the stranger hangs up and connects anew. Buffers are made once and shared by all connections,
-so that an attacker's time goes into sending.
+A conversation is a generator: it yields bytes to send, or WAIT until data arrives. When it ends,
+the attacker closes the connection and opens a new one. Buffers are built once and shared by all
+connections, so that the attacker's CPU time goes into sending.
 """
 
 import functools
@@ -35,24 +35,22 @@ HELLO, HEALTH, PUT = (
     "/grpc.health.v1.Health/Check",
     "/kvstore.KVStore/Put",
 )
-STREAMS_MAX = 32  # calls at a time that a node allows a connection
+STREAMS_MAX = 32  # concurrent calls that a node allows per connection
 BURST_NBYTES = 1 << 18
-RESETS = 50_000  # calls of one connection
-MESSAGE_NBYTES = (2 << 20) - 64  # under the limit of a message
+RESETS = 50_000  # cancelled calls per connection
+MESSAGE_NBYTES = (2 << 20) - 64  # just below the message size limit
 BOMB_MIB = 60
 CANCEL = struct.pack(">I", 8)
 
 
 class Inbox:
-    """What a connection has received, as far as conversations care: how much the peer
-    lets it send.
-    """
+    """The received data that conversations use: flow-control windows, pongs and a byte count."""
 
     def __init__(self) -> None:
-        self.heard = self.pongs = 0  # bytes; answers to pings
-        self.granted = WINDOW_NBYTES  # on the connection
-        self.initial = WINDOW_NBYTES  # on each stream
-        self.streams: dict[int, int] = {}  # granted on each beside `initial`
+        self.heard = self.pongs = 0  # bytes received; answers to pings
+        self.granted = WINDOW_NBYTES  # window of the connection
+        self.initial = WINDOW_NBYTES  # initial window of each stream
+        self.streams: dict[int, int] = {}  # window per stream beyond `initial`
         self._rest = b""
 
     def take(self, data: bytes) -> None:
@@ -89,10 +87,11 @@ Conversation = Callable[[Inbox], Iterator[bytes]]
 
 
 class Attack(NamedTuple):
-    """`mixed`: every other connection takes nothing that it is sent, so that answers pile up.
+    """An attack: its number of connections and the conversation of each.
 
-    `parses`: the others look at what they are sent. `tls`: it speaks TLS where the node does; else
-    only with nodes that do it makes sense, and it sends records by hand.
+    `mixed`: every other connection reads nothing, so that answers pile up at the node. `parses`:
+    the connections that read parse the received frames. `tls`: the connection uses TLS if the node
+    does. Otherwise the attack sends TLS records by hand and needs a node with TLS.
     """
 
     connections: int
@@ -111,9 +110,7 @@ def repeated(piece: bytes) -> bytes:
 
 @functools.cache
 def endless_fields() -> tuple[bytes, bytes]:
-    """A call that begins, and CONTINUATION frames full of header fields, none of which
-    is the last.
-    """
+    """Return the start of a call, and CONTINUATION frames of header fields that never end."""
     begin = GREETING + http2.frame(HEADERS, 0, 1, http2.block(http2.call_fields(HELLO)))
     fields = b"".join(http2.field(f"x-{number:03}", "v" * 100) for number in range(140))
     return begin, repeated(http2.frame(CONTINUATION, 0, 1, fields[:FRAME_NBYTES_MAX]))
@@ -121,7 +118,7 @@ def endless_fields() -> tuple[bytes, bytes]:
 
 @functools.cache
 def endless_value() -> tuple[bytes, bytes]:
-    """The same with one field whose value has 256 MiB, as it says."""
+    """Return the start of a call with a 256 MiB header field, and frames of its value."""
     begin = (
         http2.block(http2.call_fields(HELLO))
         + b"\0"
@@ -135,7 +132,7 @@ def endless_value() -> tuple[bytes, bytes]:
 
 
 def for_ever(parts: Callable[[], tuple[bytes, bytes]]) -> Conversation:
-    """First the one, then the other again and again."""
+    """Return a conversation that sends the first part once and the second part repeatedly."""
 
     def conversation(inbox: Inbox) -> Iterator[bytes]:
         begin, again = parts()
@@ -151,7 +148,7 @@ def for_ever(parts: Callable[[], tuple[bytes, bytes]]) -> Conversation:
 
 @functools.cache
 def resets() -> tuple[bytes, ...]:
-    """Calls that are cancelled at once, as many as a connection makes."""
+    """Return the greeting, and RESETS calls that are cancelled immediately."""
     first, later = http2.indexed(http2.call_fields(HELLO))
     streams = range(1, 2 * RESETS, 2)
     pairs = [
@@ -163,8 +160,9 @@ def resets() -> tuple[bytes, ...]:
 
 
 def rapid_reset(inbox: Inbox) -> Iterator[bytes]:
-    """It waits until the peer has seen them all: what a peer has not read when one hangs up costs
-    it nothing.
+    """Send all cancelled calls, then wait until the peer has processed them.
+
+    Calls that the peer has not read when the connection closes cost it nothing.
     """
     yield from resets()
     yield http2.frame(PING, 0, 0, bytes(8))
@@ -184,7 +182,7 @@ def all_settings() -> tuple[bytes, bytes]:
 
 @functools.cache
 def windows() -> tuple[bytes, bytes]:
-    """Calls whose answers have no room, and then room of a byte, in many small steps."""
+    """Return calls without window for their answers, and frames that open it byte by byte."""
     begin = http2.PREFACE + http2.settings({INITIAL_WINDOW: 0}) + http2.ACKNOWLEDGED
     begin += b"".join(http2.call(HEALTH, stream=stream) for stream in range(1, 2 * STREAMS_MAX, 2))
     one = struct.pack(">I", 1)
@@ -198,7 +196,7 @@ def windows() -> tuple[bytes, bytes]:
 
 @functools.cache
 def endless_begin() -> tuple[bytes, bytes]:
-    """Calls on all streams whose messages say that they have two MiB, and pieces of these."""
+    """Return calls on all streams, and zeros for the body of their messages."""
     begin = GREETING
     for stream in range(1, 2 * STREAMS_MAX, 2):
         begin += http2.frame(HEADERS, END_HEADERS, stream, http2.block(http2.call_fields(HELLO)))
@@ -206,7 +204,7 @@ def endless_begin() -> tuple[bytes, bytes]:
 
 
 def endless_messages(inbox: Inbox) -> Iterator[bytes]:
-    """As much of each message as the peer lets one send, but for its end."""
+    """Send as much of each 2 MiB message as the windows allow, but never its end."""
     begin, zeros = endless_begin()
     yield begin
     sent = dict.fromkeys(range(1, 2 * STREAMS_MAX, 2), 0)
@@ -235,7 +233,7 @@ def packed() -> bytes:
 
 def bombs(inbox: Inbox) -> Iterator[bytes]:
     yield packed()
-    while inbox.heard < 100:  # more than settings and their acknowledgement
+    while inbox.heard < 100:  # more than SETTINGS and their acknowledgement, so an answer
         yield WAIT
 
 
@@ -261,7 +259,7 @@ def idle(inbox: Inbox) -> Iterator[bytes]:
 
 @functools.cache
 def client_hello() -> bytes:
-    """What a TLS client begins with."""
+    """Return a TLS ClientHello."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -274,7 +272,7 @@ def client_hello() -> bytes:
 
 
 def stalled_handshake(inbox: Inbox) -> Iterator[bytes]:
-    """It hears who the node is, and says no more."""
+    """Send a ClientHello, then nothing more."""
     yield client_hello()
     while True:
         yield WAIT

@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority that both sides believe, and one that they do not know."""
+"""Certificates for tests: one authority that both sides trust, and one that they do not."""
 
 import ssl
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    # Which not every environment of an engine's tests can import
+    # Not importable in every engine's test environment
     from kvstore.cli.authority import (
         Authority,
     )
@@ -17,13 +17,13 @@ HERE = ("localhost", "127.0.0.1", "::1")
 
 @pytest.fixture(scope="session")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> "Authority":
-    """With a node's certificate, `node`, and a client's, `client`."""
+    """Create the trusted authority, with certificates `node` and `client`."""
     return found(tmp_path_factory.mktemp("ours"), "ours")
 
 
 @pytest.fixture(scope="session")
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> "Authority":
-    """The same of another authority."""
+    """Create an untrusted authority with the same certificates."""
     return found(tmp_path_factory.mktemp("strangers"), "strangers")
 
 
@@ -37,17 +37,18 @@ def found(folder: Path, name: str) -> "Authority":
 
 
 def pair(authority: "Authority", name: str) -> dict[str, Any]:
-    """Settings `tls_cert` and `tls_key`."""
+    """Return the settings `tls_cert` and `tls_key` for a certificate."""
     folder = authority.path.parent
     return {"tls_cert": str(folder / f"{name}.pem"), "tls_key": str(folder / f"{name}.key")}
 
 
 def of_node(authority: "Authority") -> dict[str, Any]:
-    """Settings of a node that requires client certificates."""
+    """Return the settings of a node that requires client certificates."""
     return {**pair(authority, "node"), "tls_client_ca": str(authority.path)}
 
 
 def of_client(authority: "Authority") -> dict[str, Any]:
+    """Return the settings of a client that shows its certificate."""
     return {**pair(authority, "client"), "tls_ca": str(authority.path)}
 
 
@@ -59,7 +60,7 @@ def server_context(authority: "Authority") -> ssl.SSLContext:
 
 
 def client_context(authority: "Authority", **shown: Any) -> ssl.SSLContext:
-    """`shown`: what `pair` gives."""
+    """Return a TLS context that trusts the authority; `shown` comes from `pair`."""
     made = ssl.create_default_context(cafile=str(authority.path))
     if shown:
         made.load_cert_chain(shown["tls_cert"], shown["tls_key"])

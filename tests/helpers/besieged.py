@@ -1,6 +1,4 @@
-"""A node as a process that strangers attack: how it asks who calls, its memory, its gateways,
-attackers and a sink.
-"""
+"""A node under attack in its own process: its access mode, memory, gateways, attackers, a sink."""
 
 import contextlib
 import json
@@ -39,9 +37,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Mode:
-    """Who may do what: flags of the node, settings of a client that is known, and arguments of a
-    sink like it.
-    """
+    """An access mode: node flags, settings of an authorized client and arguments of a sink."""
 
     name: str
     node: tuple[str, ...] = ()
@@ -54,12 +50,13 @@ class Mode:
 
 
 def mode_of(name: str, folder: Path) -> Mode:
-    """Make its files in `folder`. open: neither TLS nor identities; token: both; mtls: client
-    certificates.
+    """Return an access mode, with its files created in `folder`.
+
+    open: neither TLS nor identities. token: TLS and identities. mtls: TLS with client certificates.
     """
     if name == "open":
         return Mode(name)
-    # Needs the package cryptography, which an open node does not
+    # Needs the package cryptography, which the mode `open` does not
     from kvstore.cli.authority import (
         Authority,
     )
@@ -88,9 +85,9 @@ def mode_of(name: str, folder: Path) -> Mode:
 
 
 def memory(pid: int) -> dict[str, int]:
-    """Return bytes of a process by kind: RssAnon (private), RssShmem (a node's arena), RssFile.
+    """Return a process's memory in bytes by kind, or {} if it has exited.
 
-    Empty: it has ended.
+    RssAnon is private, RssShmem is a node's arena, RssFile is mapped files.
     """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -113,19 +110,17 @@ def gateways(pid: int) -> list[int]:
 
 
 class Watch:
-    """Looks at the memory of a node and of its gateways, 20 times a second, on a thread
-    of its own.
-    """
+    """A thread that samples the memory of a node and its gateways 20 times a second."""
 
     def __init__(self, pid: int, limit_nbytes: int = LIMIT_NBYTES) -> None:
         self._pid, self._limit_nbytes = pid, limit_nbytes
         self._over, self._thread = threading.Event(), threading.Thread(target=self._run)
         self._known: set[int] = set()
-        self.exceeded_at = 0.0  # monotonic; when all together had more than the limit
+        self.exceeded_at = 0.0  # monotonic time when the total first exceeded the limit
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was highest, and who has ended."""
+        """Reset the peaks and the count of gateways that exited."""
         self.private = self.shared = self.highest = self.gateways = self.ends = 0
         self._look()
 
@@ -156,8 +151,9 @@ class Watch:
 
 
 class MemoryGroup:
-    """A control group (version 2) with a memory limit, if this machine lets us make one; else
-    `inside` is empty.
+    """A control group (version 2) with a memory limit.
+
+    `inside` is the command prefix that enters it. It is empty if this machine lets us create none.
     """
 
     def __init__(self, limit_nbytes: int) -> None:
@@ -179,7 +175,7 @@ class MemoryGroup:
 
     @property
     def kills(self) -> int:
-        """Processes that the kernel has killed for memory."""
+        """Return the number of processes that the kernel killed for memory."""
         if not self.inside:
             return 0
         lines = (self._path / "memory.events").read_text().splitlines()
@@ -202,8 +198,9 @@ def start_node(mode: Mode, *flags: str, inside: Sequence[str] = ()) -> NodeProce
 
 
 class Attackers:
-    """Processes that attack an address while the context lasts; when it begins each has a
-    connection. `counts`: of all of them, when it is over.
+    """Processes that attack an address for the duration of the context.
+
+    Each has a connection when the context begins. `counts` has their totals after it ends.
     """
 
     def __init__(
@@ -255,7 +252,7 @@ class Attackers:
 
 @contextlib.contextmanager
 def sink(mode: Mode) -> Iterator[str]:
-    """A process that takes whatever it is sent; gives its address."""
+    """Start a process that accepts and discards all data; yield its address."""
     process = _spawn([sys.executable, str(HERE / "strangers.py"), "sink", *mode.sink])
     try:
         yield f"127.0.0.1:{int(_stdout(process).readline())}"
@@ -279,8 +276,8 @@ def _stdout(process: "subprocess.Popen[str]") -> Any:
 
 
 def _counts(process: "subprocess.Popen[str]") -> dict[str, float]:
-    with _stdout(process) as said:
-        line = said.readline()
+    with _stdout(process) as output:
+        line = output.readline()
     if process.wait(60.0) or not line:
         raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
     found: dict[str, float] = json.loads(line)

@@ -1,5 +1,6 @@
-"""One rank and one group with the scheduler's side of the store beside them, without an engine:
-requests are dataclasses, KV is random bytes in a pool on the CPU.
+"""The store's scheduler side and one rank with one block group, without an engine.
+
+Requests are dataclasses; KV is random bytes in a pool on the CPU.
 """
 
 import concurrent.futures
@@ -41,13 +42,10 @@ class FakeRequest:
 
 
 class Store:
-    """One rank, one group, and the scheduler's side.
-
-    `step` is what an engine does in one.
-    """
+    """One rank, one block group and the scheduler side; `step` does what an engine step does."""
 
     def __init__(self, client: Client, name: str, **options: Any) -> None:
-        """`client`: of the scheduler's side; the ranks' side makes its own."""
+        """`client` belongs to the scheduler side; the rank creates its own."""
         self.pins: list[int] = []
         self.views = {
             f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8)
@@ -82,7 +80,7 @@ class Store:
         return tokens
 
     def step(self, *scheduled: tuple[FakeRequest, int, list[int]]) -> tuple[StepOrders, Any]:
-        """Schedules, runs and sees a step."""
+        """Schedule and run one step, and report its outcome to the scheduler."""
         tables = {request.request_id: [table] for request, _, table in scheduled}
         counts = {request.request_id: count for request, count, _ in scheduled}
         orders = self.scheduler.step(counts, tables.__getitem__)
@@ -105,11 +103,11 @@ class Store:
             assert time.monotonic() < end
             self.step()
             time.sleep(0.001)
-        # Read before; stored now
+        # The blocks have been read by now; wait until they are stored
         concurrent.futures.wait([job.done for _, job in self.rank._outcomes], 10)
 
     def save(self, request: FakeRequest, blocks: list[int]) -> None:
-        """Computes a request that hits nothing, and returns when its blocks are stored."""
+        """Compute a request that misses the store, and wait until its blocks are stored."""
         self.scheduler.ask(request)
         assert self.matched(request) == 0
         self.scheduler.allocated(request, [blocks], 0)
@@ -117,7 +115,7 @@ class Store:
         self.settle()
 
     def loaded(self) -> Any:
-        """Steps until a load ends."""
+        """Run steps until a load ends, and return its result."""
         end = time.monotonic() + 10
         while not (ended := self.step()[1]).finished:
             assert time.monotonic() < end

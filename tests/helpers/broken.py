@@ -1,14 +1,13 @@
-"""Whether what was promised is still there: one list, recorded, held against the same list as it is
-now.
+"""Compare a recorded list of promises with the current one.
 
-More may be there than was promised, as long as nobody has to name it.
+Additions are allowed, except new parameters that callers must pass.
 """
 
 from typing import Any
 
 
 def broken(promised: Any, found: Any, path: str = "") -> list[str]:
-    """A line for each promise that is not kept."""
+    """Return a line for each promise that is not kept."""
     if not isinstance(promised, dict):
         return [] if promised == found else [f"{path}: was {promised!r}, is {found!r}"]
     if not isinstance(found, dict):
@@ -32,12 +31,12 @@ def broken(promised: Any, found: Any, path: str = "") -> list[str]:
     return lines
 
 
-# What may change in one direction: what had to be given may be left out, and a range may become
-# wider.
+# Values that may change in one direction: a required parameter may become optional, and a range may
+# become wider.
 _LOOSER = {
     "optional": lambda was, now: now or not was,
     "low": lambda was, now: now is None or (was is not None and now <= was),
     "high": lambda was, now: now is None or (was is not None and now >= was),
-    # None: whatever one likes
+    # None: any value
     "choices": lambda was, now: was.keys() <= now.keys() if was else not now,
 }

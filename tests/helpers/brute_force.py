@@ -1,6 +1,4 @@
-"""What the planner is held against: one store of one size, page by page, and the optimum by trying
-everything.
-"""
+"""Reference results for the planner: an LRU store page by page, and the optimum by exhaustion."""
 
 import itertools
 import random
@@ -13,9 +11,9 @@ Chain = tuple[int, ...]
 
 
 def lru_hits(chains: Iterable[Chain], pages: int) -> int:
-    """Leading pages found in an LRU of so many pages, each request used tail to head.
+    """Return the leading pages found in an LRU of `pages` pages, each request used tail to head.
 
-    A page is its whole chain.
+    A page is identified by its whole chain.
     """
     used: OrderedDict[Chain, None] = OrderedDict()  # oldest first
     hits = 0
@@ -31,8 +29,9 @@ def lru_hits(chains: Iterable[Chain], pages: int) -> int:
 
 
 def most_hits(chains: Sequence[Chain], pages: int) -> int:
-    """The most leading pages that any policy hits which keeps at most so many from one request to
-    the next: all that it could keep are tried.
+    """Return the most leading pages that any policy can hit.
+
+    The policy keeps at most `pages` pages between requests; all possible choices are tried.
     """
     best: dict[frozenset[Chain], int] = {frozenset(): 0}  # what is kept -> hits so far
     for chain in chains:
@@ -49,9 +48,7 @@ def most_hits(chains: Sequence[Chain], pages: int) -> int:
 
 
 def trees(seed: int, requests: int, fresh: float, deep: int) -> list[TraceRequest]:
-    """Requests along the branches of a few trees: chains that grow, branch off anywhere and are
-    used again.
-    """
+    """Return requests along the branches of random trees: chains grow, branch and are reused."""
     chance, ids = random.Random(seed), itertools.count()
     chains: list[Chain] = []
     made = []

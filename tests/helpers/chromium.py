@@ -1,5 +1,6 @@
-"""A headless Chromium, told what to do over two pipes: its DevTools protocol, messages of JSON that
-end with a zero.
+"""A headless Chromium, controlled over two pipes.
+
+The pipes carry its DevTools protocol: JSON messages that end with a zero byte.
 """
 
 import base64
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 WAIT_S = 60.0
-# It reads orders from descriptor 3 and writes answers to 4, whatever their numbers are here.
+# Chromium reads requests from descriptor 3 and writes answers to 4. Move our pipes there.
 _BEGIN = """
 import fcntl, os, sys
 high = [fcntl.fcntl(int(fd), fcntl.F_DUPFD, 64) for fd in sys.argv[1:3]]
@@ -27,10 +28,7 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 class Chromium:
-    """A browser with one page.
-
-    `errors`: what its console said was wrong.
-    """
+    """A browser with one page; `errors` has the errors that its console logged."""
 
     def __init__(self, path: str, *flags: str) -> None:
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -38,7 +36,7 @@ class Chromium:
         self._out, to_write = os.pipe()
         asked = [
             "--headless=new",
-            "--no-sandbox",  # as root, in a container, it has none
+            "--no-sandbox",  # it has none as root in a container
             "--disable-gpu",
             "--hide-scrollbars",
             "--disable-dev-shm-usage",
@@ -89,16 +87,16 @@ class Chromium:
 
     def call(self, method: str, **arguments: Any) -> Any:
         self._number += 1
-        message = {"id": self._number, "method": method, "params": arguments}
+        request = {"id": self._number, "method": method, "params": arguments}
         if self._session:
-            message["sessionId"] = self._session
-        os.write(self._in, json.dumps(message).encode() + b"\0")
+            request["sessionId"] = self._session
+        os.write(self._in, json.dumps(request).encode() + b"\0")
         while True:
-            told = self._read()
-            if told.get("id") == self._number:
-                assert "error" not in told, f"{method}: {told['error']}"
-                return told["result"]
-            self._note(told)
+            message = self._read()
+            if message.get("id") == self._number:
+                assert "error" not in message, f"{method}: {message['error']}"
+                return message["result"]
+            self._note(message)
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._data:
@@ -107,18 +105,18 @@ class Chromium:
             assert data, "the browser has ended"
             self._data += data
         message, _, self._data = self._data.partition(b"\0")
-        told: dict[str, Any] = json.loads(message)
-        return told
+        parsed: dict[str, Any] = json.loads(message)
+        return parsed
 
-    def _note(self, told: dict[str, Any]) -> None:
-        method, said = told.get("method"), told.get("params", {})
+    def _note(self, message: dict[str, Any]) -> None:
+        method, params = message.get("method"), message.get("params", {})
         if method == "Runtime.exceptionThrown":
-            details = said["exceptionDetails"]
+            details = params["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description", details["text"]))
-        elif method == "Runtime.consoleAPICalled" and said["type"] in ("error", "assert"):
-            self.errors.append(str([one.get("value") for one in said["args"]]))
-        elif method == "Log.entryAdded" and said["entry"]["level"] == "error":
-            self.errors.append(f"{said['entry']['text']} {said['entry'].get('url', '')}")
+        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "assert"):
+            self.errors.append(str([one.get("value") for one in params["args"]]))
+        elif method == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
     # ---- the page ------------------------------------------------------------------------
 
@@ -132,7 +130,7 @@ class Chromium:
         )
 
     def scheme(self, name: str) -> None:
-        """light or dark"""
+        """Set the preferred color scheme, "light" or "dark"."""
         self.call(
             "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}]
         )
@@ -142,21 +140,21 @@ class Chromium:
         self.until("document.readyState === 'complete'")
 
     def value(self, expression: str) -> Any:
-        told = self.call(
+        result = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in told, f"{expression}: {told['exceptionDetails']}"
-        return told["result"].get("value")
+        assert "exceptionDetails" not in result, f"{expression}: {result['exceptionDetails']}"
+        return result["result"].get("value")
 
     def until(self, expression: str, holds: Callable[[Any], bool] = bool) -> Any:
         end = time.monotonic() + WAIT_S
-        while not holds(told := self.value(expression)):
-            assert time.monotonic() < end, f"{expression} is {told!r}; errors: {self.errors}"
+        while not holds(value := self.value(expression)):
+            assert time.monotonic() < end, f"{expression} is {value!r}; errors: {self.errors}"
             time.sleep(0.05)
-        return told
+        return value
 
     def type(self, text: str) -> None:
-        """Into what has the focus, as keys."""
+        """Type text into the focused element."""
         self.call("Input.insertText", text=text)
 
     def press(self, key: str) -> None:
@@ -168,7 +166,7 @@ class Chromium:
             )
 
     def picture(self, path: Path, top: float = 0, height: float = 0, scale: float = 1.0) -> None:
-        """Of the whole page, or of a part of it in pixels."""
+        """Save a picture of the page, or of a part of it given in pixels."""
         box = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {
             "x": 0,
@@ -177,7 +175,7 @@ class Chromium:
             "height": height or box["height"] - top,
             "scale": scale,
         }
-        told = self.call(
+        result = self.call(
             "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
         )
-        path.write_bytes(base64.b64decode(told["data"]))
+        path.write_bytes(base64.b64decode(result["data"]))

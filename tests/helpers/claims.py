@@ -1,9 +1,9 @@
-"""What docs/identity.md claims, and how a claim is tried.
+"""The claims of docs/identity.md, and settings that test each claim.
 
-    Claims = adapter -> ingredient -> word of the cell -> ways to change the ingredient
+    Claims = adapter -> ingredient -> word of the table cell -> ways to change the ingredient
 
-A way is what an adapter's `namespace(tmp_path, way)` takes: its engine's settings that are other
-than usual; or other than those of another way, its `unlike`.
+A way is an argument of an adapter's `namespace(tmp_path, way)`: the engine settings that differ
+from the defaults, or from another way, its `unlike`.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from kvstore import Namespace
 
 Way = Mapping[str, Any]
-# Namespace, refused, no: a list of ways; hash: "file::test" in the engine's environment
+# Namespace, refused, no: a list of ways; hash: "file::test" run in the engine's environment
 Words = Mapping[str, Any]
 CONFIG = {
     "model_type": "llama",
@@ -39,9 +39,9 @@ class Adapter(NamedTuple):
 
 
 def checkpoint(tmp_path: Path, way: Way) -> str:
-    """A directory of its own.
+    """Create a checkpoint in a new directory and return its path.
 
-    Of a way: `name`, `weights`, and `config`, what the configuration has otherwise.
+    Keys of `way`: `name`, `weights`, and `config` for changes of the configuration.
     """
     directory = tmp_path / str(next(_numbers)) / way.get("name", "tiny")
     directory.mkdir(parents=True)
@@ -55,7 +55,7 @@ def tree(**branches: Any) -> SimpleNamespace:
 
 
 def changed(root: Any, way: Way) -> Any:
-    """`root` with the values that a way gives for what it has, such as "model_config.dtype"."""
+    """Set the attributes of `root` that `way` names by path, such as "model_config.dtype"."""
     for path, value in way.items():
         *parents, leaf = path.split(".")
         if not hasattr(root, path.partition(".")[0]):

@@ -1,6 +1,6 @@
-"""Typer's runner of commands in this process, which builds the commands of an app once.
+"""Run commands in this process with typer, whose command tree is built only once.
 
-A run changes nothing of them, and building them takes as long as most of the runs.
+Runs do not modify the tree, and building it takes as long as most runs.
 """
 
 import functools
@@ -18,7 +18,7 @@ typer.testing._get_command = functools.cache(typer.main.get_command)  # type: ig
 
 
 class Ran:
-    """A finished command."""
+    """The result of a finished command."""
 
     def __init__(self, result: Any) -> None:
         self.code: int = result.exit_code
@@ -33,7 +33,7 @@ class Ran:
 
     @property
     def error(self) -> dict[str, str]:
-        """The last line of stderr, of a command with --json."""
+        """Return the last line of stderr, parsed, of a command with --json."""
         error: dict[str, str] = json.loads(self.stderr.strip().splitlines()[-1])
         return error
 
@@ -43,7 +43,6 @@ Kvstore = Callable[..., Ran]
 
 def run_kvstore(*args: str, stdin: bytes = b"") -> Ran:
     ran = CliRunner().invoke(app, list(args), input=stdin, prog_name="kvstore")
-    # Whatever happens, a command ends by itself: an exception here would be a traceback for its
-    # user.
+    # A command must always exit by itself: an exception here would be a traceback for the user.
     assert ran.exception is None or isinstance(ran.exception, SystemExit), ran.exception
     return Ran(ran)

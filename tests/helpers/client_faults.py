@@ -1,9 +1,8 @@
-"""Random faults between an adapter and the store: what a test's client does to the calls of an
-adapter's.
+"""Random faults between an adapter and the store, injected into the adapter's client.
 
-A page is gone between lookup and load, or damaged; a load ends with an error, with its buffers
-untouched or written; a save ends with an error, with its pages stored or not. The adapter and the
-engine know nothing of this: only the methods of their client are wrapped.
+A page is removed or damaged between lookup and load. A load fails with its buffers untouched or
+written. A save fails with its pages stored or not. Only the client's methods are wrapped; the
+adapter and the engine are unchanged.
 """
 
 import collections
@@ -17,11 +16,10 @@ LOADS, SAVES = ("get", "open_get"), ("put", "open_put")
 
 
 class ClientFaults:
-    """Thread-safe as far as needed: adapters call from several threads, and any order of faults
-    will do.
+    """Faults for the calls of one or more clients.
 
-    `share`: of the calls that something happens to; 0 ends it. `struck`: how often each fault has
-    happened.
+    `share`: the share of calls with a fault; 0 disables faults. `struck`: the count of each fault.
+    Adapters call from several threads; any order of faults will do, so there is no lock.
     """
 
     def __init__(self, address: str, rng: random.Random) -> None:
@@ -46,11 +44,11 @@ class ClientFaults:
             what = fault(namespace, keys) if keys and self._rng.random() < self.share else ""
             self.struck[what or "none"] += 1
             if what == "refused":
-                raise Unavailable("the test refuses this call")
+                raise Unavailable("call refused by the test")
             result = method(namespace, keys, *arguments, **options)
-            # Places in the node's memory must be given back
+            # Slots in the node's memory must be released by the caller, so they are never lost
             if what == "lost" and not hasattr(result, "__enter__"):
-                raise Unavailable("the test loses this answer")
+                raise Unavailable("answer lost by the test")
             return result
 
         return call
@@ -64,11 +62,11 @@ class ClientFaults:
             elif what == "damaged":
                 self._damage(namespace, some[0])
         except KVStoreError:
-            return "none"  # the node hangs just now
+            return "none"  # the node hangs
         return what
 
     def _damage(self, namespace: Any, key: bytes) -> None:
-        """Flip a bit of a page in the node's memory, behind its back."""
+        """Flip one bit of a page in the node's memory without the node noticing."""
         with self._client.open_get(namespace, [key]) as slots:
             if slots.offsets and slots.offsets[0] is not None:
                 position = slots.offsets[0] + self._rng.randrange(namespace.layout.page_nbytes)

@@ -1,6 +1,4 @@
-"""A conversation of a client with a node over bulk TCP, request by request: to be recorded, and to
-be had again.
-"""
+"""A fixed sequence of bulk TCP requests to a node, for recording and replaying."""
 
 import socket
 import struct
@@ -27,7 +25,7 @@ PAGES = [
     bytes((i * 7 + number) % 251 for i in range(SPACE.layout.page_nbytes)) for number in range(2)
 ]
 
-# What differs from node to node and from moment to moment.
+# Reply fields whose values differ between nodes or over time.
 OF_THE_MOMENT = {
     *(
         "version",
@@ -55,8 +53,10 @@ OF_THE_MOMENT = {
 
 
 class Exchange(NamedTuple):
-    """`request`: frames of a client, without the pages' bytes, which follow if it has `data`;
-    `reply`: header of the node's. A reply is named by the kind of the message in it.
+    """A recorded request and the header of its reply.
+
+    `request`: frames of a client, without the page bytes, which follow them if `data` is true. A
+    reply is named by the kind of its message.
     """
 
     name: str
@@ -66,10 +66,7 @@ class Exchange(NamedTuple):
 
 
 def requests() -> Iterator[tuple[str, bytes, bool]]:
-    """Name, frames, whether pages follow.
-
-    In the order in which a node must be asked.
-    """
+    """Yield the name, the frames and whether pages follow, in the order of the requests."""
     page: dict[str, Any] = {"namespace": SPACE.digest, "prefix_hashes": KEYS}
     named: dict[str, Any] = {
         "hello": {"hello": pb.HelloRequest(protocol_version=PROTOCOL_VERSION)},
@@ -112,13 +109,13 @@ def requests() -> Iterator[tuple[str, bytes, bool]]:
 
 
 class Caller:
-    """One connection of a client that says what it is told to, byte by byte."""
+    """A client connection that sends given bytes."""
 
     def __init__(self, port: int) -> None:
         self._sock = socket.create_connection(("127.0.0.1", port), timeout=30.0)
 
     def ask(self, request: bytes, data: bool) -> tuple[int, bytes, bytes]:
-        """(version of the frame, header, payload) of the answer."""
+        """Return (frame version, header, payload) of the answer."""
         if data:
             request = request[: FIXED.size] + b"".join(PAGES) + request[FIXED.size :]
         self._sock.sendall(request)
@@ -139,7 +136,7 @@ class Caller:
 
 
 def unlike(was: Any, now: Any, path: str = "") -> list[str]:
-    """Fields that a node of then told, and that are told otherwise today; more may be told."""
+    """Return the fields of a recorded reply that differ in the current reply; more may exist."""
     found: list[str] = []
     for field, value in was.ListFields():
         place, other = f"{path}.{field.name}", getattr(now, field.name)

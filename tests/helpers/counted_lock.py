@@ -1,4 +1,4 @@
-"""How long a lock is held, in bytecodes and not in time."""
+"""Measure how long a lock is held in bytecodes instead of time."""
 
 import sys
 import threading
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class CountedLock:
-    """A lock that counts the bytecodes of its owner between taking and giving it back."""
+    """A lock that counts the bytecodes that its owner executes while holding it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

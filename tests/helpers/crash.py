@@ -1,20 +1,19 @@
-"""Crash harness: kills a node with SIGKILL at random moments under mixed load, again and again on
-the same data directory, and looks at what is left each time.
+"""Crash harness: kill a node under mixed load at random moments and check what is on its disk.
 
-    python tests/helpers/crash.py --cycles 300        KVSTORE_SEED=... repeats a choice of
+    python tests/helpers/crash.py --cycles 300        KVSTORE_SEED=... repeats the choice of
                                                       operations
 
-Per cycle: a node in a child process, `THREADS` clients that put (durable or not, with or without a
-time to live), get, remove, pin and flush pages of three sizes; SIGKILL; then a node in this process
-opens the directory. What must hold:
+Each cycle starts a node in a child process on the same data directory. `THREADS` clients put
+(durably or not, with or without a TTL), get, remove, pin and flush pages of three sizes. After
+SIGKILL, a node in this process opens the directory. These invariants must hold:
 
-    every page that is found     has exactly the bytes that follow from its key
+    any page that is found       has exactly the bytes that follow from its key
     put durably, or flushed      is found, in this and all later cycles, until it is removed
     removed, then flushed        is not found
-    its time to live is over     is not found
-    check()                      has nothing to say
+    TTL expired                  is not found
+    check()                      reports nothing
 
-Now and then the disk is too small for the load, so that it evicts; then nothing need be found.
+In every fourth cycle the disk is too small for the load and evicts, so any page may be missing.
 """
 
 import argparse
@@ -51,24 +50,25 @@ NAMESPACES = [
 RAM = {"ram_nbytes": 4 << 20, "extent_nbytes": 128 << 10}  # far less than what is put
 DISK_NBYTES, DISK_EXTENT_NBYTES = 96 << 20, 1 << 20
 SMALL_DISK_NBYTES = 4 << 20
-WIPE_NBYTES = 32 << 20  # a load puts less than the rest, so nothing durable is ever evicted
+# A load puts less than the rest of the disk, so durable pages are never evicted
+WIPE_NBYTES = 32 << 20
 
 PageKey = tuple[int, bytes]  # index of the namespace, prefix hash
 
 
 class Failure(Exception):
-    """What must hold does not."""
+    """An invariant is violated."""
 
 
 @dataclass
 class Known:
-    """What one client thread knows of the pages that it alone writes."""
+    """The expected state of the pages that one client thread writes."""
 
     durable: set[PageKey] = field(default_factory=set)  # must be found
-    visible: set[PageKey] = field(default_factory=set)  # stored, not removed: durable after a flush
+    visible: set[PageKey] = field(default_factory=set)  # stored; durable after a flush
     removed: set[PageKey] = field(default_factory=set)  # gone after a flush
     gone: set[PageKey] = field(default_factory=set)  # must not be found
-    # Must not be found from this time on
+    # Time after which each must not be found
     mortal: dict[PageKey, float] = field(default_factory=dict)
 
     def forget(self, keys: Sequence[PageKey]) -> None:
@@ -111,11 +111,11 @@ class Load:
         )[0]
         try:
             operation()
-        except Exhausted:  # RAM is full of pages that are pinned or in use just now
+        except Exhausted:  # RAM is full of pinned or used pages
             pass
 
     def _some(self) -> tuple[int, list[bytes]]:
-        """A few pages of one namespace that were stored at some time."""
+        """Return a few pages of one namespace that were stored at some time."""
         keys = sorted(self._known.visible | self._known.durable)
         if not keys:
             return 0, []
@@ -130,8 +130,7 @@ class Load:
             self._count += 1
             hashes.append(hashlib.sha256(f"{self._seed} {self._count}".encode()).digest())
         durable, ttl_s = self._rng.random() < 0.4, self._rng.choice([0, 0, 0, 1, 1000])
-        # What was removed and not flushed may be back after a kill, as it was: with no time to
-        # live.
+        # A page whose removal was not flushed may reappear after a kill, without a TTL.
         dead = known.gone if ttl_s == 1 else known.removed | known.gone
         keys = [(index, h) for h in hashes] + [key for key in sorted(dead) if key[0] == index][:1]
         known.forget(keys)
@@ -166,8 +165,10 @@ class Load:
             self._client.pin(NAMESPACES[index], hashes[:2], self._rng.choice([0.05, 1.0]))
 
     def _flush(self) -> None:
-        """A page that is stored and not on disk may be evicted before a flush meets it; one that is
-        there after the flush was there all the time.
+        """Flush, and mark the pages that are still present as durable.
+
+        A stored page may be evicted before the flush reaches it. A page that is present after the
+        flush was present during it.
         """
         known = self._known
         self._client.flush()
@@ -198,7 +199,7 @@ def check_bytes(client: Client, index: int, hashes: Sequence[bytes]) -> list[boo
 class Crashes:
     """Cycles on one data directory.
 
-    `evicting`: the disk is too small for all that is put.
+    `evicting`: the disk is too small for all pages.
     """
 
     def __init__(self, data_dir: Path, seed: int, evicting: bool, key: dict[str, str]) -> None:
@@ -246,7 +247,7 @@ class Crashes:
                 and not any(known.durable for known in self._known)
                 and time.monotonic() < end
             ):
-                # The first kill finds something that was promised, or a short run shows nothing
+                # A durable page before the first kill, so that even a short run checks something
                 time.sleep(0.005)
             stop.wait(rng.uniform(0.01, LOAD_S_MAX))
         finally:
@@ -255,7 +256,7 @@ class Crashes:
             for load in loads:
                 load.thread.join()
         for known in self._known:
-            known.removed.clear()  # what was not flushed may be back, and stay
+            known.removed.clear()  # removals that were not flushed may be undone for good
         for load in loads:
             if load.error:
                 raise Failure(f"under load: {load.error!r}") from load.error
@@ -263,8 +264,8 @@ class Crashes:
         self.counts["cycles"] += 1
 
     def _inspect(self) -> None:
-        """Opens the directory in this process, checks everything, and closes it gracefully."""
-        settings = self._settings() | {"stall_s": 60.0}  # on a busy machine nobody is late
+        """Open the directory in this process, check everything and close it gracefully."""
+        settings = self._settings() | {"stall_s": 60.0}  # a busy machine is not a stalled disk
         node = Node(NodeConfig(host="127.0.0.1", port=0, bulk_port=0, metrics_port=0, **settings))  # type: ignore[arg-type]
         node.start()
         try:
@@ -302,8 +303,8 @@ class Crashes:
             if back := dead & found:
                 gone = len(back & {h for i, h in known.gone if i == index})
                 raise Failure(
-                    f"{gone} pages came back after they were removed, {len(back) - gone} after "
-                    "their time"
+                    f"{gone} pages came back after their removal, {len(back) - gone} after "
+                    "their TTL"
                 )
             if self._evicting:
                 continue
@@ -334,10 +335,12 @@ def main() -> int:
         description="Kills a node at random moments and checks what is left."
     )
     parser.add_argument("--cycles", type=int, default=300)
-    parser.add_argument("--dir", help="where to put the data directory (default: a temporary one)")
+    parser.add_argument(
+        "--dir", help="parent of the data directories (default: the temporary directory)"
+    )
     parser.add_argument("--encrypted", action="store_true", help="the data directory has a key")
     arguments = parser.parse_args()
-    logging.disable(logging.CRITICAL)  # a node in this process tells of each torn page
+    logging.disable(logging.CRITICAL)  # a node in this process logs each torn page
     seed = int(os.environ.get("KVSTORE_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"KVSTORE_SEED={seed}", flush=True)
     root = Path(tempfile.mkdtemp(prefix="kvstore-crash-", dir=arguments.dir))
@@ -359,7 +362,7 @@ def main() -> int:
         f"{counts['found']} pages read, "
         f"0 wrong bytes; {counts['durable']} durable pages checked, 0 lost; {counts['dead']} dead "
         "pages checked, "
-        f"0 came back; 0 violations; {counts['quarantined']} torn pages of no promise dropped"
+        f"0 came back; 0 violations; {counts['quarantined']} torn non-durable pages dropped"
     )
     shutil.rmtree(root)
     return 0

@@ -1,4 +1,4 @@
-"""What `deploy/monitoring` and `docker/compose.monitoring.yaml` say."""
+"""Read the files of `deploy/monitoring` and `docker/compose.monitoring.yaml`."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ def read(name: str) -> Any:
 
 
 def composed(*names: str) -> dict[str, Any]:
-    """Services of compose files, of which a variable that nobody set has its default."""
+    """Return the services of compose files, with the default of each variable filled in."""
     services: dict[str, Any] = {}
     for name in names or ("compose.monitoring.yaml",):
         text = re.sub(r"\$\{\w+:?-([^}]*)\}", r"\1", (DOCKER / name).read_text())
@@ -40,7 +40,7 @@ def composed(*names: str) -> dict[str, Any]:
 
 
 def program(name: str) -> Any:
-    """A file of `docker/`, which lies in the image alone."""
+    """Import a program of `docker/`, which is otherwise only in the image."""
     spec = importlib.util.spec_from_file_location(name, DOCKER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""What is in the recorded data directories."""
+"""The content of the recorded data directories."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from kvstore import Namespace, opaque_layout
 
 KEY = bytes(range(1, 33))
 LONG_S = 70 * 365 * 86400.0
-# Pages of one leaf, and one of several, which is not in the encrypted directory: encrypted bytes do
-# not compress.
+# SPACE has pages of one leaf, LARGE a page of several. The encrypted directory lacks LARGE, because
+# encrypted bytes do not compress.
 SPACE = Namespace("golden", opaque_layout(8192), revision="r1", tenant="t")
 LARGE = Namespace("golden", opaque_layout(2560 << 10), revision="r1", tenant="t")
 KEYS = ([bytes([number]) * 32 for number in (1, 2, 3)], [b"\x04" * 16])

@@ -1,4 +1,4 @@
-"""Nodes with a disk in the process of the tests, on a file layer that fails when told to."""
+"""Nodes with a disk in the test process, on a file layer with injectable faults."""
 
 import hashlib
 import os
@@ -34,11 +34,11 @@ SMALL: dict[str, Any] = {
 
 
 class FaultyLayer(FileLayer):
-    """The real calls, but for the faults that are switched on.
+    """A file layer that makes the real calls, with faults that a test switches on.
 
-    `fail`: the operation's name -> the errno it ends with. `short`: moves one sector per call.
-    `torn`: a write says that it wrote all, but only its first sector reaches the file. `flip`: a
-    read returns one bit wrong. `reading` and `writing`: cleared, they make such calls wait.
+    `fail`: the errno with which each named operation fails. `short`: each call moves one sector.
+    `torn`: a write reports success, but only its first sector reaches the file. `flip`: a read
+    returns one bit wrong. `reading` and `writing`: while cleared, such calls wait.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class FaultyLayer(FileLayer):
         self.reading, self.writing = threading.Event(), threading.Event()
         self.reading.set()
         self.writing.set()
-        self.waiting = threading.Semaphore(0)  # one more for each call that waits
+        self.waiting = threading.Semaphore(0)  # released once by each call that waits
         self.calls: dict[str, int] = {"allocate": 0, "write": 0, "read": 0, "sync": 0}
 
     def heal(self) -> None:
@@ -64,7 +64,7 @@ class FaultyLayer(FileLayer):
     def _wait(self, event: threading.Event) -> None:
         if not event.is_set():
             self.waiting.release()
-            assert event.wait(20.0), "the test did not let the disk go on"
+            assert event.wait(20.0), "the test did not resume the disk"
 
     def allocate(self, fd: int, nbytes: int) -> None:
         self._begin("allocate")
@@ -92,7 +92,7 @@ class FaultyLayer(FileLayer):
 
 
 class Nodes:
-    """Starts and stops nodes on the data directory of one test."""
+    """Start and stop nodes on the data directory of one test."""
 
     def __init__(self, data_dir: Path, layer: FaultyLayer) -> None:
         self.data_dir = data_dir
@@ -101,7 +101,7 @@ class Nodes:
         self._clients: list[Client] = []
 
     def start(self, **settings: Any) -> Node:
-        """Keyword arguments are NodeConfig fields."""
+        """Start a node; keyword arguments are NodeConfig fields."""
         node = Node(NodeConfig(**{**SMALL, "data_dir": str(self.data_dir), **settings}))
         node.start()
         self._running.append(node)
@@ -113,7 +113,7 @@ class Nodes:
         return client
 
     def stop(self, node: Node) -> None:
-        """Gracefully; before that it must have come to rest without a violation or a leak."""
+        """Stop a node gracefully, after checking that it is idle without violations or leaks."""
         self._running.remove(node)
         self.layer.heal()
         for client in self._clients:
@@ -135,7 +135,7 @@ class Nodes:
 
 
 def settle(node: Node) -> None:
-    """Waits until nothing is read, written or queued; then nothing may have leaked."""
+    """Wait until no page is read, written or queued, then check that nothing leaked."""
     tier, disk = node.tier, node.disk
     end = time.monotonic() + 10.0
 
@@ -149,7 +149,7 @@ def settle(node: Node) -> None:
 
 
 class Pages(known_pages.Pages):
-    """Pages whose keys are spread like real hashes."""
+    """Pages whose keys are distributed like real hashes."""
 
     def __init__(self, name: str, page_nbytes: int = 8192, **fields: Any) -> None:
         super().__init__(name, page_nbytes, **fields)
@@ -163,8 +163,8 @@ class Pages(known_pages.Pages):
         return node.disk.present(self.digest, keys)
 
     def drop_from_ram(self, node: Node) -> None:
-        """As eviction would: what is on disk stays there."""
-        settle(node)  # a reply may be there before the node has released its pages
+        """Drop all pages from RAM as eviction would; pages on disk stay there."""
+        settle(node)  # a reply may arrive before the node has released its pages
         with node.tier.lock:
             for page in list(node.tier.namespaces.find(self.digest).pages.values()):
                 assert page.holds == 0
@@ -172,7 +172,7 @@ class Pages(known_pages.Pages):
 
 
 class Clock:
-    """Seconds since the epoch, moved by hand, for both tiers of a node."""
+    """A clock for both tiers of a node, in seconds since the epoch, moved by hand."""
 
     def __init__(self) -> None:
         self.now_s = 2_000_000_000

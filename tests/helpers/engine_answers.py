@@ -1,9 +1,9 @@
-"""What an engine answers, and when two answers are the same.
+"""Compare the answers of engines.
 
-What a GPU computes depends in its last bits on which tokens are computed together. So the reference
-for a hit in the store is a hit in an engine's own cache, which computes the same tokens over the
-same KV: equal to the last bit. Where an engine computes what another found, `agree` allows what
-rounding to bfloat16 makes, which wrong KV is far from.
+The last bits of a GPU's results depend on which tokens are computed together. So the reference for
+a hit in the store is a hit in an engine's own cache: it computes the same tokens over the same KV,
+and must be equal to the last bit. Where an engine computes tokens that another one loaded, `agree`
+allows the rounding errors of bfloat16, which are far smaller than the effect of wrong KV.
 """
 
 import random
@@ -12,33 +12,33 @@ from typing import Any
 
 from engine_apart import EngineApart
 
-ROUNDING = 0.35  # of a log probability; see test_wrong_kv_would_show
+# The largest rounding error of a log probability; see test_wrong_kv_would_show
+ROUNDING = 0.35
 UNLIKELY = -1e9
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
-    """Random tokens that no other seed begins with."""
+    """Return random tokens; prompts of different seeds share no prefix."""
     numbers = random.Random(seed)
     return [numbers.randrange(5, 505) for _ in range(tokens)]
 
 
 def answers(requests: Sequence[dict[str, Any]]) -> list[tuple[list[int], list[float], str]]:
-    """What must not depend on the store: tokens, their float32 log-probabilities to the last bit,
-    how they ended.
-    """
+    """Return the tokens, exact float32 log probabilities and finish reason of each request."""
     return [(request["tokens"], request["logprobs"], request["finish"]) for request in requests]
 
 
 def cached(requests: Sequence[dict[str, Any]]) -> list[int]:
-    """Prompt tokens that each request found in a cache."""
+    """Return how many prompt tokens each request found in a cache."""
     return [request["cached"] for request in requests]
 
 
 def found_locally(
     engine: EngineApart, *prompts: Sequence[int], **order: Any
 ) -> list[dict[str, Any]]:
-    """What an engine answers that has the full blocks of a prompt in its own cache, one prompt
-    after the other.
+    """Return the answers of an engine that has each prompt's full blocks in its own cache.
+
+    The prompts are served one after the other.
     """
     found = []
     for one in prompts:
@@ -49,9 +49,10 @@ def found_locally(
 
 
 def agree(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> bool:
-    """Whether these are the same answers but for rounding: each token's log probability is near, up
-    to the first that differs (behind it all may), and there both found the other's nearly as likely
-    as the other did.
+    """Return whether two lists of answers are equal except for rounding.
+
+    Up to the first token that differs, log probabilities must be close. At that token, both engines
+    must find the other's token nearly as likely as the other did. All tokens behind it may differ.
     """
     return all(_agree(one, other) for one, other in zip(found, expected, strict=True))
 

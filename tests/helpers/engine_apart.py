@@ -1,5 +1,6 @@
-"""The tests' side of an engine in a process of its own, which does what it is told: one JSON object
-per line, one line of answer for each. The first answer tells that it is up.
+"""The tests' side of an engine in its own process.
+
+Requests and answers are JSON objects, one per line. The first answer says that the engine is up.
 """
 
 import contextlib
@@ -14,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-ANSWER_S = (
-    600.0  # of an engine that may start beside others; one that hangs ends with its last words
-)
+# Long enough for engines that start at the same time; a hanging one fails with its output
+ANSWER_S = 600.0
 
 
 class EngineApart:
-    """`script` is run with its `arguments` in JSON.
+    """A process that runs `script` with its `arguments` in JSON.
 
-    Fails with what the engine printed.
+    Failures include the output of the engine.
     """
 
     def __init__(
@@ -50,13 +50,16 @@ class EngineApart:
         return self._answer()
 
     def generate(self, *prompts: Sequence[int], **order: Any) -> list[dict[str, Any]]:
-        """One `{"tokens", "logprobs", "cached", "finish", "ttft_s"}` per prompt, asked together."""
+        """Serve prompts together and return one result each.
+
+        Keys of a result: tokens, logprobs, cached, finish, ttft_s.
+        """
         found = self.ask("generate", prompts=[list(prompt) for prompt in prompts], **order)
         requests: list[dict[str, Any]] = found["requests"]
         return requests
 
     def alone(self, *prompts: Sequence[int], **order: Any) -> list[dict[str, Any]]:
-        """The same one after the other, each with an empty cache of the engine's own."""
+        """Serve prompts one after the other, each with the engine's own cache empty."""
         found = []
         for prompt in prompts:
             self.reset()
@@ -64,7 +67,7 @@ class EngineApart:
         return found
 
     def reset(self) -> None:
-        """Forgets the engine's own cache."""
+        """Clear the engine's own cache."""
         raise NotImplementedError
 
     @property
@@ -72,19 +75,19 @@ class EngineApart:
         return self._process.pid
 
     def start(self) -> None:
-        """Until it is up."""
+        """Wait until the engine is up."""
         self._wait_ready()
 
     def said(self) -> str:
-        """What the engine has printed so far."""
+        """Return the engine's output so far."""
         self._said.flush()
         with open(f"/proc/self/fd/{self._said.fileno()}") as file:
             return file.read()
 
     def end(self) -> None:
-        """Tells it to end; `close` waits for that."""
+        """Ask the engine to exit; `close` waits for it."""
         if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it ended before
+            with contextlib.suppress(BrokenPipeError):  # it has already exited
                 self._process.stdin.close()
 
     def close(self) -> None:
@@ -110,13 +113,13 @@ class EngineApart:
         line = out.readline() if ready else ""
         if not line:
             state = "does not answer" if ready == [] else f"ended with {self._process.wait(10.0)}"
-            raise AssertionError(f"engine {self._name} {state}; it said:\n{self.said()[-6000:]}")
+            raise AssertionError(f"engine {self._name} {state}; its output:\n{self.said()[-6000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
 def close_all(running: dict[str, EngineApart]) -> None:
-    """Together: each takes seconds."""
+    """Close engines in parallel, because each takes seconds."""
     for handle in running.values():
         handle.end()
     for handle in running.values():

@@ -1,20 +1,20 @@
-"""What a test lets happen to the store at a named moment inside an engine's process.
+"""Inject faults of the store at chosen calls inside an engine's process.
 
-    lookup   the client is about to ask which pages are there
-    load     ... to fetch pages, or to open them in the node's memory
-    save     ... to store pages, or to reserve places for them in the node's memory
-    commit   pages lie in the node's memory and are about to become visible
+    lookup   the client is about to look up pages
+    load     the client is about to fetch pages, or to open them in the node's memory
+    save     the client is about to store pages, or to reserve slots in the node's memory
+    commit   pages are written to the node's memory and are about to become visible
 
-A fault waits for the `nth` such call from now on and then, in front of it:
+A fault waits for the `nth` such call after it was armed. Just before that call it acts:
 
-    kill     kills the node
-    stop     stops it, so that it answers nothing any more
-    die      stops it and kills it a moment later, while the call waits for its answer
-    forget   removes page number `page` of the call's chain, as an eviction would
-    slow     waits `seconds`
+    kill     kill the node
+    stop     stop the node with SIGSTOP, so that it no longer answers
+    die      stop the node, and kill it 0.2 s later while the call waits for its answer
+    forget   remove page number `page` of the call's chain, as an eviction would
+    slow     wait `seconds`
 
-With `tp_rank` only calls for that rank's pages count. The engine and the adapter know nothing of
-this: only the client's methods are wrapped.
+With `tp_rank`, only calls for that rank's pages count. Only the client's methods are wrapped; the
+engine and the adapter are unchanged.
 """
 
 import functools
@@ -50,7 +50,7 @@ class Fault:
     tp_rank: int | None = None
 
     def concerns(self, at: str, arguments: tuple[Any, ...]) -> bool:
-        """One of the calls that it waits for; `arguments` are the method's."""
+        """Count a method call with these `arguments`; return whether it is the nth one."""
         if at != self.at:
             return False
         if self.tp_rank is not None and arguments[1].tp_rank != self.tp_rank:
@@ -79,7 +79,7 @@ _struck: list[str] = []
 
 
 def install() -> None:
-    """Wraps the client's methods in this process, once."""
+    """Wrap the client's methods in this process, once."""
     for at, methods in MOMENTS.items():
         for owner, name in methods:
             method = getattr(owner, name)
@@ -94,8 +94,9 @@ def arm(**fault: Any) -> None:
 
 
 def report() -> dict[str, Any]:
-    """Calls of each kind since the last report, and the faults that struck; forgets those that did
-    not.
+    """Return the calls of each kind since the last report, and the faults that struck.
+
+    Faults that did not strike are disarmed.
     """
     with _lock:
         found = {"calls": dict(_calls), "struck": list(_struck)}
@@ -122,7 +123,7 @@ def _watched(at: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wait_dead(pid: int) -> None:
-    """Until its sockets are closed: a zombie has none."""
+    """Wait until the process is gone or a zombie, so that its sockets are closed."""
     end = time.monotonic() + 5.0
     while time.monotonic() < end:
         try:

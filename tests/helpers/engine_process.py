@@ -1,21 +1,20 @@
-"""A vLLM engine that does what it is told, one JSON object per line, and answers with one each.
+"""A vLLM engine in its own process, controlled by JSON objects, one per line.
 
     python engine_process.py '{"model": DIR, ...arguments of vllm.LLM}'
 
     {"do": "generate", "prompts": [[token, ...], ...], "salts": [text or null, ...], "max_tokens":
     8}
-    {"do": "settle"}                          steps the idle engine until it has nothing more to do
-    {"do": "reset", "connector": false}       forgets the engine's own prefix cache
+    {"do": "settle"}                          step until saves of finished requests have ended
+    {"do": "reset", "connector": false}       clear the engine's own prefix cache
     {"do": "arm", "faults": [{...}]}          see engine_faults.py
-    {"do": "report"}                          calls of the store per kind in each process, faults
-                                              that struck
+    {"do": "report"}                          store calls and faults that struck, of each process
     {"do": "metrics"} {"do": "cache"} {"do": "chain", "prompt": [token, ...]}
     {"do": "blocks", "prompt": [token, ...]}  digests of the prompt's full blocks in the engine's
                                               own cache
-    {"do": "agents"}                          where each worker's agents live, and their process if
-                                              they have one
+    {"do": "agents"}                          the backend of each worker's agents, and its process
 
-The first answer tells that the engine is up. Whatever the engine itself prints goes to stderr.
+Each request has an answer of one line. The first answer says that the engine is up. The engine's
+own output goes to stderr.
 """
 
 import hashlib
@@ -26,17 +25,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# One process, which can be stepped and whose store can be made to fail; workers of TP > 1 are
-# others.
+# The engine runs in this process, so that it can be stepped and faults can be injected. Workers of
+# TP > 1 are other processes.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of ours in the workers
+os.environ.setdefault(
+    "VLLM_ALLOW_INSECURE_SERIALIZATION", "1"
+)  # to send our functions to the workers
 
 import engine_faults
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.v1.request import Request
 
 SETTLE_S = 60.0
-DIGESTED_BLOCKS = 256  # at a time
+DIGESTED_BLOCKS = 256  # per batch
 DEFAULTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "enforce_eager": True,
@@ -45,14 +46,14 @@ DEFAULTS: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 512,
-    # 64 MiB instead of the gigabyte that is the least vLLM takes by itself
+    # 64 MiB instead of vLLM's minimum of 1 GiB
     "num_gpu_blocks_override": 1024,
     "disable_log_stats": False,
 }
 
 
 def in_workers(name: str, *faults: dict[str, Any]) -> Callable[[Any], Any]:
-    """A function for `collective_rpc`: the workers import what the engine's process has."""
+    """Return a function for `collective_rpc` that calls engine_faults in each worker."""
 
     def call(worker: Any) -> Any:
         import engine_faults
@@ -65,7 +66,7 @@ def in_workers(name: str, *faults: dict[str, Any]) -> Callable[[Any], Any]:
 
 
 def store_rank() -> Any:
-    """Our connector's side of this worker, alone or in a `MultiConnector`; None without it."""
+    """Return this worker's side of our connector, alone or in a `MultiConnector`, or None."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if not has_kv_transfer_group():
@@ -76,18 +77,17 @@ def store_rank() -> Any:
 
 
 def saves_end(worker: Any) -> None:
-    """For `collective_rpc`: blocks are given back when they have been read; this waits until they
-    are stored.
+    """Wait in a worker until its saves have ended; for `collective_rpc`.
+
+    Blocks are released when they have been read, before they are stored.
     """
     rank = store_rank()
     if rank:
-        rank._backend.wait([job.done for _, job in rank._outcomes])  # by the deadlines of the saves
+        rank._backend.wait([job.done for _, job in rank._outcomes])  # saves have deadlines
 
 
 def agents_of(worker: Any) -> dict[str, Any]:
-    """For `collective_rpc`: the home of the worker's agents, and the number of the process that
-    they live in.
-    """
+    """Return the backend of a worker's agents and its process; for `collective_rpc`."""
     home = store_rank()._backend
     home.poll()
     child = getattr(home, "_child", None)
@@ -100,7 +100,7 @@ def agents_of(worker: Any) -> dict[str, Any]:
 
 
 def digests_of(worker: Any, numbers: Sequence[int]) -> list[str]:
-    """For `collective_rpc`: of blocks by their numbers."""
+    """Return the digests of blocks in a worker's cache; for `collective_rpc`."""
     import torch
 
     digests = []
@@ -135,7 +135,7 @@ class Engine:
         logprobs: int | None = 5,
         skip: bool = False,
     ) -> dict[str, Any]:
-        """`skip`: these requests stay out of the store."""
+        """Serve the prompts; with `skip`, the requests bypass the store."""
         asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         for prompt, salt in zip(asked, salts, strict=False):
             if salt:
@@ -173,9 +173,7 @@ class Engine:
         }
 
     def settle(self) -> dict[str, Any]:
-        """As the loop of a server does that has no requests: for saves that end after their
-        request.
-        """
+        """Step as a server's idle loop does, for saves that end after their request."""
         start, steps = time.monotonic(), 0
         while self.core.scheduler.has_requests() and time.monotonic() < start + SETTLE_S:
             self.llm.llm_engine.step()
@@ -188,14 +186,14 @@ class Engine:
             "idle": not self.core.scheduler.has_requests(),
             "blocks_held": pool.num_gpu_blocks
             - 1
-            - pool.get_num_free_blocks(),  # block 0 is nobody's
+            - pool.get_num_free_blocks(),  # block 0 is the null block
         }
 
     def reset(self, connector: bool = False) -> dict[str, Any]:
         return {"done": self.llm.reset_prefix_cache(reset_connector=connector)}
 
     def agents(self) -> dict[str, Any]:
-        """Of each worker, in the order of their ranks."""
+        """Return the agents of each worker, ordered by rank."""
         return {"workers": self.llm.collective_rpc(agents_of)}
 
     def arm(self, faults: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -210,7 +208,7 @@ class Engine:
         return {"processes": [engine_faults.report(), *workers]}
 
     def metrics(self) -> dict[str, Any]:
-        """Values by name, added up over labels."""
+        """Return metric values by name, summed over labels."""
         found: dict[str, float] = {}
         for metric in self.llm.get_metrics():
             value = getattr(metric, "value", getattr(metric, "count", None))
@@ -219,15 +217,16 @@ class Engine:
         return found
 
     def chain(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """The engine's own hashes of the full blocks of a prompt."""
+        """Return the engine's own hashes of a prompt's full blocks."""
         params = SamplingParams(max_tokens=1)
         hasher = self.core.request_block_hasher
         request = Request("chain", list(prompt), params, None, block_hasher=hasher)
         return {"hashes": [bytes(name).hex() for name in request.block_hashes]}
 
     def blocks(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """What the engine's own cache holds of a prompt's full blocks, all layers of each; null: it
-        has it not.
+        """Return a digest of each full block of a prompt in the engine's own cache.
+
+        A digest covers all layers; null stands for a block that is not cached.
         """
         pool = self.core.scheduler.kv_cache_manager.block_pool
         names = [bytes.fromhex(name) for name in self.chain(prompt)["hashes"]]
@@ -237,10 +236,10 @@ class Engine:
         return {"digests": [next(digests) if blocks else None for blocks in found]}
 
     def cache(self) -> dict[str, Any]:
-        """Whether vLLM's own prefix caching is on.
+        """Return whether prefix caching is on, and facts about rank 0's cache.
 
-        Of rank 0: how many layers each group of the cache has, and whether block 0, which is
-        nobody's, is still all zeros in every layer.
+        `groups`: the number of layers of each group. `null_block_is_zero`: whether block 0, the
+        null block, is all zeros in every layer.
         """
 
         def call(worker: Any) -> Any:

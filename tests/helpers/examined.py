@@ -1,4 +1,4 @@
-"""An examination that has been gone through."""
+"""Run all checks of `kvstore doctor` and collect the findings."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ class Examined:
         self.found = found
 
     def of(self, name: str, of: str = "", group: str = "") -> Finding:
-        """The only finding of this name."""
+        """Return the only finding of this name."""
         (finding,) = [
             finding
             for title, finding in self.found
@@ -35,6 +35,7 @@ class Examined:
 
 
 def examined(config: ClientConfig, wanted: Wanted | None = None) -> Examined:
+    """Run the checks, and verify that each finding has a text, and a remedy if it needs one."""
     found: list[tuple[str, Finding]] = []
     with contextlib.closing(Runner(config, wanted or Wanted()).groups()) as groups:
         for group in groups:

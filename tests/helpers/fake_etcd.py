@@ -1,8 +1,8 @@
-"""An etcd in this process, as far as `node.cluster.etcd` speaks to one.
+"""An in-process etcd with the parts that `node.cluster.etcd` uses.
 
-It has keys with revisions, exchanges, leases, watches and users. It can be stopped and started
-again on its port, be slow, lose its leases or all it has. Its leases grow old by its ticks, which
-come late on a busy machine as those who keep their leases alive do.
+It has keys with revisions, transactions, leases, watches and users. It can be stopped and restarted
+on its port, be slow, and lose its leases or all data. Leases age by its ticks, which are as late on
+a busy machine as the keep-alives are.
 """
 
 import itertools
@@ -21,7 +21,7 @@ TOKEN = "a token"
 
 
 class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthServicer):
-    """`users`: their passwords; empty: everybody may do everything."""
+    """`users`: passwords by name; if empty, everybody has access."""
 
     def __init__(self, users: dict[str, str] | None = None) -> None:
         self.changed = threading.Condition()
@@ -29,13 +29,13 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
         self.kvs: dict[bytes, pb.KeyValue] = {}
         self.events: list[pb.Event] = []
         self.leases: dict[int, tuple[int, float]] = {}  # ttl, end
-        self.slow_s = 0.0  # before each answer,
-        self.late_s = 0.0  # and before each change that is told
+        self.slow_s = 0.0  # delay before each answer
+        self.late_s = 0.0  # delay before each watch event
         self.calls = 0
         self.compacted = 0
-        self.keys_max = 1 << 20  # in one answer
-        self.granted_s: int | None = None  # by each lease, whatever was asked for
-        self.leases_last = False  # while true, none grows old
+        self.keys_max = 1 << 20  # limit of one answer
+        self.granted_s: int | None = None  # TTL of all leases, instead of the requested one
+        self.leases_last = False  # while true, leases do not age
         self._numbers = itertools.count(7)
         self._now_s = 0.0
         self._users = users or {}
@@ -64,7 +64,7 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
         self._ticker.start()
 
     def stop(self) -> None:
-        """What it has is there when it starts again; leases then begin anew, as etcd's do."""
+        """Stop the server; its data survives a restart, which renews all leases as etcd does."""
         if self._server is None:
             return
         self._down.set()
@@ -80,7 +80,7 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
             }
 
     def wipe(self) -> None:
-        """All it has, as if its disk were new."""
+        """Delete all data, as if its disk were new."""
         with self.changed:
             self.revision, self.kvs, self.events, self.leases = 1, {}, [], {}
 
@@ -101,7 +101,7 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
         with self.changed:
             return sorted(key.decode() for key in self.kvs)
 
-    # ---- inside; the lock is held --------------------------------------------------------
+    # ---- internal; the caller holds the lock ---------------------------------------------
 
     def _tick(self, down: threading.Event) -> None:
         while not down.wait(TICK_S):
@@ -224,18 +224,18 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
         self._begin(context)
         create, down = next(requests).create_request, self._down
         yield pb.WatchResponse(header=self._header(), created=True)
-        told = create.start_revision - 1
-        if told < self.compacted:
+        sent = create.start_revision - 1
+        if sent < self.compacted:
             yield pb.WatchResponse(
                 header=self._header(), canceled=True, compact_revision=self.compacted
             )
             return
         while not down.is_set() and context.is_active():
             with self.changed:
-                events = [event for event in self.events if event.kv.mod_revision > told]
+                events = [event for event in self.events if event.kv.mod_revision > sent]
                 if not events:
                     self.changed.wait(TICK_S)
-                told = max([told, *(event.kv.mod_revision for event in events)])
+                sent = max([sent, *(event.kv.mod_revision for event in events)])
                 ours = [
                     event for event in events if _in(event.kv.key, create.key, create.range_end)
                 ]
@@ -248,8 +248,8 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
         self, request: pb.AuthenticateRequest, context: Any
     ) -> pb.AuthenticateResponse:
         if self._users.get(request.name) != request.password:
-            said = "etcdserver: authentication failed, invalid user ID or password"
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, said)
+            message = "etcdserver: authentication failed, invalid user ID or password"
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
         return pb.AuthenticateResponse(token=TOKEN)
 
 

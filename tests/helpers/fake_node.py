@@ -1,6 +1,4 @@
-"""Fake nodes for clients: a gRPC service whose answers a test chooses, and a bulk port that says
-whatever it wants.
-"""
+"""Fake nodes for clients: a gRPC service with chosen answers, and a scriptable bulk port."""
 
 import socket
 import threading
@@ -26,7 +24,7 @@ LIMITS = pb.Limits(
 
 
 class FakeNode(pb_grpc.KVStoreServicer):
-    """Answers hello; every namespace is unknown until it is opened."""
+    """A node that answers hello and lookups; each namespace is unknown until it is opened."""
 
     def __init__(self) -> None:
         self.bulk_port = 0
@@ -35,7 +33,7 @@ class FakeNode(pb_grpc.KVStoreServicer):
         self.opened: set[bytes] = set()
         self.calls: list[str] = []
         self.refuse: grpc.StatusCode | None = None
-        self.hold: threading.Event | None = None  # lookups wait for it
+        self.hold: threading.Event | None = None  # if set, lookups wait for it
         server = grpc.server(futures.ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
         pb_grpc.add_KVStoreServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         self.port = server.add_insecure_port("127.0.0.1:0")
@@ -77,9 +75,7 @@ class FakeNode(pb_grpc.KVStoreServicer):
 
 
 class BulkPort:
-    """Accepts bulk connections and lets `talk(connection)` deal with each in a thread of
-    its own.
-    """
+    """Accept bulk connections and run `talk(connection)` for each in its own thread."""
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
@@ -106,7 +102,7 @@ class BulkPort:
         try:
             self._talk(connection)
         except OSError:
-            pass  # the client went
+            pass  # the client hung up
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -123,7 +119,7 @@ ServeBulk = Callable[[Talk], BulkPort]
 
 
 def scripted(*answers: bytes) -> Talk:
-    """Return a talk that answers hello and then sends these bytes, one entry per request."""
+    """Return a talk that answers hello, then sends one of `answers` per request."""
 
     def talk(connection: FrameSocket) -> None:
         hello = pb.BulkReply(

@@ -1,6 +1,7 @@
-"""The store's adapters in an engine whose store fails at a chosen moment, see engine_faults.py:
-SGLang loads this module instead of ours, in its scheduler's process. The next fault is taken from a
-file, which is gone when it is armed.
+"""Our SGLang adapters with the faults of engine_faults.py.
+
+SGLang loads this module instead of the real adapters in its scheduler's process. Each fault is read
+from a file, which is deleted once the fault is armed.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Nodes in this process as one cluster, and what its tests ask of them."""
+"""Nodes in this process that form a cluster, and functions to inspect them."""
 
 import threading
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from node.serving.bulk import BulkConnection
 
 NUMBERS = range(48)
 KB16, MB = 16 << 10, 1 << 20
-Addresses = dict[int, str]  # of members that are reached elsewhere than at their nodes, by number
+Addresses = dict[int, str]  # addresses that differ from those of the nodes, by number
 
 
 def is_quiet(node: Node) -> bool:
-    """Return whether no session is open and no page is held or written."""
+    """Return whether a node has no open session and no page is held or written."""
     return not (node.sessions.count or node.tier.held_count or node.tier.writing_count)
 
 
@@ -34,7 +34,7 @@ def view_of(
     elsewhere: Addresses | None = None,
     **states: State | None,
 ) -> View:
-    """`states`: of those that do not serve, by id; None: it is no member."""
+    """Return a view of nodes; `states` by id: the state of a member, or None to leave it out."""
     members = [
         Member(f"n{i}", (elsewhere or {}).get(i, f"127.0.0.1:{node.grpc.port}"), state=state)
         for i, node in enumerate(nodes)
@@ -44,14 +44,14 @@ def view_of(
 
 
 def tell(nodes: Sequence[Node], view: View) -> None:
-    """Those that are members."""
+    """Give a view to all nodes that are members of it."""
     for number, node in enumerate(nodes):
         if f"n{number}" in view.by_id:
             node.membership.become(view, f"n{number}")
 
 
 def present(node: Node, namespace: Namespace, keys: Sequence[bytes]) -> list[bool]:
-    """What a node has itself."""
+    """Return which pages a node has itself."""
     with node.tier.lock:
         known = namespace.digest in {index.digest for index in node.tier.namespaces.all()}
     return node.tier.lookup(namespace.digest, keys, False) if known else [False] * len(keys)
@@ -76,7 +76,7 @@ def counts(node: Node) -> pb.PeersStatus:
 
 
 def plant(node: Node, pages: Any, keys: Sequence[bytes], ttl_s: int = 0) -> None:
-    """As if they had been put there when somebody else owned them: they are not handed on."""
+    """Store pages on a node without replicating them, as if it had owned them in an older view."""
     node.tier.open_namespace(pages.namespace, pages.namespace.digest)
     reservation = node.tier.reserve(pages.namespace.digest, keys, pages.nbytes)
     commit(node, pages, reservation, ttl_s)
@@ -92,8 +92,8 @@ def commit(node: Node, pages: Any, reservation: Reservation, ttl_s: int = 0) -> 
 
 
 def renewed(nodes: list[Node]) -> list[Node]:
-    """Empty, and with links that nothing has failed on; what was going on there is over."""
-    for node in nodes:  # links to the others are closed
+    """Return the nodes as one cluster again, emptied, idle and with new links between them."""
+    for node in nodes:  # alone in a cluster, so that links to the others are closed
         node.membership.become(View("fleet", 1, (Member("n9", "127.0.0.1:9"),)), "n9")
     for node in nodes:
         wait_until(partial(is_quiet, node))
@@ -115,8 +115,9 @@ def copies(node: Node) -> tuple[int, int]:
 
 
 def hang_gets(node: Node, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """This node answers no get over the bulk wire until the event is set; then with what was asked
-    for.
+    """Block a node's gets over the bulk wire, and return the event that releases them.
+
+    Released gets are answered normally.
     """
     go, get = threading.Event(), BulkConnection._get
 

@@ -1,4 +1,4 @@
-"""Nodes that register themselves in an etcd of the test's own, and are stopped with it."""
+"""Nodes that register themselves in an etcd of the test, and are stopped with it."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ def etcd() -> Iterator[FakeEtcd]:
 
 @pytest.fixture
 def fleet(etcd: FakeEtcd) -> Iterator[Start]:
-    """Starts registered nodes."""
+    """Return a function that starts registered nodes."""
     cluster = f"etcd://127.0.0.1:1,{etcd.endpoint}/fleet"  # the first endpoint is dead
     known = {"cluster": cluster, "lease_s": LEASE_S, "cluster_wait_s": 10.0}
     with small_nodes() as start:
@@ -47,7 +47,7 @@ def fleet(etcd: FakeEtcd) -> Iterator[Start]:
 
 @contextlib.contextmanager
 def small_nodes() -> Iterator[Start]:
-    """Starts nodes, and stops them in the end: no thread of theirs may be left."""
+    """Yield a function that starts nodes; stop them at the end and check for leaked threads."""
     nodes: list[Node] = []
 
     def start(**settings: Any) -> Node:
@@ -69,9 +69,9 @@ def small_nodes() -> Iterator[Start]:
 
 @contextlib.contextmanager
 def checked_nodes(settle_s: float | None = None) -> Iterator[Start]:
-    """Starts nodes that must be consistent in the end, and stops them.
+    """Yield a function that starts nodes; at the end, check their consistency and stop them.
 
-    `settle_s`: of their sweepers.
+    `settle_s`: the delay of their rebalancers.
     """
     nodes: list[Node] = []
 
@@ -97,7 +97,7 @@ def stop(node: Node) -> None:
 
 
 def kill(node: Node, etcd: FakeEtcd) -> None:
-    """It does not give its lease back, as if it were dead; that ends by itself."""
+    """Stop a node without revoking its lease, which expires as if the node had crashed."""
     assert node.registry is not None
     node.registry._etcd.revoke = lambda lease: None  # type: ignore[method-assign]
     stop(node)

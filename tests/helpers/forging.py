@@ -1,4 +1,4 @@
-"""A node that lies: it changes what it has in RAM, and makes all checksums fit."""
+"""A malicious node that changes pages in RAM and makes all checksums match."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,14 +20,14 @@ def key_id(secret: str = SECRET) -> str:
 
 
 def stored(node: Node, pages: Any, key: bytes) -> bytes:
-    """A page's bytes and its seal."""
+    """Return the stored bytes of a page and its seal."""
     with Inventory(node.tier).inspected(pages.namespace.digest, key) as page:
         assert page is not None
         return bytes(node.arena.view(page.offset, pages.namespace.stored_nbytes))
 
 
 def forge(node: Node, pages: Any, key: bytes, change: Callable[[bytearray], None]) -> None:
-    """`change` is given what is stored of the page, seal and all."""
+    """Apply `change` to the stored bytes of a page and its seal, and update the checksums."""
     with Inventory(node.tier).inspected(pages.namespace.digest, key) as page:
         assert page is not None
         view = node.arena.view(page.offset, pages.namespace.stored_nbytes)
@@ -50,8 +50,9 @@ def become(data: bytes) -> Callable[[bytearray], None]:
 
 
 def pretender(client: Client) -> Client:
-    """One with another secret, which says that it has this one: what a writer without the key can
-    do.
+    """Make a client with another secret announce the id of this one; return the client.
+
+    This is what a writer without the key can do.
     """
     keys = client._page_keys
     assert keys is not None

@@ -2,9 +2,9 @@
 
     python fork_calls.py ADDRESS WIRE FORKS
 
-A child uses its parent's client, closes it, makes one of its own, and ends as Python ends. It says
-by its exit status what was wrong, 0 if nothing was; the parent prints what they said. With FORKS=0
-it waits for a line, forks once while its thread's call hangs, and prints what the child said.
+A child tries its parent's client, closes it, connects a client of its own and exits normally. Its
+exit status says what failed, 0 if nothing did; the parent prints the statuses. With FORKS=0, the
+process waits for an input line, then forks once while its threads' calls hang.
 """
 
 import gc
@@ -16,7 +16,7 @@ import time
 
 from kvstore import Client, ClientConfig, InvalidRequest, KVStoreError, Namespace, opaque_layout
 
-CHILD_S = 60.0  # far more than it needs on a starved machine, and no child that hangs reaches it
+CHILD_S = 60.0  # far more than a child needs even on a starved machine; ends a child that hangs
 CALL_S = 20.0
 NAMESPACE = Namespace(model="forks", layout=opaque_layout(4096))
 KEYS = [bytes([number]) * 32 for number in range(4)]
@@ -40,7 +40,7 @@ def child(inherited: list[Client], address: str, wire: str, may_connect: bool) -
         return 1
     except InvalidRequest:
         pass
-    inherited.pop().close()  # and nobody has it any more
+    inherited.pop().close()  # the last reference
     gc.collect()
     try:
         with connect(address, wire) as own:
@@ -79,12 +79,12 @@ def main() -> None:
     threads = [threading.Thread(target=call_on) for _ in range(2)]
     for thread in threads:
         thread.start()
-    said = []
+    statuses = []
     for _ in range(max(1, forks)):
         time.sleep(0.01 if forks else 0.5)  # a thread is in a call most of the time
-        said.append(forked(inherited, address, wire, may_connect=bool(forks)))
+        statuses.append(forked(inherited, address, wire, may_connect=bool(forks)))
     over.append(True)
-    print("children", *sorted(set(said)), flush=True)
+    print("children", *sorted(set(statuses)), flush=True)
     for thread in threads:
         thread.join()
     checked(client)

@@ -1,4 +1,4 @@
-"""A node with identities, for tests of what a client is refused or has by its token."""
+"""A node with identities, for tests of what a token allows and what a node refuses."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ TENANT = "team-a"
 
 
 class Gated:
-    """A node with authentication, and how often somebody knocked in vain."""
+    """A node with authentication; `knocks` counts the calls that it refused."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.folder = folder / "identities", folder

@@ -1,4 +1,4 @@
-"""Identities, and clients that have them."""
+"""Identities for tests of the gateway, and the configuration of clients that have them."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ MODEL = "llama"
 
 
 class Crew:
-    """Tokens by name, and the file that a node reads."""
+    """Tokens by name, and the identities file that a node reads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -6,10 +6,10 @@ import pytest
 
 
 def gateways(pid: int) -> list[int]:
-    """Processes of the node's gateways."""
+    """Return the process ids of the node's gateways."""
     children = Path(f"/proc/{pid}/task/{pid}/children")
     if not children.exists():
-        pytest.skip("this kernel does not tell whose child a process is")
+        pytest.skip("this kernel does not list the children of a process")
     every = {
         int(child)
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -29,11 +29,11 @@ def _words(path: Path) -> list[str]:
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # it has ended
+    except OSError:  # the process has exited
         return b""
 
 
 def is_running(pid: int) -> bool:
-    """Not a zombie either, which nobody may have waited for."""
-    said = _read(Path(f"/proc/{pid}/stat")).decode()
-    return bool(said) and said.rpartition(")")[2].split()[0] != "Z"
+    """Return whether a process exists and is not a zombie."""
+    stat = _read(Path(f"/proc/{pid}/stat")).decode()
+    return bool(stat) and stat.rpartition(")")[2].split()[0] != "Z"

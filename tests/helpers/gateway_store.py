@@ -1,5 +1,6 @@
-"""A node in this process whose gateway is a process, so that it can be ended and what it left
-behind be counted.
+"""A node in this process whose gateway is a separate process.
+
+Tests end the gateway and check what it leaves behind in the node.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ def content(key: bytes) -> bytes:
 
 
 class Onlooker:
-    """A client on another wire, which puts and gets without pause."""
+    """A client on another wire that puts and gets continuously."""
 
     def __init__(self, address: str, wire: str) -> None:
         self._client = Client(ClientConfig(address, wire=wire, **PATIENT))
@@ -51,11 +52,11 @@ class Onlooker:
                 page, found = key * 128, bytearray(4096)
                 outcomes = self._client.put(self._space, [key], [page])
                 if outcomes != [PutOutcome.STORED]:
-                    self.wrong.append(f"a put that is {outcomes}")
+                    self.wrong.append(f"a put answered {outcomes}")
                 if self._client.get(self._space, [key], [found]) != [True]:
-                    self.wrong.append("a page that is gone")
+                    self.wrong.append("a page is missing")
                 elif found != page:
-                    self.wrong.append("a page that is not what was put")
+                    self.wrong.append("a page has wrong bytes")
                 self.rounds += 1
                 self._stop.wait(0.005)
         except KVStoreError as error:
@@ -71,8 +72,8 @@ class Store:
     """The node, its gateway's process, and one caller over gRPC."""
 
     def __init__(self, **settings: Any) -> None:
-        # Room for all that a module's tests put: eviction clears whole blocks, and takes a page
-        # just put with old ones.
+        # Room for all pages of a test module: eviction clears whole blocks, so it may evict a page
+        # that was just put.
         values = {**SMALL, "ram_nbytes": 1 << 30, "stall_s": 60.0, **settings}
         self.node = Node(NodeConfig(**values), gateway_processes=True)
         self.node.start()
@@ -83,7 +84,7 @@ class Store:
         self.onlookers: list[Onlooker] = []
 
     def watch(self) -> None:
-        """From now on others put and get, on other wires."""
+        """Start clients that put and get on the other wires."""
         self.onlookers = [Onlooker(self.address, wire) for wire in ("bulk", "shm")]
         wait_until(lambda: all(one.rounds for one in self.onlookers))
         self._sessions = self.node.sessions.count
@@ -109,10 +110,10 @@ class Store:
         return sum(self.node.grpc.ends.values())
 
     def limit_memory(self, more_nbytes: int) -> None:
-        """Gateways that are started from now on end when they have so much more than this one."""
+        """Limit gateways that start from now on to this one's memory and `more_nbytes`."""
         wait_until(lambda: self.gateway.rss_nbytes)
         config = copy.copy(self.node.config)
-        # Less than one may ask
+        # Below the minimum of the setting, so it bypasses validation
         object.__setattr__(config, "grpc_memory_nbytes", self.gateway.rss_nbytes + more_nbytes)
         self.node.grpc._config = config
 
@@ -129,7 +130,7 @@ class Store:
         return next(self._numbers).to_bytes(4, "big") * 8
 
     def put(self, channel: grpc.Channel, key: bytes, frames: RequestStream) -> Any:
-        """The call, which has said what it will bring."""
+        """Start a put call, which announces one page, and return it."""
         request = pb.PutRequest(
             namespace=SPACE.digest, prefix_hashes=[key], page_nbytes=PAGE_NBYTES
         )
@@ -145,7 +146,7 @@ class Store:
         return keys
 
     def read(self, key: bytes) -> bytes | None:
-        """What the node has under that key; None: nothing."""
+        """Return the page that the node has under the key, or None."""
         page = bytearray(PAGE_NBYTES)
         return bytes(page) if self._bulk.get(SPACE, [key], [page]) == [True] else None
 
@@ -153,8 +154,10 @@ class Store:
     def held_up(
         self, method: str, monkeypatch: pytest.MonkeyPatch, behind: bool = False
     ) -> Iterator[Any]:
-        """A method of the node's service, called over gRPC, waits before it does what it does (or
-        `behind` it) until this context ends. Yields a function that waits for such a call.
+        """Block a method of the node's service, called over gRPC, until the context ends.
+
+        The method blocks before its work, or `behind` it. Yields a function that waits until a call
+        is blocked.
         """
         entered, go_on = threading.Event(), threading.Event()
         real = getattr(self.node.service, method)
@@ -163,7 +166,7 @@ class Store:
             entered.set()
             assert go_on.wait(120.0)
 
-        def waits(session: Any, request: Any) -> Any:
+        def blocking(session: Any, request: Any) -> Any:
             if session.caller.wire != "grpc":
                 return real(session, request)
             if not behind:
@@ -174,16 +177,16 @@ class Store:
             return answer
 
         with monkeypatch.context() as patch:
-            patch.setattr(self.node.service, method, waits)
+            patch.setattr(self.node.service, method, blocking)
             try:
                 yield lambda: wait_until(entered.is_set)
             finally:
                 go_on.set()
 
-    # ---- what must hold ------------------------------------------------------------------
+    # ---- invariants ----------------------------------------------------------------------
 
     def is_at_rest(self) -> bool:
-        """Nothing is held for callers over gRPC; those on other wires are between two calls."""
+        """Return whether nothing is held for callers over gRPC; other wires are between calls."""
         node, calls = self.node, self.node.grpc.calls
         held = (
             node.tier.writing_count,
@@ -195,7 +198,7 @@ class Store:
         return not any((*held, *budgets)) and node.sessions.count <= self._sessions
 
     def serves(self) -> None:
-        """Over gRPC, to a new client; others did not notice anything."""
+        """Wait until the node serves a new gRPC client; check that onlookers saw no error."""
         key, page = self.key(), bytearray(PAGE_NBYTES)
 
         def served() -> bool:
@@ -208,9 +211,9 @@ class Store:
         wait_until(served)
         assert page == content(key)
         evicted = self.status().totals.pages_evicted
-        assert not evicted, "this store is too small: onlookers may miss pages that had to go"
+        assert not evicted, "this store is too small: onlookers may miss evicted pages"
         wrong = [one.wrong for one in self.onlookers]
-        # Pytest shows no more of what is compared outside a module of tests
+        # Outside test modules, pytest does not show the compared values
         assert wrong == [[], []], wrong
 
     def status(self) -> pb.NodeStatusReply:

@@ -1,4 +1,4 @@
-"""The gateway of a node in this process, which is a thread of it."""
+"""Access the gateway of a node in this process, which is a thread."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def servicer_of(node: Node) -> Servicer:
 
 
 def in_loop(node: Node, function: Callable[[], Any]) -> Any:
-    """Call it in the thread of the gateway's event loop, and return what it returns."""
+    """Call a function in the thread of the gateway's event loop, and return its result."""
 
     async def call() -> Any:
         return function()

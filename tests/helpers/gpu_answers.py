@@ -1,4 +1,4 @@
-"""A vLLM engine on a GPU whose agents' processes are ready."""
+"""A vLLM engine on a GPU whose agent processes are ready."""
 
 import time
 from collections.abc import Sequence
@@ -6,15 +6,14 @@ from typing import Any
 
 from engine_handle import EngineHandle
 
-READY_S = (
-    120.0  # importing torch and page-locking the node's memory, beside other engines that start
-)
+# To import torch and page-lock the node's memory while other engines start
+READY_S = 120.0
 
 
 def agents_ready(engine: EngineHandle) -> list[dict[str, Any]]:
-    """Waits until all workers' agents take loads; their processes.
+    """Wait until the agents of all workers take loads, and return the workers.
 
-    In the engine's own, a test would be none.
+    All agents must run in processes of their own; otherwise the tests would not test them.
     """
     end = time.monotonic() + READY_S
     while True:
@@ -30,7 +29,7 @@ def agents_ready(engine: EngineHandle) -> list[dict[str, Any]]:
 
 
 def stored(writer: EngineHandle, *prompts: Sequence[int], **order: Any) -> list[dict[str, Any]]:
-    """Has an engine compute these prompts; they are in the store afterwards."""
+    """Compute prompts and return the answers; their pages are in the store afterwards."""
     agents_ready(writer)
     writer.reset()
     found = writer.generate(*prompts, **order)

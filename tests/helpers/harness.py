@@ -1,7 +1,6 @@
-"""SGLang's own HiCache controller with its threads and host pools, without a GPU and without a
-model.
+"""SGLang's HiCache controller with its threads and host pools, without a GPU or a model.
 
-The controller's constructor wants streams and kernels, so its fields are set here; everything
+The controller's constructor needs streams and kernels, so its fields are set here. Everything
 between its queues and the storage backend is SGLang's code.
 """
 
@@ -37,7 +36,7 @@ from stopping import stop
 
 from kvstore.tools.node_process import NodeProcess
 
-# It wants 10 GiB free for the smallest of pools; kept, or it ends
+# SGLang requires 10 GiB of free memory even for tiny pools. The reference keeps the budget alive.
 _budget = host_memory_budget_scope(1 << 40)
 _budget.__enter__()
 PAGE = 16
@@ -45,13 +44,13 @@ WAIT_S = 30.0
 
 
 def start_node(*flags: str) -> NodeProcess:
-    """A node in the environment that has one."""
+    """Start a node with the Python of the development environment."""
     return NodeProcess(*flags, python=os.environ.get("KVSTORE_NODE_PYTHON", sys.executable))
 
 
 @contextlib.contextmanager
 def stopped(node: NodeProcess) -> Iterator[None]:
-    """It hangs: its sockets are open and nobody answers."""
+    """Stop a node with SIGSTOP for the duration: its sockets are open, but it does not answer."""
     stop(node.pid)
     try:
         yield
@@ -60,7 +59,7 @@ def stopped(node: NodeProcess) -> Iterator[None]:
 
 
 def options(address: str, **more: Any) -> dict[str, Any]:
-    """As given to --hicache-storage-backend-extra-config; deadlines for a machine that is busy."""
+    """Return --hicache-storage-backend-extra-config, with deadlines for a busy machine."""
     return {
         "backend_name": "kvstore",
         "module_path": "gpu_agent.engines.sglang",
@@ -75,7 +74,7 @@ def options(address: str, **more: Any) -> dict[str, Any]:
 
 
 def server_arguments(revision: str) -> types.SimpleNamespace:
-    """Return arguments of SGLang's server, as far as they are read."""
+    """Return the arguments of SGLang's server that the adapter reads."""
     return types.SimpleNamespace(
         model_path="a-model",
         revision=revision,
@@ -92,12 +91,12 @@ def server_arguments(revision: str) -> types.SimpleNamespace:
 
 
 def hashes(tokens: Sequence[int], page: int) -> list[str]:
-    """SGLang's keys of the pages of a prompt."""
+    """Return SGLang's keys of the pages of a prompt."""
     return list(get_storage_hash_str(RadixKey(list(tokens)), None, page_size=page))
 
 
 def parallel(rank: int = 0, size: int = 1) -> Any:
-    """Enter it and keep it: dropping it undoes it."""
+    """Return a context of parallel ranks; keep a reference, because dropping it undoes it."""
     return get_parallel().override(
         attn_dcp_size=1,
         attn_dcp_rank=0,
@@ -118,7 +117,7 @@ def mha(
     name: Any = PoolName.KV,
     **shape: Any,
 ) -> Any:
-    """An entry with K and V; `shape`: dtype, heads, dim, v_dim, layers, first_layer, allocator."""
+    """Return a K and V pool; `shape`: dtype, heads, dim, v_dim, layers, first_layer, allocator."""
     layers, first = shape.get("layers", 4), shape.get("first_layer", 0)
     device = MHATokenToKVPool(
         slots // 2,
@@ -168,7 +167,7 @@ def mla(
 
 
 def dsa(layout: str = "page_first", slots: int = 1024, page: int = 64) -> list[Any]:
-    """KV and indexer, of the shapes of DeepSeek-V3.2 with three layers."""
+    """Return the KV and indexer pools of DeepSeek-V3.2 with three layers."""
     device = DSATokenToKVPool(
         slots // 2,
         page,
@@ -192,7 +191,7 @@ def dsa(layout: str = "page_first", slots: int = 1024, page: int = 64) -> list[A
 
 
 def mamba(layout: str = "page_first", slots: int = 64) -> Any:
-    """A state of two layers: one temporal and two convolution tensors."""
+    """Return a pool of states with two layers: one temporal and two convolution tensors."""
     info = MambaStateBufferInfo(
         temporal=torch.zeros(2, slots, 4, 8, 16, dtype=torch.float32),
         conv=(
@@ -222,7 +221,7 @@ def _mla_host(device: Any, layout: str, page: int, allocator: str, **more: Any) 
 
 
 def buffers(host: Any) -> list[torch.Tensor]:
-    """All memory of a host pool."""
+    """Return all buffers of a host pool."""
     for names in (
         ("temporal_buffer", "conv_buffer"),
         ("index_k_with_scale_buffer",),
@@ -235,7 +234,7 @@ def buffers(host: Any) -> list[torch.Tensor]:
 
 
 def fill(host: Any) -> None:
-    """Random bytes everywhere, NaNs included."""
+    """Fill a host pool with random bytes, NaNs included."""
     for buffer in buffers(host):
         raw = _bytes(buffer)
         raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
@@ -246,9 +245,9 @@ def _bytes(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def page_bytes(host: Any, slots: torch.Tensor) -> list[bytes]:
-    """The bytes of each page at these slots, by SGLang's own view of them."""
+    """Return the bytes of each page at these slots, as SGLang addresses them."""
     size = host.page_size
-    # No flat pages: as it addresses them
+    # K and V of different sizes have no flat pages, so read both buffers
     if getattr(host, "v_head_dim", None) != getattr(host, "head_dim", None):
         rows = slots // size if host.layout == "page_first_direct" else slots
         step = 1 if host.layout == "page_first_direct" else size
@@ -325,7 +324,7 @@ class Engine:
     def backup(
         self, tokens: Sequence[int], slots: torch.Tensor, transfers: Sequence[Any] | None = None
     ) -> Any:
-        """The finished operation; `completed_tokens` says how much is stored."""
+        """Store pages and return the operation; `completed_tokens` is how much was stored."""
         pools = list(transfers) if transfers else None
         self.controller.write_storage(
             slots, list(tokens), hash_value=self.hashes(tokens), extra_pools=pools
@@ -333,7 +332,7 @@ class Engine:
         return self.controller.ack_backup_queue.get(timeout=WAIT_S)
 
     def query(self, tokens: Sequence[int], transfers: Sequence[Any] | None = None) -> Any:
-        """The operation after its hit query; `storage_hit_count` tokens are there."""
+        """Run a hit query and return the operation; `storage_hit_count` is the tokens found."""
         handle = types.SimpleNamespace(rid=f"request-{time.monotonic_ns()}")
         pools = list(transfers) if transfers else None
         self.controller.prefetch_queue.put(
@@ -342,7 +341,7 @@ class Engine:
         return self.controller.prefetch_hit_queue.get(timeout=WAIT_S)
 
     def fetch(self, operation: Any, slots: torch.Tensor | None = None) -> tuple[int, torch.Tensor]:
-        """(tokens that arrived, where): the pages of a hit, into host slots."""
+        """Load the pages of a hit into host slots; return (tokens loaded, slots)."""
         if slots is None:
             slots = self.host.alloc(operation.storage_hit_count)
         operation.host_indices = slots[: operation.storage_hit_count]

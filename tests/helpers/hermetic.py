@@ -1,9 +1,8 @@
-"""Cleans this process's environment of the machine's and the user's habits. tests/conftest.py
-imports it first.
+"""Isolate this process's environment from the machine's and the user's settings.
 
-Nothing of a pip or git configuration, of HOME, locale, time zone, umask or of any variable that no
-test asks for reaches the tests or the processes that they start. What installs packages (`make
-setup`) is not concerned.
+tests/conftest.py imports it first. No pip or git configuration, HOME, locale, time zone, umask or
+other variable that no test needs reaches the tests or the processes that they start. Installing
+packages (`make setup`) is not affected.
 """
 
 import atexit
@@ -22,7 +21,7 @@ from pathlib import Path
 import pytest
 
 ENGINES = ("vllm", "sglang", "lightllm", "lmcache")
-# How to find programs, libraries, this session's parts and the accelerator.
+# To find programs, libraries, the processes of this session and the accelerator.
 KEPT = {
     *(
         "PATH",
@@ -46,7 +45,7 @@ KEPT_PREFIXES = (
     "PYTEST_CURRENT_",
     "COVERAGE_",
 )
-# Settings of the tests themselves; every other KVSTORE_ variable is one of the product.
+# Settings of the tests; all other KVSTORE_ variables are settings of the product.
 OWN = {
     *(
         "KVSTORE_SEED",
@@ -69,7 +68,7 @@ OWN = {
         "KVSTORE_LMCACHE_MEMORY",
     ),
 }
-# Never kept, not even where an engine keeps the rest.
+# Never kept, not even for engines, which keep other variables.
 REFUSED_PREFIXES = (
     "PIP_",
     "KVSTORE_",
@@ -114,14 +113,14 @@ REFUSED = {
     ),
     *("NO_PROXY", "NO_GRPC_PROXY", "no_grpc_proxy"),
 }
-# A checkout may belong to another user than the one who tests, as in a container.
+# The checkout may belong to another user, as in a container.
 GIT_CONFIG = """[user]
 name = tests
 email = tests@example.org
 [safe]
 directory = *
 """
-# What is set instead, beside those that `enter` knows.
+# Values that are set instead, in addition to those in `enter`.
 SAME = {
     "GIT_CONFIG_NOSYSTEM": "1",
     "PIP_CONFIG_FILE": os.devnull,
@@ -134,19 +133,19 @@ CHILD_SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, 
 
 
 def clean(environ: MutableMapping[str, str], has_engine: bool) -> None:
-    """Remove what no test asks for.
+    """Remove the variables that no test needs.
 
-    An engine keeps its caches and models in HOME, and its own variables.
+    An engine keeps HOME, which has its caches and models, and its own variables.
     """
     for name in list(environ):
         if name in KEPT or name in OWN or name.startswith(KEPT_PREFIXES):
             continue
         if not has_engine or name in REFUSED or name.startswith(REFUSED_PREFIXES):
-            environ.pop(name)  # HOME too, without an engine: another is given
+            environ.pop(name)  # includes HOME without an engine; `enter` sets another
 
 
 def enter() -> None:
-    """Make this process, and with it all that it starts, independent of who runs the tests."""
+    """Make this process and its children independent of the user's environment."""
     if sys.flags.optimize:
         raise pytest.UsageError(
             "python runs with -O or PYTHONOPTIMIZE, which removes the asserts; unset it"
@@ -154,7 +153,7 @@ def enter() -> None:
     has_engine = any(importlib.util.find_spec(name) for name in ENGINES)
     user_home, home = os.environ.get("HOME", "/"), _home()
     kept_home = user_home if has_engine else home
-    # Compiled kernels: minutes if each session compiled its own
+    # Keep compiled kernels: compiling them in each session would take minutes
     if importlib.util.find_spec("cupy"):
         os.environ.setdefault("CUPY_CACHE_DIR", f"{user_home}/.cupy/kernel_cache")
     clean(os.environ, has_engine)
@@ -165,12 +164,11 @@ def enter() -> None:
         **SAME,
     }
     time.tzset()
-    with suppress(locale.Error):  # a system without it has UTF-8 in C
+    with suppress(locale.Error):  # systems without it use UTF-8 in the locale C
         locale.setlocale(locale.LC_ALL, "C.UTF-8")
     os.umask(0o022)
-    sys.warnoptions.clear()  # of PYTHONWARNINGS; pyproject.toml says which warnings are errors
-    # `nohup`, a shell's `&` and some supervisors have signals ignored or blocked, and children
-    # inherit that.
+    sys.warnoptions.clear()  # set by PYTHONWARNINGS; pyproject.toml says which warnings are errors
+    # `nohup`, a shell's `&` and some supervisors ignore or block signals; children inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in CHILD_SIGNALS:
@@ -179,10 +177,7 @@ def enter() -> None:
 
 
 def _home() -> str:
-    """Return an empty HOME.
-
-    Workers and children of a session share the one that it made.
-    """
+    """Return an empty HOME, shared by the workers and children of this session."""
     home = os.environ.get("KVSTORE_TESTS_HOME", "")
     if home and os.environ.get("GIT_CONFIG_GLOBAL") == f"{home}/.gitconfig":
         return home

@@ -1,11 +1,9 @@
-"""Runs pytest where machine, user and shell are as unlike the authors' as they may be (`make
-test-hostile`).
+"""Run pytest with hostile settings of the machine, user and shell (`make test-hostile`).
 
-python tests/helpers/hostile.py --umask 000 ARGUMENTS OF PYTEST
+    python tests/helpers/hostile.py --umask 000 ARGUMENTS OF PYTEST
 
-The directory that it starts in is neither the project's nor writable, and configuration of pip and
-git is everywhere that they look for it. All tests must pass: tests/helpers/hermetic.py keeps them
-apart from it.
+The working directory is not the project's and not writable, and pip and git find configuration in
+all their places. All tests must pass, because tests/helpers/hermetic.py isolates them.
 """
 
 import argparse
@@ -105,8 +103,7 @@ VARIABLES = {
         NOWHERE,
     ),
 }
-# Letters that change otherwise between cases, commas in numbers, another encoding; the first that
-# the system has.
+# Locales with other case rules, decimal commas or encodings. The first available one is used.
 LOCALES = ("tr_TR.iso88599", "tr_TR.utf8", "de_DE.iso88591", "de_DE.utf8")
 
 
@@ -118,9 +115,7 @@ def locale_name() -> str:
 
 
 def environment(place: Path) -> dict[str, str]:
-    """Write the configuration of an unlike user under `place` and return the variables of the
-    shell.
-    """
+    """Write a hostile user's configuration under `place` and return the shell's variables."""
     home, hooks, constraints = place / "home", place / "hooks", place / "constraints.txt"
     for folder in (
         home / ".pip",
@@ -154,7 +149,7 @@ def environment(place: Path) -> dict[str, str]:
         "GIT_CONFIG_GLOBAL": str(home / ".gitconfig"),
         "GIT_CONFIG_SYSTEM": str(home / ".gitconfig"),
         "GIT_TEMPLATE_DIR": str(hooks),
-        "KVSTORE_HOSTILE": "1",  # no run within a run
+        "KVSTORE_HOSTILE": "1",  # the inner run starts no further one
     }
     return {**kept, **VARIABLES, **paths, "LANG": name, "LC_ALL": name}
 
@@ -162,10 +157,7 @@ def environment(place: Path) -> dict[str, str]:
 def run(
     arguments: list[str], umask: int, place: Path, **options: object
 ) -> "subprocess.CompletedProcess[str]":
-    """Run pytest there.
-
-    `options` go to subprocess.run.
-    """
+    """Run pytest in the hostile environment; `options` go to subprocess.run."""
     elsewhere = place / "cwd"
     elsewhere.mkdir()
     variables = environment(place)

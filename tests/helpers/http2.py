@@ -1,4 +1,4 @@
-"""Write HTTP/2 by hand: frames, header blocks and calls of gRPC, also those that break the rules.
+"""Build HTTP/2 by hand: frames, header blocks and gRPC calls, valid or not.
 
 A frame is length (3 bytes), kind, flags, stream (4 bytes), body. Header blocks use HPACK without
 Huffman coding.
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 8, 9
 END_STREAM, ACK, END_HEADERS = 1, 1, 4  # flags
 INITIAL_WINDOW, FRAME_NBYTES = 4, 5  # numbers of settings
-FRAME_NBYTES_MAX = 1 << 14  # that every peer takes
-WINDOW_NBYTES = 65535  # of streams and connections, until a peer grants more
+FRAME_NBYTES_MAX = 1 << 14  # the largest frame that every peer accepts
+WINDOW_NBYTES = 65535  # initial window of streams and connections
 HEAD_NBYTES = 9
-# HPACK: by its index; literal that enters the table; literal
+# HPACK: indexed field; literal added to the table; literal without indexing
 _INDEXED, _ADDED, _PLAIN = 0x80, 0x40, 0x00
-_TABLE_FIRST = 62  # index of the entry that was added last
+_TABLE_FIRST = 62  # index of the most recent entry
 
 
 def frame(kind: int, flags: int = 0, stream: int = 0, body: bytes = b"") -> bytes:
@@ -34,8 +34,8 @@ def settings(values: Mapping[int, int] | None = None) -> bytes:
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 ACKNOWLEDGED = frame(SETTINGS, ACK)
-# What a client begins with, and its answer to the server's settings: without it a server hangs up
-# after a time.
+# A client's preface and settings, and its acknowledgement of the server's settings. Without that, a
+# server closes the connection after a while.
 GREETING = PREFACE + settings() + ACKNOWLEDGED
 
 
@@ -56,51 +56,43 @@ def field(name: str, value: str, form: int = _PLAIN) -> bytes:
 
 
 def call_fields(path: str, **more: str) -> dict[str, str]:
-    """Return the header fields of a gRPC call.
-
-    In names of `more`, `_` stands for `-`.
-    """
+    """Return the header fields of a gRPC call; in names of `more`, `_` stands for `-`."""
     fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "node"}
     fields |= {"content-type": "application/grpc", "te": "trailers"}
     return fields | {name.replace("_", "-"): value for name, value in more.items()}
 
 
 def block(fields: Mapping[str, str]) -> bytes:
-    """Return a header block that leaves the peer's table as it is."""
+    """Return a header block that does not change the peer's table."""
     return b"".join(field(*item) for item in fields.items())
 
 
 def indexed(fields: Mapping[str, str]) -> tuple[bytes, bytes]:
-    """Return a block that enters all fields in the peer's table, and the short one for all later
-    calls.
-    """
+    """Return a block that adds all fields to the peer's table, and the short block for later."""
     first = b"".join(field(*item, _ADDED) for item in fields.items())
     return first, bytes(_INDEXED | _TABLE_FIRST + index for index in reversed(range(len(fields))))
 
 
 def message(payload: bytes, compressed: bool = False, nbytes: int | None = None) -> bytes:
-    """Return a gRPC message.
-
-    `nbytes`: what its prefix says that it has, if that is not so.
-    """
+    """Return a gRPC message; `nbytes` replaces the true length in its prefix."""
     return struct.pack(">BI", compressed, len(payload) if nbytes is None else nbytes) + payload
 
 
 def data_frames(stream: int, body: bytes, ends: bool = True) -> bytes:
-    """Return DATA frames of the largest size that every peer takes."""
+    """Return DATA frames of the largest size that every peer accepts."""
     pieces = [body[at : at + FRAME_NBYTES_MAX] for at in range(0, len(body), FRAME_NBYTES_MAX)]
     frames = b"".join(frame(DATA, 0, stream, piece) for piece in pieces)
     return frames + frame(DATA, END_STREAM, stream) if ends else frames
 
 
 def call(path: str, payload: bytes = b"", stream: int = 1) -> bytes:
-    """Return a whole gRPC call with one message."""
+    """Return a complete gRPC call with one message."""
     head = frame(HEADERS, END_HEADERS, stream, block(call_fields(path)))
     return head + data_frames(stream, message(payload))
 
 
 def bomb(path: str, encoding: str, mib: int) -> bytes:
-    """Return a call whose compressed message becomes `mib` MiB of zeros.
+    """Return a call whose compressed message expands to `mib` MiB of zeros.
 
     60 MiB fit a stream's first window.
     """

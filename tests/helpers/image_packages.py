@@ -1,4 +1,4 @@
-"""What the node's image installs, as the metadata of what is installed here tells it."""
+"""Determine which packages the node's image installs, from the metadata of installed packages."""
 
 import importlib.metadata
 
@@ -7,9 +7,7 @@ from packaging.utils import canonicalize_name
 
 
 def packages_of_the_image() -> set[str]:
-    """Return the names of all packages that the node's image gets, those that packages bring along
-    among them.
-    """
+    """Return the names of all packages in the node's image, dependencies included."""
     wanted: list[tuple[str, tuple[str, ...]]] = [("kvstore-llm", ("node", "cli"))]
     found: set[tuple[str, ...]] = set()
     while wanted:

@@ -1,12 +1,11 @@
-"""Clients that do no harm, beside those that do: how long their calls take, which fail, and whether
-bytes are right.
+"""Well-behaved clients next to attackers: they record latency, errors and wrong bytes.
 
     python innocents.py '{"wire": "bulk", "address": "127.0.0.1:7440", ...}'
 
 The JSON has fields of ClientConfig, and `pause_s`.
 
-As a process it prints `ready` when its pages are stored, the calls since the last time for each
-line that it reads (a JSON list of Call), and ends with its standard input.
+The process prints `ready` when its pages are stored. For each input line it prints the calls since
+the last line, as a JSON list of Call. It exits when its standard input ends.
 """
 
 import json
@@ -20,14 +19,15 @@ from kvstore.tools.trace import page_content
 
 KEYS = 16
 PAGE_NBYTES = 1 << 20
-PAUSE_S = 0.01  # after a lookup and a get
-BEGIN_S = 60.0  # to store the pages; on a busy machine that takes long
+PAUSE_S = 0.01  # between pairs of a lookup and a get
+BEGIN_S = 60.0  # to store the pages on a busy machine
 
 
 class Call(NamedTuple):
-    """`began` is of the monotonic clock, which all processes of a machine share.
+    """A finished call.
 
-    `error` is empty if all was right.
+    `began` is a time of the monotonic clock, which all processes of a machine share. `error` is
+    empty if the call succeeded with the right bytes.
     """
 
     began: float
@@ -37,9 +37,7 @@ class Call(NamedTuple):
 
 
 class Innocent:
-    """One client that looks up 16 keys and gets a page of 1 MiB, again and again, on a thread of
-    its own.
-    """
+    """A client thread that repeatedly looks up 16 keys and gets a page of 1 MiB."""
 
     def __init__(self, pause_s: float = PAUSE_S, **settings: Any) -> None:
         config = ClientConfig(**{"connect_timeout_s": 2.0, "backoff_s_max": 0.1, **settings})
@@ -55,7 +53,7 @@ class Innocent:
         self._thread = threading.Thread(target=self._run)
 
     def begin(self) -> None:
-        """Store the pages, then go on without end.
+        """Store the pages and start the thread.
 
         Raises KVStoreError.
         """
@@ -63,7 +61,7 @@ class Innocent:
         self._thread.start()
 
     def take(self) -> list[Call]:
-        """Return the calls that ended since the last time."""
+        """Return the calls that ended since the last call of this method."""
         with self._lock:
             calls, self._calls = self._calls, []
         return calls
@@ -78,7 +76,7 @@ class Innocent:
         number = 0
         while not self._over.wait(self._pause_s):
             self._measure("lookup", self._lookup, number)
-            # What an earlier get left must not pass for this one's
+            # The result of an earlier get must not be mistaken for this one's
             self._buffer[:] = bytes(PAGE_NBYTES)
             self._measure("get", self._get, number)
             number = (number + 1) % KEYS

@@ -1,15 +1,14 @@
-"""A RAM tier whose users have their turns in a random order, one thread for all: a seed repeats
-what threads would do.
+"""Interleave the users of a RAM tier in random order on one thread, reproducibly by seed.
 
-Every user is a generator and every `yield` in it a moment at which others may come in: between the
-turns of the tier's own work, and while slots are written, read, moved or loaded from the tier
-below. The arena has one token for each 4 KiB instead of bytes. After every step
+Every user is a generator, and others may run at each `yield` in it: between the slices of the
+tier's own work, and while slots are written, read, moved or loaded from the tier below. The arena
+has one token per 4 KiB instead of bytes. These invariants hold after every step:
 
-    the pages of the table    share no unit
-    a visible page            has its own tokens, all of them
-    a page that is written    keeps its slot and what was written so far
-    a page that is held       keeps its slot, its tokens and its key
-    a page that is erased     leaves no token of its own in the slot that it frees
+    pages of the table        share no unit of 4 KiB
+    a visible page            has all of its own tokens
+    a page being written      keeps its slot and what was written so far
+    a held page               keeps its slot, its tokens and its key
+    an erased page            leaves none of its tokens in the slot that it frees
 """
 
 import itertools
@@ -35,18 +34,18 @@ Key = tuple[bytes, bytes]  # digest, prefix hash
 
 UNIT = 4096
 PAGE_UNITS = (1, 2, 3, 4, 5, 8, 16)
-KEYS = 24  # of each namespace
+KEYS = 24  # per namespace
 STEPS = 4000
-LAST_STEPS = 4000  # for those at work then to end
-CHECKED = 16  # steps from one look at all that the tier counts to the next
+LAST_STEPS = 4000  # for running users to finish, without new ones
+CHECKED = 16  # steps between checks of the tier's counters
 
 
 class Cancelled(Exception):
-    """A user went away between two turns of its work."""
+    """A user was cancelled between two slices of its work."""
 
 
 class Arena:
-    """For each unit which page was written there, by its checksum, and which unit of that page."""
+    """A token for each unit: the checksum of the page written there, and the unit's number."""
 
     def __init__(self, units: int) -> None:
         self._tokens: list[tuple[bytes, int]] = [(b"", 0)] * units
@@ -69,7 +68,7 @@ class Arena:
         return self._tokens[offset // UNIT][0] == checksum
 
     def has(self, page: Page, checksum: bytes, first: int | None = None) -> bool:
-        """Whether the first so many units of the page, or all of them, are there."""
+        """Return whether the first `first` units of the page, or all of them, are in its slot."""
         start, count = page.offset // UNIT, page_units(page) if first is None else first
         return self._tokens[start : start + count] == [
             (checksum, number) for number in range(count)
@@ -81,7 +80,7 @@ def page_units(page: Page) -> int:
 
 
 class Stored(LocalTier):
-    """A tier below that has half of all pages that it is offered, at once."""
+    """A lower tier that keeps half of the pages that it is offered, immediately."""
 
     reads_parts = True
 
@@ -89,7 +88,7 @@ class Stored(LocalTier):
         self._rng = rng
         self._pages: dict[Key, bytes] = {}
         self._records = itertools.count(1)
-        self.reads: dict[int, tuple[Key, bytes]] = {}  # under way: record, and its key and checksum
+        self.reads: dict[int, tuple[Key, bytes]] = {}  # running reads: record -> key and checksum
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[bool]:
         return [(digest, prefix_hash) in self._pages for prefix_hash in prefix_hashes]
@@ -102,7 +101,7 @@ class Stored(LocalTier):
 
     def offer(self, pages: Sequence[Page], urgent: bool) -> int:
         for page in pages:
-            assert not page.is_copy, "a copy is offered to the tier below"
+            assert not page.is_copy, "a copy was offered to the tier below"
             if self._rng.random() < 0.5:
                 self._pages[page.namespace.digest, page.prefix_hash] = page.checksum
         return 0
@@ -130,7 +129,7 @@ class Stored(LocalTier):
 
 
 class Others(LowerTier):
-    """Other members: each has any page with some probability, and owns it with another."""
+    """Other members: each page is found with some probability, and owned with another."""
 
     name = "peer"
 
@@ -149,7 +148,7 @@ class Others(LowerTier):
 
 
 class Life:
-    """One tier, from its start until its last user has gone.
+    """One tier, from its start until its last user has finished.
 
     `done` counts what happened.
     """
@@ -161,7 +160,7 @@ class Life:
         self._rng = rng
         self._may_cancel = may_cancel
         self._now_ms = 1
-        self._at_work = 0  # users between two turns: a place may be closed then
+        self._at_work = 0  # users between two slices, when a block may be closed
         self._users_max = rng.choice((2, 4, 8))
         self._versions = itertools.count(1)
         self._arena = Arena(arena_units)
@@ -191,7 +190,7 @@ class Life:
             self._tier.open_namespace(space, space.digest)
 
     def _no_copy(self, source: int, target: int, nbytes: int) -> None:
-        raise AssertionError("moves are made by `_in_turns` of this class")
+        raise AssertionError("moves are made by `_move` of this class")
 
     def _checked_free(self, offset: int) -> Block:
         block = self._tier.slots.block_of(offset)
@@ -201,7 +200,7 @@ class Life:
         )
         if page in self._erased:
             assert self._arena.is_zero(offset, nbytes), (
-                "an erased page leaves its bytes in a free slot"
+                "an erased page left its bytes in a free slot"
             )
             self.done["erased"] += 1
         return self._free(offset)
@@ -220,9 +219,9 @@ class Life:
             self._check()
             if not self._at_work and step % CHECKED == 0:
                 assert self._tier.check() == []
-        assert not users, f"{len(users)} users do not come to an end"
+        assert not users, f"{len(users)} users did not finish"
         assert self._tier.check() == []
-        if not self._may_cancel:  # what a batch had already is not given back
+        if not self._may_cancel:  # a cancelled batch does not release its pages
             assert (self._tier.held_count, self._tier.writing_count) == (0, 0)
 
     def _check(self) -> None:
@@ -236,9 +235,7 @@ class Life:
                         f"two pages share a unit: {other.state.name} and {page.state.name}"
                     )
                 if page.state is State.VISIBLE:
-                    assert self._arena.has(page, page.checksum), (
-                        "a visible page has other bytes than its own"
-                    )
+                    assert self._arena.has(page, page.checksum), "a visible page has wrong bytes"
 
     # ---- users ---------------------------------------------------------------------------
 
@@ -263,9 +260,7 @@ class Life:
             self.done["cancelled"] += 1
 
     def _in_turns(self, work: Work[T]) -> Task[T]:
-        """As the tier's own does it, with turns of any length, and others between any
-        two of them.
-        """
+        """Run sliced work of the tier, with slices of random length and other users in between."""
         self._at_work += 1
         try:
             return (yield from self._turns(work))
@@ -286,7 +281,7 @@ class Life:
                 finally:
                     if copied is not None and copied.page in self._erased:
                         assert not self._arena.mentions(copied.target, copied.page.checksum), (
-                            "a copy is left"
+                            "an erased page left a copy"
                         )
                         self.done["erased copies"] += 1
                         copied = None
@@ -308,7 +303,7 @@ class Life:
     def _move(self, move: SlicedWork) -> Task[None]:
         page, source = move.page, move.page.offset
         for number in range(page_units(page)):
-            assert page.offset == source, "a page that is moved has another slot already"
+            assert page.offset == source, "the slot of a moving page changed"
             self._arena.copy(source, move.target, number)
             yield from self._perhaps(0.3)
         self._tier.release([page])
@@ -331,7 +326,7 @@ class Life:
         verdicts = zip(prefix_hashes, reservation.verdicts, strict=True)
         to_write = [prefix_hash for prefix_hash, verdict in verdicts if verdict == PutStatus.WRITE]
         assert [page.prefix_hash for page in reservation.pages] == to_write, (
-            "a writer takes a slot for another's"
+            "a writer got the slot of another page"
         )
         checksums = [self._checksum(page) for page in reservation.pages]
         for page, checksum in zip(reservation.pages, checksums, strict=True):
@@ -342,14 +337,14 @@ class Life:
         self._end_put(reservation, checksums)
 
     def _checksum(self, page: Page) -> bytes:
-        """Tells the page and its version."""
+        """Return a checksum that identifies the page and its version."""
         return page.namespace.digest + page.prefix_hash + next(self._versions).to_bytes(4, "big")
 
     def _write(self, page: Page, checksum: bytes) -> Task[None]:
         offset = page.offset
         for number in range(page_units(page)):
-            assert page.state is State.WRITING, "others ended a write"
-            assert page.offset == offset, "a page that is written moved"
+            assert page.state is State.WRITING, "another user ended a write"
+            assert page.offset == offset, "a page moved while it was written"
             assert self._arena.has(page, checksum, number), "a slot changed while it was written"
             self._arena.write(offset, number, checksum)
             yield from self._perhaps(0.1)
@@ -384,7 +379,7 @@ class Life:
         )
 
     def _others(self, prefix_hashes: list[bytes]) -> list[bytes]:
-        """Those that other members have, or own."""
+        """Return the keys that other members have, or own."""
         return [
             prefix_hash
             for prefix_hash in prefix_hashes
@@ -392,10 +387,10 @@ class Life:
         ]
 
     def _fetch(self, page: Page) -> Task[None]:
-        """From another node; one of five does not come."""
+        """Fetch a page from another node; one in five fails."""
         comes, checksum, offset = self._rng.random() < 0.8, self._checksum(page), page.offset
         for number in range(page_units(page)):
-            assert page.offset == offset, "a page that is fetched moved"
+            assert page.offset == offset, "a page moved while it was fetched"
             self._arena.write(offset, number, checksum if comes else b"bad")
             yield from self._perhaps(0.2)
         if comes:
@@ -405,7 +400,7 @@ class Life:
         self.done["copies fetched"] += comes and page.is_copy
 
     def _load(self, load: Load) -> Task[None]:
-        """One of five can not be read."""
+        """Load a page from the tier below; one in five fails."""
         page = load.page
         intact, (_, checksum), offset = (
             self._rng.random() < 0.8,
@@ -413,7 +408,7 @@ class Life:
             page.offset,
         )
         for number in range(page_units(page)):
-            assert page.offset == offset, "a page that is loaded moved"
+            assert page.offset == offset, "a page moved while it was loaded"
             self._arena.write(offset, number, checksum if intact else b"bad")
             yield from self._perhaps(0.2)
         if intact:
@@ -423,8 +418,9 @@ class Life:
         self.done["loads"] += 1
 
     def _look(self, held: list[Page], times: int) -> Task[None]:
-        """At pages that are held, again and again; those that another loads come to have a
-        checksum.
+        """Check held pages repeatedly.
+
+        Pages that another user is loading have no checksum at first.
         """
         offsets = [page.offset for page in held]
         for _ in range(times):
@@ -433,7 +429,7 @@ class Life:
                 if page.state is not State.LOADING and page.checksum:
                     assert self._arena.has(page, page.checksum), "the bytes of a held page changed"
                     assert page.checksum.startswith(page.namespace.digest + page.prefix_hash), (
-                        "another page's bytes"
+                        "a held page has another page's bytes"
                     )
             yield
 
@@ -454,12 +450,12 @@ class Life:
         yield
 
     def _remove_all(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
-        """Many at once: places that others look at, or empty, are free then."""
+        """Remove a namespace, which frees blocks that others may be using or clearing."""
         self.done["removes"] += remove_namespace(self._tier, space.digest)
         yield
 
     def _erase(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
-        """As a tenant that is forgotten: what is read or written now is erased when that ends."""
+        """Erase a namespace, as for a forgotten tenant; pages in use are erased when released."""
         owners = [page for block in self._tier.slots.blocks() for page in block.owners]
         self._erased |= {
             p
@@ -471,7 +467,7 @@ class Life:
         yield
 
     def _keep(self, space: Namespace, prefix_hashes: list[bytes]) -> Task[None]:
-        """As the tier below does with pages that it is going to write."""
+        """Hold pages as the tier below does while it writes them."""
         table = self._tier.namespace(space.digest).pages
         held = self._tier.hold_visible(
             [table[prefix_hash] for prefix_hash in prefix_hashes if prefix_hash in table]
@@ -480,6 +476,6 @@ class Life:
         self._tier.release(held)
 
     def _perhaps(self, chance: float) -> Task[None]:
-        """Others have their turn."""
+        """Let other users run, with this probability."""
         if self._rng.random() < chance:
             yield

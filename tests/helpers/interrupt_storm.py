@@ -1,10 +1,10 @@
-"""A client whose main thread is interrupted again and again in the middle of its calls, as a child
-process.
+"""A child process with a client whose main thread is repeatedly interrupted during its calls.
 
     python interrupt_storm.py ADDRESS WIRE INTERRUPTS SEED PAGE_NBYTES
 
-Other threads make calls with deadlines meanwhile. Whatever hangs is shown by a watchdog, which ends
-the process. At the end it prints "calm", and keeps its connections until its standard input ends.
+Other threads make calls with deadlines meanwhile. A watchdog ends the process with a traceback if
+it hangs. At the end the process prints "calm", and keeps its connections until its standard input
+ends.
 """
 
 import contextlib
@@ -21,26 +21,26 @@ from kvstore import Client, ClientConfig, Namespace, opaque_layout
 from kvstore.deadline import Deadline
 
 CONNECTIONS = 4
-CALL_S = 20.0  # a call's deadline: on a starved machine it is far too early to say that one hangs
+CALL_S = 20.0  # deadline of a call, long enough for a starved machine
 PAGES = 4
-REUSED_S = 0.002  # for what goes on behind a call that was interrupted to show itself
-# For each hundred interrupts, and for what comes afterwards
+REUSED_S = 0.002  # for late writes of an interrupted call to show
+# Limit for each hundred interrupts, and for the checks at the end
 WATCHDOG_S = float(os.environ.get("WATCHDOG_S", "120"))
 
 
 class Abort(BaseException):
-    """No Exception, as what some engines raise."""
+    """A BaseException that is no Exception, as some engines raise."""
 
 
 class Alarm(Exception):
-    """As what programs raise that give themselves a time limit."""
+    """An exception as raised by programs that limit their run time."""
 
 
 KINDS = (KeyboardInterrupt, Abort, Alarm)
 
 
 class Storm:
-    """Signals for the main thread: the first after a while, up to two more right behind it."""
+    """Signals for the main thread: one after a random delay, and up to two more right after it."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -61,7 +61,7 @@ class Storm:
 
 
 class Calls:
-    """Of one thread: each compares the bytes that it gets."""
+    """The calls of one thread; each compares the bytes that it gets."""
 
     def __init__(self, client: Client, namespace: Namespace, seed: int) -> None:
         self.client, self.namespace, self.seed = client, namespace, seed
@@ -93,14 +93,14 @@ class Calls:
                     assert buffer == content(one, self.nbytes), "wrong bytes"
 
     def reuse_buffers(self) -> None:
-        """A call has ended, so they are somebody else's, who writes something else: it
-        must stay.
-        """
+        """Overwrite the buffers of an ended call, and check that nothing is written to them."""
         theirs = b"\xee" * self.nbytes
         for buffer in self.buffers:
             buffer[:] = theirs
         time.sleep(REUSED_S)
-        assert all(buffer == theirs for buffer in self.buffers), "written to after the call"
+        assert all(buffer == theirs for buffer in self.buffers), (
+            "a buffer was written to after the call"
+        )
 
 
 def key(*numbers: int) -> bytes:
@@ -135,7 +135,7 @@ def run(client: Client, namespace: Namespace, interrupts: int, seed: int) -> Non
     while storm.raised < interrupts:
         try:
             interrupted(storm, calls, seconds, interrupts)
-        except KINDS:  # one that came where the call's own were caught
+        except KINDS:  # raised inside the handler of another
             storm.left = 0
     signal.setitimer(signal.ITIMER_REAL, 0)
     faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
@@ -159,12 +159,12 @@ def interrupted(storm: Storm, calls: Calls, seconds: float, interrupts: int) -> 
             calls.one()
             storm.left = 0
         except KINDS:
-            storm.left = 0  # nothing is called before this: a handler would run after a call
+            storm.left = 0  # must come first: a pending signal is handled at the next call
             calls.reuse_buffers()
 
 
 def took(calls: Calls) -> float:
-    """Seconds of a call, about."""
+    """Return the approximate seconds of a call."""
     began = time.monotonic()
     for _ in range(20):
         calls.one()
@@ -179,7 +179,7 @@ def in_time(call: Callable[[], None]) -> None:
 
 
 def afterwards(client: Client, namespace: Namespace) -> None:
-    """No connection's place is lost, and threads that begin now are answered too."""
+    """Check that no slot of the connection pool is lost and that new threads are served."""
     wire = client._fan_out.nodes.only._link.wire  # type: ignore[union-attr]
     if wire.name != "grpc":
         with contextlib.ExitStack() as stack:
@@ -204,7 +204,7 @@ def afterwards(client: Client, namespace: Namespace) -> None:
 def main() -> None:
     address, wire, interrupts, seed, page_nbytes = sys.argv[1:]
     faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
-    sys.unraisablehook = lambda _: None  # interrupts where Python can not raise them
+    sys.unraisablehook = lambda _: None  # ignore interrupts where Python cannot raise them
     sys.setswitchinterval(1e-4)
     namespace = Namespace(model="storm", layout=opaque_layout(int(page_nbytes)))
     settings = {"timeout_s": CALL_S, "connect_timeout_s": CALL_S, "connections_max": CONNECTIONS}

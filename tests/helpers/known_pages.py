@@ -1,4 +1,4 @@
-"""Pages whose bytes follow from their keys."""
+"""Pages whose bytes are derived from their keys."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from node.server import Node
 
 
 class Pages:
-    """Pages of one namespace whose bytes follow from their keys."""
+    """Pages of one namespace whose bytes are derived from their keys."""
 
     def __init__(self, name: str, page_nbytes: int = 4096, **fields: Any) -> None:
         self.namespace = Namespace(model=name, layout=opaque_layout(page_nbytes), **fields)
@@ -30,7 +30,7 @@ class Pages:
         return client.put(self.namespace, keys, [self.content(key) for key in keys], Keep(**keep))
 
     def get(self, client: Client, keys: Sequence[bytes], prefix: bool = False) -> list[bool]:
-        """Reads and compares every byte of every hit."""
+        """Get pages and compare every byte of every hit."""
         buffers = [bytearray(self.nbytes) for _ in keys]
         hits = client.get(self.namespace, keys, buffers, prefix)
         for key, hit, buffer in zip(keys, hits, buffers, strict=True):
@@ -38,7 +38,7 @@ class Pages:
         return hits
 
     def flip(self, node: Node, key: bytes) -> None:
-        """A bit of the page's first byte in RAM."""
+        """Flip a bit of the page's first byte in RAM."""
         with Inventory(node.tier).inspected(self.namespace.digest, key) as page:
             assert page is not None
             node.arena.view(page.offset, 1)[0] ^= 1

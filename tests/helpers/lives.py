@@ -1,6 +1,4 @@
-"""Tiers that are killed, the threads that use them, and what these may find of their pages
-afterwards.
-"""
+"""RAM and disk tiers that are killed, their users, and which pages may be found afterwards."""
 
 import itertools
 import random
@@ -27,20 +25,20 @@ from node.memory.tier import RamTier
 from node.slab import SlotAllocator
 
 EXTENT_NBYTES, RAM_NBYTES = 16 << 10, 192 << 10  # RAM for 24 of 36 pages: some are on disk only
-# Two pages: others are refused, and written when somebody wants them to be durable
+# Two pages; others are refused, and written only when a durable put requires it
 QUEUE_NBYTES = 16 << 10
 SPACE = Namespace("power", opaque_layout(8192))
 PAGE_NBYTES = SPACE.layout.page_nbytes
 
 
 class Failure(Exception):
-    """What must hold does not."""
+    """An invariant is violated."""
 
 
 class Stored(NamedTuple):
-    """What an operation makes of a key: a version, 0 for none.
+    """The effect of an operation on a key: a version, or 0 for none.
 
-    `began` is a moment.
+    `began` is a moment of the record.
     """
 
     version: int
@@ -49,15 +47,15 @@ class Stored(NamedTuple):
 
 @dataclass
 class History:
-    """What became of one key; only one thread touches it."""
+    """The history of one key, which only one thread uses."""
 
     key: bytes
     done: list[Stored] = field(default_factory=list)
-    safe: list[tuple[int, int]] = field(default_factory=list)  # (moment, how much was done by then)
+    safe: list[tuple[int, int]] = field(default_factory=list)  # (moment, operations done by then)
     versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def allowed(self, moment: int, evicting: bool) -> set[int]:
-        """Versions that may be found after a power loss; 0: nothing is found."""
+        """Return the versions that may be found after a power loss; 0 means no page."""
         done = [stored.version for stored in self.done if stored.began < moment]
         safe = max((count for at, count in self.safe if at < moment), default=0)
         return {*done[max(0, safe - 1) :]} | ({0} if evicting or not safe else set())
@@ -71,7 +69,7 @@ class History:
 
 
 class LateDurability(Durability):
-    """Others have time to write between a barrier and what follows it."""
+    """Pause after each barrier, so that others can write before what follows."""
 
     def _barrier(self, wait: Wait) -> None:
         super()._barrier(wait)
@@ -109,7 +107,7 @@ class Life:
         self.disk.writer.start(self.ram)
 
     def put(self, history: History, version: int) -> bool:
-        """Whether the page is stored now, or was."""
+        """Put a page; return whether it is stored now, or already was."""
         reservation = self.ram.reserve(SPACE.digest, [history.key], PAGE_NBYTES)
         if reservation.verdicts == [PutStatus.WRITE]:
             view = self.arena.view(reservation.pages[0].offset, PAGE_NBYTES)
@@ -118,9 +116,9 @@ class Life:
         return reservation.verdicts[0] in (PutStatus.WRITE, PutStatus.EXISTS)
 
     def look(self, history: History) -> int:
-        """The version of a page on disk, 0 if there is none.
+        """Return the version of a page on disk, or 0 if there is none.
 
-        Bytes that were never put are a failure.
+        Raises Failure for bytes that were never put.
         """
         found = self.disk.reading.begin(SPACE.digest, [history.key])
         if not found:
@@ -136,7 +134,7 @@ class Life:
         raise Failure(f"wrong bytes under {history.key.hex()}")
 
     def log(self) -> Path:
-        """RocksDB's log: nothing else may have changed since it was opened."""
+        """Return RocksDB's log, its only file that may have changed since it was opened."""
         return max((self.root / "rows").glob("*.log"))
 
     def close(self) -> None:
@@ -145,7 +143,7 @@ class Life:
 
 
 class Load:
-    """One thread, on keys of its own."""
+    """One thread, with its own keys."""
 
     def __init__(self, life: Life, record: Record, histories: list[History], seed: str) -> None:
         self._life, self._record, self._histories = life, record, histories
@@ -161,9 +159,8 @@ class Load:
                 )[0]
                 try:
                     operation()
-                except (
-                    KVStoreError
-                ):  # the disk failed, or the process was killed; or RAM is full of pages in use
+                # The disk failed, the process was killed, or RAM is full of pages in use
+                except KVStoreError:
                     self._recover()
         except Exception as error:  # noqa: BLE001 -- raised again in the main thread
             self.error = error
@@ -176,7 +173,7 @@ class Load:
                 time.sleep(0.001)
 
     def _put(self) -> None:
-        """New versions, in the place of those that are there."""
+        """Put new versions in place of the existing ones."""
         some = self._rng.sample(self._histories, self._rng.randint(1, 4))
         for history in some:
             if history.version:
@@ -186,7 +183,7 @@ class Load:
             self._keep(some)
 
     def _again(self) -> None:
-        """A durable put of what is there, most of the time."""
+        """Put existing pages again, durably."""
         some = [history for history in self._rng.sample(self._histories, 2) if history.version]
         for history in some:
             self._store(history, history.version)
@@ -195,7 +192,7 @@ class Load:
     def _store(self, history: History, version: int) -> None:
         history.done.append(Stored(version, self._record.now()))
         if not self._life.put(history, version):
-            raise Exhausted("as the node says to a put without a slot")
+            raise Exhausted("no slot for the page")
 
     def _keep(self, some: list[History]) -> None:
         durability = self._life.durability
@@ -211,8 +208,10 @@ class Load:
         self._life.ram.remove(SPACE.digest, [history.key])
 
     def _flush(self) -> None:
-        """What is stored and not on disk may be evicted before a flush meets it; what is there
-        after the flush was there all the time.
+        """Flush, and record the pages that are still present as safe.
+
+        A stored page may be evicted before the flush reaches it. A page that is present after the
+        flush was present during it.
         """
         self._life.durability.flush(self._life.durability.begin_wait())
         moment = self._record.now()

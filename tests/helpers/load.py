@@ -1,6 +1,4 @@
-"""Engines of two tenants at a small cluster: chats that grow, with a system prompt that all of a
-model share.
-"""
+"""Load on a small cluster: growing chats of two tenants, with a system prompt shared per model."""
 
 import random
 import threading
@@ -18,9 +16,9 @@ CHATS = 60
 
 
 class Load:
-    """`near`: the member that they talk to.
+    """Three nodes, and a client that runs chats against them.
 
-    `sampled`: samples of it are taken.
+    `near`: the member that the client talks to. `sampled`: whether the tests sample its history.
     """
 
     def __init__(self, start: Start, folder: Path) -> None:
@@ -37,7 +35,9 @@ class Load:
         ]
         self.near = nodes[0]
         self.sampled = True
-        self.near.service.hot_prefixes._every = 2  # a minute is short
+        self.near.service.hot_prefixes._every = (
+            2  # sample more often than usual, because a test lasts a minute
+        )
         self._client = Client(
             ClientConfig(f"127.0.0.1:{at['n1']}", timeout_s=30.0, connect_timeout_s=10.0)
         )
@@ -65,7 +65,7 @@ class Load:
             self._request(space, prefix_hashes(tokens, PAGE_TOKENS))
 
     def _request(self, space: Namespace, hashes: list[bytes]) -> None:
-        """What an engine does: load what is there, compute and save the rest."""
+        """Do what an engine does: load the pages that are stored, compute and save the rest."""
         nbytes = space.layout.page_nbytes
         found = self._client.lookup(space, hashes).prefix_pages
         if found:
@@ -78,7 +78,7 @@ class Load:
 
 
 def page(layout: PageLayout) -> bytes:
-    """Values such as a model has: each head and channel with a mean and a width of its own."""
+    """Return a page of realistic values: each head and channel has its own mean and width."""
     parts = []
     for piece in layout.slices:
         shape = (piece.units, *piece.plane.unit_shape)

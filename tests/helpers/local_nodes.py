@@ -1,6 +1,4 @@
-"""Nodes in the process of the tests, clients of them, and raw connections that can break every
-rule.
-"""
+"""Nodes in the test process, clients of them, and raw connections that can break the protocol."""
 
 import contextlib
 import socket
@@ -32,7 +30,7 @@ def connect(
     Keyword arguments are ClientConfig fields.
     """
     address = f"127.0.0.1:{where.grpc.port}" if isinstance(where, Node) else where
-    # On a starved machine a call takes longer than five seconds
+    # A call may take longer than the default of five seconds on a starved machine
     calls_s = settings.get("timeout_s", patience_s)
     patience = {"timeout_s": calls_s, "connect_timeout_s": min(20.0, calls_s)}
     return Client(ClientConfig(**{"address": address, "wire": wire, **patience, **settings}))
@@ -40,7 +38,7 @@ def connect(
 
 @contextlib.contextmanager
 def connecting() -> Iterator[Connect]:
-    """Make clients, and close them at the end."""
+    """Yield a function that makes clients; close them at the end."""
     clients: list[Client] = []
 
     def to(where: Node | str, wire: str = "bulk", **settings: Any) -> Client:
@@ -53,7 +51,7 @@ def connecting() -> Iterator[Connect]:
 
 
 def stop_all(nodes: Sequence[Node]) -> None:
-    """Stop them together: each takes half a second."""
+    """Stop nodes in parallel, because each takes half a second."""
     stopping = [threading.Thread(target=node.stop) for node in nodes]
     for thread in stopping:
         thread.start()
@@ -62,7 +60,7 @@ def stop_all(nodes: Sequence[Node]) -> None:
 
 
 def leave_cluster(node: Node) -> None:
-    """It is the only member now: nothing waits to be handed to who is away."""
+    """Make a node the only member, so that no pages wait for a member that is down."""
     view = node.membership.view
     if view is not None:
         left = [member for member in view.members if member.id == node.membership.member]
@@ -72,8 +70,9 @@ def leave_cluster(node: Node) -> None:
 
 
 def settle(node: Node, sessions: int | None = 0) -> None:
-    """Waits until nothing is being read or written and `sessions` sessions are left (None: any
-    number); then nothing may have leaked. Idle bulk connections are sessions too.
+    """Wait until no page is read or written and `sessions` sessions are left (None: any number).
+
+    Then check that nothing leaked. Idle bulk connections count as sessions.
     """
 
     def quiet() -> bool:
@@ -94,7 +93,7 @@ def settle(node: Node, sessions: int | None = 0) -> None:
 
 
 class Raw(FrameSocket):
-    """A bulk connection that sends whatever it is told to."""
+    """A bulk connection that sends arbitrary bytes."""
 
     def __init__(self, port: int) -> None:
         self.sock = socket.create_connection(("127.0.0.1", port))
@@ -113,9 +112,7 @@ class Raw(FrameSocket):
         return self.reply()[0]
 
     def ending(self) -> pb.Error | None:
-        """The one error that the node says before it closes the connection, or None if it just
-        closed.
-        """
+        """Return the error that the node sends before it hangs up, or None if it just hangs up."""
         try:
             reply = self.reply()[0]
         except ConnectionError:
@@ -127,9 +124,10 @@ class Raw(FrameSocket):
 
 
 class Bystander:
-    """A client that does verified puts and gets of its own while others misbehave.
+    """A client that makes verified puts and gets while others misbehave.
 
-    `evicting`: the node is too small for all, so that a page may be gone again; never wrong."""
+    `evicting`: the node is too small for all pages, so pages may be missing, but never wrong.
+    """
 
     def __init__(self, node: Node, evicting: bool = False) -> None:
         self._evicting = evicting

@@ -1,4 +1,4 @@
-"""Keys of a node whose disk is encrypted, and pieces of its pages in plain text."""
+"""Keys for nodes with an encrypted disk, and pieces of their pages in plain text."""
 
 import base64
 import os
@@ -10,7 +10,7 @@ OTHER_KEY = bytes(range(1, 33))
 
 
 def key_file(path: Path, key: bytes = KEY, mode: int = 0o400, form: str = "hex") -> str:
-    """The path, as a setting."""
+    """Write a key file and return its path as a setting."""
     path.unlink(missing_ok=True)
     path.write_text(key.hex() if form == "hex" else base64.b64encode(key).decode() + "\n")
     path.chmod(mode)
@@ -28,7 +28,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def pieces(pages: Any, keys: list[bytes], nbytes: int = 64) -> list[bytes]:
-    """Of the plain bytes of pages: from their begin, their middle and their end."""
+    """Return pieces of the plain bytes of pages: their start, middle and end."""
     contents = [pages.content(key) for key in keys]
     return [
         content[at : at + nbytes]

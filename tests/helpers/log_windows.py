@@ -1,4 +1,4 @@
-"""Time that stands still for a logger's rate of lines."""
+"""Stop the clock of a logger's rate limit."""
 
 import logging
 
@@ -8,8 +8,6 @@ from kvstore.log_rate import LogRate
 
 
 def one_window(log: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever `log` says from now on is said in one window of its LogRate, however slow the
-    machine.
-    """
+    """Make all further lines of `log` fall into one window of its LogRate."""
     assert any(isinstance(rate, LogRate) for rate in log.filters)
     monkeypatch.setattr(log, "filters", [LogRate(clock=lambda: 0.0)])

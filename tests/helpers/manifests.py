@@ -1,6 +1,6 @@
-"""What `deploy/kubernetes` says, composed as Kustomize composes it, as far as we use that.
+"""The manifests of `deploy/kubernetes`, composed like Kustomize, as far as we use it.
 
-It takes no `kubectl`: `test_rendered.py` compares both.
+It needs no `kubectl`; `test_rendered.py` compares the results of both.
 """
 
 import functools
@@ -21,7 +21,7 @@ Manifest = dict[str, Any]
 
 
 class Overlay:
-    """Its manifests, with what stands in its bases patched."""
+    """The manifests of an overlay, with those of its bases patched."""
 
     def __init__(self, folder: Path) -> None:
         self.name = folder.name
@@ -40,10 +40,7 @@ class Overlay:
 
 
 class Workload:
-    """Pods of a kind.
-
-    Variables as the node's container has them, with what Kubernetes fills in filled in.
-    """
+    """A manifest with pods, and the environment variables of its node's container."""
 
     def __init__(self, overlay: Overlay, manifest: Manifest) -> None:
         self.overlay, self.manifest = overlay, manifest
@@ -57,7 +54,10 @@ class Workload:
         return [*self.pod.get("initContainers", []), *self.pod["containers"]]
 
     def variables(self, fields: Mapping[str, str]) -> dict[str, str]:
-        """`fields`: of the pod, by their path; a label that it lacks is empty."""
+        """Return the container's variables with references resolved.
+
+        `fields`: fields of the pod by path; a label that it lacks is empty.
+        """
         found: dict[str, str] = {}
         for source in self.container.get("envFrom", []):
             assert source == {"configMapRef": {"name": "kvstore-settings"}}
@@ -72,17 +72,17 @@ class Workload:
             return re.sub(r"\$\((\w+)\)", lambda match: before[match[1]], entry["value"])
         ((kind, reference),) = entry["valueFrom"].items()
         if kind == "secretKeyRef":
-            assert reference["optional"], "a secret that few have"
+            assert reference["optional"], "a secret in a variable must be optional"
             return ""
         return fields.get(reference["fieldPath"], "")
 
     @property
     def files(self) -> dict[str, tuple[str, str]]:
-        """(secret, key) of each file that the node's container sees, by its path."""
+        """Return (secret, key) of each file that the node's container sees, by path."""
         volumes = {volume["name"]: volume for volume in self.pod["volumes"]}
         found = {}
         for mount in self.container["volumeMounts"]:
-            assert "subPath" not in mount, "a kubelet does not replace what lies there"
+            assert "subPath" not in mount, "a kubelet does not update files mounted with subPath"
             for source in volumes.get(mount["name"], {}).get("projected", {}).get("sources", []):
                 for item in source["secret"]["items"]:
                     found[f"{mount['mountPath']}/{item['path']}"] = (
@@ -93,7 +93,7 @@ class Workload:
 
     @property
     def needed(self) -> set[tuple[str, str]]:
-        """Those of secrets without which the pod does not start."""
+        """Return (secret, key) of all secrets that the pod needs to start."""
         sources = (
             source["secret"] for volume in self.pod["volumes"] for source in _sources(volume)
         )
@@ -120,7 +120,7 @@ def read(path: Path) -> list[Manifest]:
 
 
 def _composed(folder: Path) -> tuple[list[Manifest], dict[str, str], dict[str, str]]:
-    """(manifests, what is in kvstore-settings, the image of each name)."""
+    """Return (manifests, settings of kvstore-settings, image of each name)."""
     (kustomization,) = read(folder / "kustomization.yaml")
     manifests: list[Manifest] = []
     settings: dict[str, str] = {}
@@ -153,7 +153,7 @@ def _is(manifest: Manifest, patch: Manifest) -> bool:
 
 
 def merged(below: Any, patch: Any, field: str = "") -> Any:
-    """Containers and variables are found again by their names; any other list is replaced."""
+    """Apply a patch; containers and variables are matched by name, other lists are replaced."""
     if isinstance(below, dict) and isinstance(patch, dict):
         return {
             **below,
@@ -162,13 +162,13 @@ def merged(below: Any, patch: Any, field: str = "") -> Any:
     if field in ("containers", "initContainers", "env") and below:
         patches = {some["name"]: some for some in patch}
         kept = [merged(some, patches.pop(some["name"], {})) for some in below]
-        # What is new comes first: variables that others are made of stand before these.
+        # New entries come first, because other variables may refer to them.
         return [*patches.values(), *kept]
     return patch
 
 
 def secrets_told(namespace: str) -> Iterator[tuple[str, str, str]]:
-    """(secret, key, file) of each command of the document that makes a secret in a namespace."""
+    """Yield (secret, key, file) of each documented command that creates a secret."""
     for line in DOCUMENT.splitlines():
         found = re.match(rf"    kubectl -n {namespace} create secret generic (\S+)", line)
         if found and "--dry-run" not in line:

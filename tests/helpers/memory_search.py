@@ -9,8 +9,8 @@ BLOCK_NBYTES = 4096
 def without_zeros(memory: bytes) -> bytes:
     """Shorten each run of zero blocks to one block.
 
-    Most of a new memory or file is zeros, in which Python looks for a key that begins with zeros at
-    0.3 GB/s. Whatever is not longer than a block and was in it is still there.
+    New memories and files are mostly zeros, in which Python searches for a key that begins with
+    zeros at only 0.3 GB/s. Any needle of at most one block is still found.
     """
     zeros, kept = bytes(BLOCK_NBYTES), [b""]
     for at in range(0, len(memory), BLOCK_NBYTES):
@@ -23,7 +23,7 @@ def without_zeros(memory: bytes) -> bytes:
 
 
 def found(memory: bytes, needles: Iterable[bytes]) -> list[bytes]:
-    """Which of them lie somewhere in it."""
+    """Return the needles that occur in the memory."""
     wanted, rest = list(needles), without_zeros(memory)
     assert all(len(needle) <= BLOCK_NBYTES for needle in wanted)
     return [needle for needle in wanted if needle in rest]
@@ -34,7 +34,7 @@ def files(directory: Path) -> Iterable[Path]:
 
 
 def found_in(directory: Path, needles: Iterable[bytes]) -> list[tuple[bytes, str]]:
-    """Which of them lie somewhere in its files, and in which."""
+    """Return the needles that occur in a directory's files, each with the file's name."""
     wanted = list(needles)
     return [
         (needle, path.name)

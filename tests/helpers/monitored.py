@@ -1,5 +1,6 @@
-"""Three members with what docker/first_start.py makes, and traffic of every kind that the dashboard
-has panels for.
+"""Three members with the credentials of docker/first_start.py, and traffic for the dashboard.
+
+The traffic covers every kind that the dashboard has panels for.
 """
 
 import contextlib
@@ -27,8 +28,8 @@ from kvstore.tools.node_process import NodeProcess
 
 MEMBERS = ("n1", "n2", "n3")
 NBYTES = 32 << 10
-# Of each member, RAM for 256 pages and disk for 512. Of a page there are two: the newest 380 that
-# were put are in RAM, and the newest 760 on disk.
+# Each member has RAM for 256 pages and disk for 512. With two replicas, about the newest 380 pages
+# are in RAM and the newest 760 on disk.
 SIZES = (
     "--ram-bytes",
     "8MiB",
@@ -41,13 +42,13 @@ SIZES = (
 )
 BATCH = 20
 FIRST = range(50 * BATCH)
-ON_DISK = range(-30 * BATCH, -27 * BATCH)  # behind the newest
+ON_DISK = range(-30 * BATCH, -27 * BATCH)  # relative to the next page
 ENGINES = Namespace("llama", opaque_layout(NBYTES), "default")
 LIMITED = Namespace("llama", opaque_layout(NBYTES), "team-b")
 
 
 class Monitored:
-    """`known`: folder of what nodes and Prometheus know each other by."""
+    """The cluster; `known` is the folder of credentials of the nodes and Prometheus."""
 
     def __init__(self, folder: Path) -> None:
         self.known = folder / "secrets"
@@ -71,7 +72,7 @@ class Monitored:
         return [f"127.0.0.1:{node.metrics_port}" for node in self.nodes.values()]
 
     def fill(self) -> None:
-        """More than fits in RAM and, with replicas, on disk."""
+        """Put more pages than fit in RAM and, with replicas, on disk."""
         with self._client() as client:
             for first in range(0, len(FIRST), BATCH):
                 self._put(client, ENGINES, FIRST[first : first + BATCH])
@@ -91,13 +92,13 @@ class Monitored:
             self._get(client, new)
         with self._client(token=self._limited) as client:
             self._put(client, LIMITED, range(3))
-            with contextlib.suppress(Exhausted):  # each member grants one
+            with contextlib.suppress(Exhausted):  # each member grants one pin
                 client.pin(LIMITED, keys(range(3)), 60.0)
             with pytest.raises(Forbidden):
                 client.flush()
 
     def look(self) -> None:
-        """n1 and n2 ask the members that own the pages."""
+        """Look up pages near n1 and n2, which ask the members that own them."""
         for near in MEMBERS[:2]:
             with self._client(near=near) as client:
                 client.lookup(ENGINES, keys(range(-BATCH, 0)))

@@ -1,9 +1,9 @@
-"""Hosts of our own on this machine, whose networks can be cut: namespaces on one bridge.
+"""Hosts on this machine whose networks can be cut: network namespaces on one bridge.
 
-Linux, root.
+They need Linux and root.
 
-here 10.213.X.1 --- bridge --- 10.213.X.2  first host
-                         \\---- 10.213.X.3  second host
+    here 10.213.X.1 --- bridge --- 10.213.X.2  first host
+                             \\---- 10.213.X.3  second host
 """
 
 import contextlib
@@ -20,24 +20,24 @@ INSIDE = "eth0"
 
 
 def missing() -> str:
-    """What is missing here for hosts of our own; empty: nothing."""
+    """Return what this machine lacks for network namespaces, or an empty text."""
     if os.geteuid():
         return "network namespaces need root"
     lacking = [
         f"{program} (Debian: apt-get install {package})" for program, package in PROGRAMS.items()
     ]
     lacking = [
-        said
-        for said, program in zip(lacking, PROGRAMS, strict=True)
+        text
+        for text, program in zip(lacking, PROGRAMS, strict=True)
         if shutil.which(program) is None
     ]
     return f"missing here: {', '.join(lacking)}" if lacking else ""
 
 
 class Hosts:
-    """`places` for as many nodes, reachable from here.
+    """Network namespaces, reachable from here; `places` has a Place for each.
 
-    Raises ConfigError saying what is missing.
+    Raises ConfigError that says what is missing.
     """
 
     def __init__(self, count: int) -> None:
@@ -66,8 +66,9 @@ class Hosts:
             _ip("-n", name, "link", "set", device, "up")
 
     def cut(self, place: Place, *others: str, hears: bool = False, speaks: bool = False) -> None:
-        """From now on what is sent to it is lost unless it `hears`, and what it sends unless it
-        `speaks`; of `others`, without them of everybody.
+        """Drop packets to a place unless it `hears`, and packets from it unless it `speaks`.
+
+        With `others`, only packets from and to these addresses are dropped.
         """
         for chain, device, who, lost in (
             ("INPUT", "-i", "-s", not hears),
@@ -92,7 +93,7 @@ class Hosts:
         _run(*place.inside, "iptables", "-F")
 
     def close(self) -> None:
-        """Nothing of ours runs there any more."""
+        """Delete the namespaces and the bridge; no process may run there any more."""
         for place in self.places:
             with contextlib.suppress(ConfigError):
                 _ip("netns", "del", place.inside[-1])

@@ -1,6 +1,4 @@
-"""A plugin of pytest (`make test-oldest`): nodes run on another interpreter,
-KVSTORE_NODE_PYTHON.
-"""
+"""A pytest plugin (`make test-oldest`) that runs nodes with the Python of KVSTORE_NODE_PYTHON."""
 
 import os
 

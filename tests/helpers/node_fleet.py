@@ -1,7 +1,7 @@
-"""Nodes as processes that are one cluster: for the demo, benchmarks and tests of faults.
+"""A cluster of node processes, for the demo, benchmarks and fault tests.
 
-static    a list of members on ports that were free a moment ago; a member may die, and come back
-etcd      an etcd of their own beside them; members may come and go, too
+static    a fixed list of members on free ports; members may die and come back
+etcd      a private etcd; members may also join and leave
 """
 
 import contextlib
@@ -28,16 +28,13 @@ ETCD_START_S = 20.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs.
-
-    `inside`: a command that runs another there; without it, here.
-    """
+    """Where a process runs; `inside` is a command prefix that runs another command there."""
 
     host: str = "127.0.0.1"
     inside: tuple[str, ...] = ()
 
     def port(self, usual: int) -> int:
-        """One that is free: a place of its own has all."""
+        """Return a free port; in a place with a network of its own, the usual one."""
         if self.inside:
             return usual
         return free_port(self.host)
@@ -47,15 +44,15 @@ HERE = Place()
 
 
 class EtcdProcess:
-    """An etcd with a directory of its own, which a restart finds again.
+    """An etcd with its own directory, which it keeps across restarts.
 
-    Raises ConfigError if there is no etcd and Unavailable if it does not start.
+    Raises ConfigError if etcd is not installed and Unavailable if it does not start.
     """
 
     def __init__(self, place: Place = HERE, program: str = "etcd") -> None:
         found = shutil.which(program)
         if found is None:
-            raise ConfigError(f"there is no {program} here; on Debian: apt-get install etcd-server")
+            raise ConfigError(f"{program} is not installed; on Debian: apt-get install etcd-server")
         self.address = f"{place.host}:{place.port(ETCD_PORT)}"
         url, peers = f"http://{self.address}", f"http://{place.host}:{place.port(ETCD_PORT + 1)}"
         self._directory = tempfile.TemporaryDirectory(prefix="kvstore-etcd-")
@@ -105,9 +102,8 @@ class EtcdProcess:
 class Fleet:
     """Members n1, n2, ... of one cluster, one at each place.
 
-    `data`: each has a data directory below it.
-
-    `flags` are all members'. They share no memory with anybody: each stands for a host.
+    `flags` apply to all members. `data`: the parent of their data directories. No client shares
+    memory with them, because each member stands for another host.
     """
 
     def __init__(
@@ -142,14 +138,12 @@ class Fleet:
         return {member: f"{place.host}:{port}" for member, (place, port) in self._places.items()}
 
     def client(self, **settings: object) -> Client:
-        """Of all members, over the bulk wire unless `settings` say otherwise."""
+        """Return a client of all members, over the bulk wire unless `settings` say otherwise."""
         chosen = {"address": ",".join(self.addresses.values()), "wire": "bulk", **settings}
         return Client(client_config(**chosen))
 
     def start(self, member: str) -> NodeProcess:
-        """Again, after it was killed or stopped: at the same address, with the same data
-        directory.
-        """
+        """Start a member, or restart it at the same address with the same data directory."""
         place, port = self._places[member]
         flags = [
             "--member",
@@ -161,7 +155,7 @@ class Fleet:
             "--port",
             str(port),
         ]
-        flags += ["--insecure"]  # its hosts are namespaces of this one, or it is this one
+        flags += ["--insecure"]  # all places are on this host
         if self._etcd:
             flags += ["--advertise", f"{place.host}:{port}"]
         if self._data:
@@ -170,15 +164,15 @@ class Fleet:
         return node
 
     def join(self, place: Place = HERE) -> str:
-        """One more member, which etcd tells the others of; its id."""
+        """Start one more member, which the others find in etcd, and return its id."""
         if self._etcd is None:
-            raise ConfigError("a fixed list of members has no place for one more; this needs etcd")
+            raise ConfigError("a static cluster cannot grow; joining needs etcd")
         member = self._settle(place)
         self.start(member)
         return member
 
     def close(self) -> None:
-        """Stops all; those that are paused go on for that."""
+        """Resume paused nodes, and stop all."""
         for node in self.nodes.values():
             node.resume()
         for node in self.nodes.values():

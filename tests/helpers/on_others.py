@@ -1,4 +1,4 @@
-"""LightLLM's start arguments, and LMCache's keys and options."""
+"""LightLLM's start arguments and LMCache's keys and options, for tests of identity."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def lightllm(tmp_path: Path, way: Way) -> Namespace:
 
 
 def lmcache(tmp_path: Path, way: Way) -> Namespace:
-    del tmp_path  # nothing of the weights is at hand
+    del tmp_path  # LMCache's adapter has no access to the weights
     options = {"revision": "r1", "kv_format": "vllm 0.33 bf16", **way.get("options", {})}
     key = ObjectKey(**{**_KEY, **way.get("key", {})})
     name = Naming(identity_of(options), options["kv_format"]).of(key, None)

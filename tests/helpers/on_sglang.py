@@ -48,7 +48,7 @@ def served(tmp_path: Path, way: Way) -> tuple[Identity, dict[str, Any]]:
 
 
 class MHAHost:
-    """A host pool with heads."""
+    """A host pool with attention heads."""
 
     layout, dtype, head_num, start_layer, end_layer, layer_num, target_layer_num = (
         "page_first",
@@ -62,7 +62,7 @@ class MHAHost:
 
 
 class MLAHost:
-    """Latents, the same on all ranks."""
+    """A host pool of latents, which are the same on all ranks."""
 
     layout, dtype, start_layer, end_layer = "page_first", "bf16", 0, 2
 

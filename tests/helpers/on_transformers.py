@@ -1,4 +1,4 @@
-"""Tiny models of transformers, as both of its adapters name them."""
+"""Tiny models of transformers, named as both adapters name them."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -68,7 +68,7 @@ def layer(backend: str) -> Any:
 
 
 def images(**changes: Any) -> Any:
-    """vLLM's settings of multimodal input."""
+    """Return vLLM's settings for multimodal input."""
     return tree(**{"mm_processor_cache_gb": 4, "mm_processor_kwargs": None, **changes})
 
 
@@ -79,7 +79,7 @@ def connector(tmp_path: Path, way: Way) -> Namespace:
     group = tree(kv_cache_spec=spec, layer_names=way.get("layers", ["0", "1"]))
     ranks = {"tp": 0, "pp": 0, "cp": 0, **way.get("ranks", {})}
     made = config(tmp_path, way)
-    if reason := not_shareable(made):  # it says so once and stays out
+    if reason := not_shareable(made):  # the real connector logs this and stays inactive
         raise ConfigError(f"kvstore: nothing is saved or loaded: this engine has {reason}")
     caches = tree(kv_cache_groups=[group])
     pools: list[Any] = [tree(layout=layout)]

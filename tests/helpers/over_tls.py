@@ -1,5 +1,7 @@
-"""A plugin of pytest (`make test-tls`): tests that know nothing of TLS, with every node of theirs
-in this process, every client and every raw connection over it.
+"""A pytest plugin (`make test-tls`) that runs tests over TLS.
+
+All nodes in this process, clients and raw connections of tests use TLS, although the tests do not
+mention it.
 """
 
 import socket
@@ -26,7 +28,7 @@ ROOTS, KEY, CERTIFICATE = (
 
 
 def always(config: Any, **settings: str) -> None:
-    """Of this class, whatever it is made with."""
+    """Apply these settings to all instances of a configuration class."""
     check = config.__post_init__
 
     def made(self: Any) -> None:
@@ -44,7 +46,7 @@ def channel(target: str, options: Any = None) -> grpc.Channel:
 
 
 def over_tls(raw: Any) -> Any:
-    """`Raw` of tests/node/conftest.py, greeted."""
+    """Return the class `Raw` of tests/node/conftest.py with a TLS connection."""
 
     def begin(self: Any, port: int) -> None:
         self.sock = socket.create_connection(("127.0.0.1", port))

@@ -16,7 +16,7 @@ MODEL = "llama"
 
 
 class People:
-    """Tokens by name, and the file that a node reads."""
+    """Tokens by name, and the identities file that a node reads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -31,7 +31,7 @@ class People:
         revoke(self.path, name)
 
     def change(self, name: str, tenant: str, role: str) -> None:
-        """What who has this token is from now on."""
+        """Change the tenant and role of a token."""
         revoke(self.path, name)
         add(self.path, token_line(name, self.tokens[name], tenant=tenant, role=role))
 
@@ -50,7 +50,7 @@ def client(node: Node, token: str, **settings: Any) -> Client:
 
 
 def taken_up(node: Node, holds: Callable[[], bool]) -> None:
-    """Waits until the node has read a file again."""
+    """Wait until the node has read its files again and the condition holds."""
 
     def look() -> bool:
         node.access.poll()
@@ -60,6 +60,6 @@ def taken_up(node: Node, holds: Callable[[], bool]) -> None:
 
 
 def soon_touched(path: Path) -> None:
-    """A change within the clock's grain of the file system would not be seen by its time alone."""
+    """Touch a file late enough that its modification time differs from the last one."""
     time.sleep(0.02)
     path.touch()

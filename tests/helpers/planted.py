@@ -1,7 +1,7 @@
-"""Nodes whose I/O process is a process, with faults planted in it.
+"""Nodes with a separate I/O process, and faults that a test injects into it.
 
-By a `sitecustomize` that the processes of a node find on their path: it wraps the calls of the
-disk, and looks into a file for what to do at which of them.
+The processes of a node import a `sitecustomize` module, which wraps the disk's calls. A file tells
+it what to do at which call.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def at(phase):
         ctypes.PyDLL(None).usleep(int(action))
 
 def hang(line):
-    "Keeps the GIL until the fault is cleared, as the binding does when the disk hangs."
+    "Keep the GIL until the fault is cleared, as the binding does when the disk hangs."
     os.pwrite(FAULT, b"hangs", 99)
     libc, now = ctypes.PyDLL(None), ctypes.create_string_buffer(99)
     interval = sys.getswitchinterval()
@@ -51,7 +51,7 @@ def hang(line):
     sys.setswitchinterval(interval)
 
 def wait(line):
-    "As a read that hangs: the other threads run."
+    "Wait without the GIL, like a read that hangs: other threads run."
     os.pwrite(FAULT, b"hangs", 99)
     while os.pread(FAULT, 99, 0) == line:
         time.sleep(0.005)
@@ -76,7 +76,7 @@ wrap(rocksdict.Rdict, "items", "scan")
 
 
 class Fault:
-    """What the processes that start now, or run, do to their disks."""
+    """A fault of the disks of all current and future processes of the node."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "fault"
@@ -86,14 +86,15 @@ class Fault:
         (self.sitecustomize / "sitecustomize.py").write_text(PLANT.format(path=str(self._path)))
 
     def plant(self, phase: str, action: str) -> None:
-        """`action`: "kill", "hang" or "wait" until it is cleared, or microseconds that the call
-        takes longer.
+        """Set the action at a phase of the disk's work.
+
+        `action`: "kill"; "hang" or "wait" until the fault is cleared; or a delay in microseconds.
         """
         with open(self._path, "r+b", buffering=0) as file:
             file.write(f"{phase} {action}".ljust(99).encode())
 
     def hangs(self) -> bool:
-        """Whether a call got to a "hang"."""
+        """Return whether a call has reached a "hang" or "wait"."""
         return self._path.stat().st_size > 99
 
     def clear(self) -> None:
@@ -125,7 +126,7 @@ def children(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Not a zombie either."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,25 +1,22 @@
-"""Power-loss harness: records what a disk tier asks of its files, and looks at what is left
-wherever the power may go.
+"""Power-loss harness: record a disk tier's file operations and check every state they may leave.
 
     python tests/helpers/power.py --runs 50        KVSTORE_SEED=... repeats a choice of operations
 
-Per run: a RAM and a disk tier in this process, on a file layer and rows that are recorded, and
-`THREADS` threads that put (durable or not), put again, remove and flush pages; then it is killed,
-and a second one goes on with the same files. Or there is one only, and now and then a sync fails,
-and loses what it was to save.
+Each run has a RAM and a disk tier in this process, on a recording file layer, and `THREADS` threads
+that put (durably or not), put again, remove and flush pages. Then it is killed, and a second life
+continues with the same files. Alternatively there is only one life, in which some syncs fail and
+lose their data.
 
-For many moments of this the files are made as the power may leave them (`recorded.py`). A tier
-opens that, with RocksDB's own recovery. What must hold:
+For many moments, the files are rebuilt as a power loss may leave them (`recorded.py`). A tier opens
+them, with RocksDB's own recovery. These invariants must hold:
 
-    every page that is found             has exactly bytes that were put under its key, no older
-                                         than
-    acknowledged, durable or flushed     what was found then, which is found, unless it was removed
-                                         since
+    any page that is found               has bytes that were put under its key
+    acknowledged as durable, or flushed  is found in that version or a newer one, unless removed
     removed, then flushed                is not found
-    check(), rows                        have nothing to say
+    check(), rows                        report nothing
 
-RocksDB is trusted in two points: it appends to one log here (this is checked), and what it recovers
-when it is opened is on the medium then (`test_rows_of_a_killed_run_are_in_a_synced_table`).
+RocksDB is trusted in two points: it appends to only one log here (this is checked), and data that
+it recovers when opened is synced (`test_rows_of_a_killed_run_are_in_a_synced_table`).
 """
 
 import argparse
@@ -44,11 +41,11 @@ from node.disk.extents import FileLayer
 THREADS, KEYS_OF_A_THREAD = 3, 12
 ROOMY_NBYTES, TIGHT_NBYTES = 1 << 20, 128 << 10
 LIFE_S_MAX = 20.0
-FAULTS = 0.05  # of all syncs
+FAULTS = 0.05  # share of syncs that fail
 
 
 class Era(NamedTuple):
-    """One life in the record: from `opened` to `ended`, and the rows as they were then."""
+    """One life in the record, from `opened` to `ended`, and a copy of its rows."""
 
     opened: int
     ended: int
@@ -57,17 +54,19 @@ class Era(NamedTuple):
 
 
 class Run:
-    """Two lives on one directory, and what power losses leave of them."""
+    """One or two lives on one directory, and the power losses at moments of them."""
 
     def __init__(self, root: Path, seed: str, number: int) -> None:
-        """The fourth of four is on a disk too small for its pages; every other one has syncs that
-        fail; the second of three is encrypted.
+        """Choose the kind of run by its number.
+
+        Every fourth has a disk too small for its pages, every second has failing syncs, and every
+        third is encrypted.
         """
         self._root, self._seed = root, seed
         self.rng = random.Random(seed)
         self._record = Record()
         self._evicting = number % 4 == 3
-        # Nobody tells a second life that a sync of the first one failed, so there is none then.
+        # A second life would not know that a sync of the first one failed, so there is only one.
         self._faults, self.lives = (FAULTS, 1) if number % 2 else (0.0, 2)
         self._vault = EncryptedVault(bytes(range(32))) if number % 3 == 1 else PLAIN
         self._disk_nbytes = TIGHT_NBYTES if self._evicting else ROOMY_NBYTES
@@ -79,7 +78,7 @@ class Run:
         self.counts: Counter[str] = Counter()
 
     def live(self, moments: int) -> None:
-        """Until so much has happened, however busy the machine is."""
+        """Run one life until the record has grown by so many moments, or for LIFE_S_MAX."""
         record, number, root = self._record, len(self._eras), self._root / "data"
         record.killed = False
         layer = RecordingLayer(record, root, f"{self._seed} {number}", self._faults)
@@ -113,7 +112,7 @@ class Run:
             if load.error:
                 raise Failure(f"under load: {load.error!r}") from load.error
         if _contents(rows) != unchanged:
-            raise Failure("RocksDB changed more than its log: these images would not be true")
+            raise Failure("RocksDB changed more than its log, so the rebuilt files would be wrong")
         self._eras.append(Era(opened, record.now(), rows, log_name))
 
     def _record_rows(self, life: Life) -> None:
@@ -135,10 +134,10 @@ class Run:
         rows.write, rows.sync = recorded_write, recorded_sync  # type: ignore[assignment, method-assign]
 
     def lose_power(self, count: int) -> None:
-        """At so many moments, spread over both lives."""
+        """Check `count` power losses, spread over all lives."""
         for number in range(count):
             era = self._eras[number % len(self._eras)]
-            # What a life does first is worth a closer look
+            # Prefer moments at the start of a life
             share = self.rng.random() ** self.rng.choice([1, 3])
             moment = era.opened + int(share * (era.ended - era.opened))
             target = self._root / f"image {number}"
@@ -178,7 +177,7 @@ class Run:
 
 
 def _contents(rows: Path) -> dict[str, bytes]:
-    """All of RocksDB's files but its logs, of rows and of words."""
+    """Return RocksDB's files except its logs."""
     return {
         p.name: p.read_bytes()
         for p in rows.iterdir()
@@ -187,7 +186,10 @@ def _contents(rows: Path) -> dict[str, bytes]:
 
 
 def play(root: Path, seed: str, number: int, moments: int, images: int) -> Counter[str]:
-    """Raises Failure; then `root` is left as it was."""
+    """Run number `number` in `root`.
+
+    Raises Failure, which leaves the files in `root`.
+    """
     run = Run(root, f"{seed} {number}", number)
     for _ in range(run.lives):
         run.live(run.rng.randint(moments // 4, moments))
@@ -202,15 +204,15 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--images", type=int, default=100, help="power losses of each run")
     parser.add_argument(
-        "--moments", type=int, default=1500, help="what happens at most in one life"
+        "--moments", type=int, default=1500, help="most recorded events of one life"
     )
     parser.add_argument(
         "--dir",
         help="where to put files (default: a temporary directory, in memory if there is one)",
     )
     arguments = parser.parse_args()
-    logging.disable(logging.CRITICAL)  # tiers tell of each torn page, and of each kill
-    writer.IDLE_S, tier.SYNC_PAGES = 0.02, 30  # so that each comes to pass within a short life
+    logging.disable(logging.CRITICAL)  # tiers log each torn page and each kill
+    writer.IDLE_S, tier.SYNC_PAGES = 0.02, 30  # so that both happen within a short life
     seed = int(os.environ.get("KVSTORE_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"KVSTORE_SEED={seed}", flush=True)
     where = arguments.dir or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
@@ -234,7 +236,7 @@ def main() -> int:
         "found, 0 wrong; "
         f"{counts['promised']} promised pages, 0 lost; {counts['gone']} pages gone for good, 0 "
         "came back; "
-        f"{counts['torn']} torn pages of no promise dropped"
+        f"{counts['torn']} torn non-durable pages dropped"
     )
     shutil.rmtree(root)
     return 0

@@ -1,4 +1,4 @@
-"""Processes that a test starts or ends, and what becomes of them."""
+"""Inspect processes that a test starts or ends."""
 
 import subprocess
 import time
@@ -16,12 +16,12 @@ def gone(pid: int) -> bool:
 
 
 def state(pid: int) -> str:
-    """As the kernel names it: T of one that is stopped."""
+    """Return the kernel's state letter of a process; T means stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def children(pid: int) -> list[int]:
-    """Of a process, and theirs."""
+    """Return the descendants of a process."""
     found = subprocess.run(
         ["ps", "-e", "-o", "pid=,ppid="], check=True, capture_output=True, text=True
     ).stdout
@@ -36,6 +36,6 @@ def wait_gone(pids: Sequence[int]) -> None:
     end = time.monotonic() + GONE_S
     while not all(map(gone, pids)):
         assert time.monotonic() < end, (
-            f"{[pid for pid in pids if not gone(pid)]} of {pids} still live"
+            f"processes {[pid for pid in pids if not gone(pid)]} of {pids} are still running"
         )
         time.sleep(0.05)

@@ -1,6 +1,6 @@
 """One rank of test_ranks.py: `rank.py RANK JOB`.
 
-Prints what it found as JSON.
+Prints its results as JSON.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""An etcd as it is delivered, in a process of its own."""
+"""A real etcd in its own process."""
 
 import os
 import shutil
@@ -19,10 +19,7 @@ NO_CREDENTIALS = EtcdCredentials()
 
 
 class RealEtcd:
-    """`access`: how the tests themselves reach it.
-
-    `flags`: of the etcd command.
-    """
+    """A running etcd; `access`: credentials of the tests, `flags`: more flags of etcd."""
 
     def __init__(
         self, folder: Path, access: EtcdCredentials = NO_CREDENTIALS, flags: Sequence[str] = ()

@@ -1,5 +1,6 @@
-"""A Prometheus of the tests' own, as docker/compose.monitoring.yaml starts it: the same command,
-configuration and rules, in other folders, with a shorter interval.
+"""A Prometheus for tests, started as docker/compose.monitoring.yaml starts it.
+
+Command, configuration and rules are the same; folders differ and the interval is shorter.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ from typing import Any
 from deployed import FOLDER, composed
 from node_fleet import HERE
 
-INTERVAL = ("15s", "2s")  # deployed, and here
+INTERVAL = ("15s", "2s")  # as deployed, and in tests
 START_S = 60.0
 Labels = dict[str, str]
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -27,7 +28,7 @@ class RealPrometheus:
         self.url = url
 
     def query(self, expression: str) -> list[tuple[Labels, float]]:
-        """Of a vector what is told now, but for what is no number."""
+        """Return the current values of a vector, without NaN."""
         found = [
             (some["metric"], float(some["value"][1]))
             for some in self._ask("query", query=expression)["result"]
@@ -35,7 +36,7 @@ class RealPrometheus:
         return [(labels, value) for labels, value in found if not math.isnan(value)]
 
     def values(self, label: str, metric: str) -> list[str]:
-        """Of a label, as Grafana's label_values(metric, label) asks for them."""
+        """Return a label's values, as Grafana's label_values(metric, label) does."""
         found: list[str] = self._ask(f"label/{label}/values", **{"match[]": metric})
         return found
 
@@ -51,7 +52,7 @@ class RealPrometheus:
 
 @contextlib.contextmanager
 def started(program: str, folder: Path) -> Iterator[RealPrometheus]:
-    """`folder`: has `known`, which docker/first_scrape.py made."""
+    """Start Prometheus in `folder`, which must contain `known` of docker/first_scrape.py."""
     for name in ("prometheus.yaml", "alerts.yaml"):
         (folder / name).write_text((FOLDER / name).read_text())
     config = folder / "prometheus.yaml"

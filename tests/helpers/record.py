@@ -1,11 +1,10 @@
-"""Records what is promised: `make golden` the names, by hand the rest.
+"""Record the stable interfaces: `make golden` records the names; the rest is run by hand.
 
-python tests/helpers/record.py names          golden/names: what is new is promised, what is gone is
-                                              not any more
-python tests/helpers/record.py conversation   golden/protocol-N.json, wires-N.json: when
+python tests/helpers/record.py names          golden/names: after names were added or removed
+python tests/helpers/record.py conversation   golden/protocol-N.json, wires-N.json: after
                                               PROTOCOL_VERSION was raised
-python tests/helpers/record.py data-dir       golden/data-dir-N*.tar.gz: when FORMAT_VERSION was
-                                              raised
+python tests/helpers/record.py data-dir       golden/data-dir-N*.tar.gz: after FORMAT_VERSION
+                                              was raised
 """
 
 import contextlib
@@ -30,7 +29,7 @@ from node.disk.rows import FORMAT_VERSION
 from node.server import Node
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# What a start makes anew, or what holds the place where it was recorded.
+# Files that a start recreates, or that contain the path of the recording.
 _LEFT_OUT = ("LOG*", "LOCK", "OPTIONS-*", "lock", "keeper.lock")
 
 
@@ -45,12 +44,12 @@ def names() -> None:
 def conversation() -> None:
     with _node() as node:
         caller = Caller(node.bulk.port)
-        said = {}
+        exchanges = {}
         for name, request, data in requests():
             _, reply, _ = caller.ask(request, data)
-            said[name] = {"request": request.hex(), "data": data, "reply": reply.hex()}
+            exchanges[name] = {"request": request.hex(), "data": data, "reply": reply.hex()}
         caller.close()
-    _write(GOLDEN / f"protocol-{PROTOCOL_VERSION}.json", said)
+    _write(GOLDEN / f"protocol-{PROTOCOL_VERSION}.json", exchanges)
     _write(GOLDEN / f"wires-{PROTOCOL_VERSION}.json", recorded())
 
 

@@ -1,12 +1,11 @@
-"""What a tier asked of its files, in order, and what a power loss at any moment of that leaves of
-them.
+"""Record a tier's file operations in order, and rebuild the files that a power loss may leave.
 
     recorded   write begins, ends | sync begins, ends, fails | file made, allocated | rows written,
                synced
 
-What a sync covers is there; of everything else any sectors of 512 bytes are: writes are not in
-order, and may be torn. Rows are a prefix of RocksDB's log, torn too. A file whose directory was not
-synced may be missing, or be as short as it was before it was allocated.
+Synced data survives. Of all other writes, any sectors of 512 bytes survive: writes are unordered
+and may be torn. Of the rows, a prefix of RocksDB's log survives, which may be torn too. A file
+whose directory was not synced may be missing, or have its size from before it was allocated.
 """
 
 import bisect
@@ -24,13 +23,13 @@ SECTOR_NBYTES = 512
 
 
 class Killed(OSError):
-    """The process is gone: nothing of it reaches the files any more."""
+    """The process is dead: none of its operations reach the files any more."""
 
 
 class Event(NamedTuple):
-    """`kind`: write, sync, made, allocated, rows, sync rows.
+    """A recorded operation.
 
-    `name` of the file or directory.
+    `kind`: write, sync, made, allocated, rows or sync rows. `name`: of the file or directory.
     """
 
     kind: str
@@ -40,17 +39,16 @@ class Event(NamedTuple):
 
 
 class Record:
-    """Events in the order of their beginnings and ends; a place in it is a moment."""
+    """The beginnings and ends of events in order; a position in this order is a moment."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.moment = 0
-        self.begun: dict[int, Event] = {}  # moment -> what began
-        self.ended: dict[int, int] = {}  # its end
+        self.begun: dict[int, Event] = {}  # moment -> the event that began
+        self.ended: dict[int, int] = {}  # moment of beginning -> moment of end
         self.failed: set[int] = set()
-        self.logs: dict[
-            int, int
-        ] = {}  # of rows and their syncs: bytes of the log at the end, or at the beginning
+        # Moment of a write or sync of rows -> bytes of the log after the write, or before the sync
+        self.logs: dict[int, int] = {}
         self.killed = False
 
     def begin(self, event: Event) -> int:
@@ -74,7 +72,7 @@ class Record:
 
 
 class RecordingLayer(FileLayer):
-    """The real calls, recorded, and a little slower at random, so that threads meet."""
+    """A file layer that records its calls and adds random delays, so that threads interleave."""
 
     def __init__(self, record: Record, root: Path, seed: str, faults: float) -> None:
         self._record, self._root, self._faults = record, root, faults
@@ -109,7 +107,7 @@ class RecordingLayer(FileLayer):
         self._pause()
         if self._rng.random() < self._faults and self._names[fd] != "extents/trial":
             self._record.fail(began)
-            raise OSError(errno.EIO, "a sync that failed")
+            raise OSError(errno.EIO, "sync failed by the test")
         super().sync(fd)
         self._record.end(began)
 
@@ -121,13 +119,11 @@ class RecordingLayer(FileLayer):
 
 
 class Image:
-    """What a power loss at a moment leaves, of all that was recorded since `base`, in a directory
-    of its own.
-    """
+    """The files after a power loss at a moment, rebuilt in another directory."""
 
     def __init__(self, record: Record, moment: int, rng: random.Random) -> None:
         self._record, self._moment, self._rng = record, moment, rng
-        # Share of what was not synced that is there
+        # Share of unsynced data that survives
         self._luck = rng.choice([0.0, 1.0, rng.random()])
         self._syncs: dict[str, list[int]] = {}
         for began, event in record.begun.items():
@@ -135,10 +131,10 @@ class Image:
                 self._syncs.setdefault(event.name, []).append(began)
 
     def _covered(self, name: str, ended: int | None, is_data: bool = True) -> bool:
-        """Whether a sync of `name` that began after that end has ended.
+        """Return whether a sync of `name` that began after `ended` has ended before the power loss.
 
-        Data that the first one failed to save is saved by none; what a journal has of a file is
-        there with the next one that works.
+        If the first such sync failed, its data is lost for good. Metadata in the file system's
+        journal is saved by the next sync that succeeds.
         """
         syncs, failed = self._syncs.get(name, []), self._record.failed
         place = len(syncs) if ended is None else bisect.bisect(syncs, ended)
@@ -183,8 +179,9 @@ class Image:
             (target / name).write_bytes(content)
 
     def rows(self, target: Path, rows: Path, log_name: str, opened: int) -> None:
-        """`rows`: a copy of the directory of the life that opened it at moment `opened`, with all
-        of its log.
+        """Rebuild the rows from a copy of the directory with its whole log.
+
+        `opened` is the moment at which that life opened it.
         """
         shutil.copytree(rows, target / "rows")
         whole = (rows / log_name).read_bytes()

@@ -1,6 +1,4 @@
-"""Between a client and a real node stands a relay, which a test tells what to do to the bytes of an
-answer.
-"""
+"""A relay between a client and a real node, which can tamper with the bytes of an answer."""
 
 import contextlib
 import select
@@ -17,14 +15,14 @@ from kvstore.transports.bulk import BulkConnector
 
 STEP_NBYTES = 64 << 10
 WAIT_S = 20.0
-QUIET_S = 0.3  # without a byte of the node's: its answer is whole
+QUIET_S = 0.3  # an answer is complete when the node is silent for this long
 
 
 class Relay:
-    """Passes on what client and node say.
+    """A relay that forwards the bytes of client and node.
 
-    `pass_on(nbytes, then)`: of what the node says from now on so many bytes, and then `then`: stall
-    (until `go_on`), close, flip a bit of the next ones, or say more than the node did.
+    `pass_on(nbytes, then)`: forward so many more bytes of the node, then `then`: "stall" (until
+    `go_on`), "close", flip a bit of the next byte, or "more" to append bytes to the answer.
     """
 
     def __init__(self, node: tuple[str, int]) -> None:
@@ -70,7 +68,7 @@ class Relay:
             self._left -= len(data)
             return data
         then, left = self._then, self._left
-        if then == "close":  # again for whoever asks anew
+        if then == "close":  # later connections are closed too
             target.sendall(data[:left])
             raise ConnectionResetError
         if then == "stall":
@@ -84,9 +82,7 @@ class Relay:
             while select.select([source], [], [], QUIET_S)[0] and (
                 rest := source.recv(STEP_NBYTES)
             ):
-                data += (
-                    rest  # the answer has frames beside the pages: it ends when the node is silent
-                )
+                data += rest  # an answer has frames besides the pages; wait for silence
             return data + b"more"
         return data[:left] + bytes([data[left] ^ 1]) + data[left + 1 :]
 
@@ -107,7 +103,7 @@ class Relay:
 def relayed(
     shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Client, Relay]]:
-    """A client whose page bytes come through a relay."""
+    """Yield a client whose page bytes come through a relay, and the relay."""
     relays: list[Relay] = []
 
     def connected(wire: BulkConnector, limit: Any) -> socket.socket:

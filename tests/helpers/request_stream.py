@@ -1,4 +1,4 @@
-"""A stream of a gRPC call's requests, of which a test says one after the other, or none."""
+"""A request stream of a gRPC call that a test controls message by message."""
 
 import queue
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class RequestStream:
-    """Iterates over what is said, until `end`."""
+    """Iterate over the messages passed to `say`, until `end`."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""A node that tests of engines end, stop and start again."""
+"""A node that engine tests kill, stop and restart."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ Page = tuple[bytes, bytes]  # namespace digest, prefix hash
 
 
 class RestartableNode:
-    """A node with a disk tier on one address: killed and started again it has its pages."""
+    """A node with a disk tier on a fixed address, which keeps its pages when restarted."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -37,11 +37,11 @@ class RestartableNode:
 
     @property
     def stopped(self) -> bool:
-        """Whether somebody has stopped it (SIGSTOP)."""
+        """Return whether the node is stopped (SIGSTOP)."""
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def start(self) -> None:
-        """Ends the old one, if there is any, and starts one on the same directory and address."""
+        """Kill the running node, if any, and start one on the same directory and address."""
         self.end()
         flags = (
             "--port",
@@ -56,7 +56,7 @@ class RestartableNode:
         self._node = NodeProcess(*flags, *sizes, python=python)
 
     def stop(self) -> None:
-        """As a machine does that hangs."""
+        """Stop the node with SIGSTOP, as if its machine hung."""
         stop(self.pid)
 
     def go_on(self) -> None:
@@ -72,7 +72,7 @@ class RestartableNode:
             client.flush()
 
     def wait_nothing_open(self) -> None:
-        """Until no page is being read or written: what those who ended had open is given back."""
+        """Wait until no page is read or written, so that dead clients' pages are released."""
         end = time.monotonic() + FREE_S
         with self.client() as client:
             while (ram := client.node_status().ram).held_count + ram.writing_count:
@@ -85,7 +85,7 @@ class RestartableNode:
         return Client(ClientConfig(address=self.address))
 
     def pages(self) -> dict[Page, bytes]:
-        """Bytes of every page that is stored."""
+        """Return the bytes of every stored page."""
         found: dict[tuple[bytes, bytes], bytes] = {}
         with self.client() as client:
             for namespace, _ in client.namespaces():

@@ -1,6 +1,4 @@
-"""A gateway that somebody has taken over: it says what it likes on the two sockets that it has to
-its node.
-"""
+"""A compromised gateway, which sends arbitrary data on its two sockets to the node."""
 
 import contextlib
 import json
@@ -23,7 +21,7 @@ HEADER_NBYTES_MAX = 1 << 20
 
 
 class Rogue:
-    """One life of it, as `Runner` has it."""
+    """One life of the gateway, with the interface of `Runner`."""
 
     pid = 4242
 
@@ -50,7 +48,7 @@ class Rogue:
         self.control.sendall(json.dumps(message).encode() + b"\n")
 
     def give(self, fd: int) -> None:
-        """As an end of a new connection."""
+        """Send the node a file descriptor as one end of a new connection."""
         socket.send_fds(self.door, [b"c"], [fd])
 
     @contextlib.contextmanager
@@ -76,7 +74,7 @@ def asked(frames: FrameSocket, **request: Any) -> pb.BulkReply:
 
 @contextlib.contextmanager
 def rogue_node(**settings: Any) -> Iterator[tuple[Node, list[Rogue]]]:
-    """A node whose gateway is a rogue, and those that it has had so far."""
+    """Yield a node whose gateway is a Rogue, and the list of its Rogues so far."""
     rogues: list[Rogue] = []
 
     def run(gateways: Gateways, control: socket.socket, door: socket.socket) -> Rogue:
@@ -85,7 +83,7 @@ def rogue_node(**settings: Any) -> Iterator[tuple[Node, list[Rogue]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Gateways, "run", run)
-        patch.setattr("node.gateway.supervisor.SILENT_S_MAX", 600.0)  # rogues do not beat
+        patch.setattr("node.gateway.supervisor.SILENT_S_MAX", 600.0)  # rogues send no heartbeat
         node = Node(NodeConfig(**{**SMALL, **settings}))
         node.start()
         try:

@@ -13,7 +13,7 @@ from node.slab import SlotAllocator
 
 
 class Sandbox:
-    """A RAM tier with a bytearray for its arena and a clock that is moved by hand."""
+    """A RAM tier with a bytearray as its arena and a clock that is moved by hand."""
 
     def __init__(self, ram_nbytes: int, extent_nbytes: int) -> None:
         self.arena = bytearray(ram_nbytes)
@@ -35,10 +35,7 @@ class Sandbox:
         return pages
 
     def limit(self, pins: int = 0, **quotas: int) -> None:
-        """Bytes of RAM by tenant; the others have no quota.
-
-        `pins`: of each of all.
-        """
+        """Set the bytes of RAM by tenant (others have no quota), and the pins of each tenant."""
         self.tier.set_limits(
             lambda tenant: Limits(quotas.get(tenant, 0), pins), sum(quotas.values())
         )
@@ -54,7 +51,7 @@ class Sandbox:
             self.arena[page.offset : page.offset + pages.nbytes] = pages.content(page.prefix_hash)
 
     def hold(self, pages: Pages, keys: Sequence[bytes]) -> list[Page | None]:
-        """Held as a reader holds them, which is a use only later."""
+        """Hold pages as a reader does; this does not count as a use yet."""
         tier = self.tier
         with tier.lock:
             found = tier.live_all(tier.namespace(pages.namespace.digest), keys)
@@ -74,10 +71,7 @@ class Sandbox:
         return self.tier.acquire(pages.namespace.digest, keys, False, pages.nbytes).pages
 
     def read(self, pages: Pages, keys: Sequence[bytes]) -> list[Page]:
-        """Acquire these; each must be there.
-
-        Release them.
-        """
+        """Acquire pages, which must all be present; the caller releases them."""
         found = [page for page in self.acquire(pages, keys) if page is not None]
         assert len(found) == len(keys)
         return found
@@ -88,7 +82,7 @@ class Sandbox:
         )
 
     def get(self, pages: Pages, keys: Sequence[bytes]) -> list[bool]:
-        """Reads and compares every byte of every hit."""
+        """Read pages and compare every byte of every hit."""
         found = self.acquire(pages, keys)
         held = [page for page in found if page is not None]
         assert all(self.intact(pages, page) for page in held)
@@ -96,7 +90,7 @@ class Sandbox:
         return [page is not None for page in found]
 
     def present(self, pages: Pages, keys: Sequence[bytes]) -> set[bytes]:
-        """Those that are visible; not a use."""
+        """Return the keys that are visible, without counting a use."""
         return {info.prefix_hash for info in self.stat(pages, keys) if info.present}
 
     def stat(self, pages: Pages, keys: Sequence[bytes]) -> list[PageInfo]:

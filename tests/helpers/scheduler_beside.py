@@ -1,4 +1,4 @@
-"""Our connector in vLLM's `MultiConnector`, and connectors of others that are played beside it."""
+"""Our connector in vLLM's `MultiConnector`, next to fake connectors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from gpu_agent.engines.vllm_metadata import Orders
 
 
 def ours_of(connector: Any) -> Any:
-    """Our connector, alone or in a `MultiConnector`."""
+    """Return our connector, alone or in a `MultiConnector`."""
     inner = getattr(connector, "sub_connectors", [connector])
     return next(one for one in inner if isinstance(one, KVStoreConnector))
 
@@ -29,8 +29,9 @@ def orders_of(metadata: Any) -> Any:
 
 
 def transfer_config(store: dict[str, Any], policy: str, beside: Any) -> KVTransferConfig:
-    """`beside`: connectors of others before and behind ours in a `MultiConnector`; None: ours is
-    alone.
+    """Return vLLM's transfer configuration with our connector.
+
+    `beside`: other connectors before and after ours in a `MultiConnector`, or None for ours alone.
     """
     ours = {
         "kv_connector": "KVStoreConnector",
@@ -50,7 +51,7 @@ def transfer_config(store: dict[str, Any], policy: str, beside: Any) -> KVTransf
 
 
 def played(name: str) -> dict[str, Any]:
-    """The configuration of a connector of this file."""
+    """Return the configuration of a connector of this file."""
     return {"kv_connector": name, "kv_connector_module_path": __name__, "kv_role": "kv_both"}
 
 
@@ -60,7 +61,7 @@ class Payload(KVConnectorHandshakeMetadata):
 
 
 class Silent(KVConnectorBase_V1, SupportsHMA):
-    """Does nothing."""
+    """A connector that does nothing."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
 
@@ -91,7 +92,7 @@ class Silent(KVConnectorBase_V1, SupportsHMA):
 
 
 class WithHandshake(Silent):
-    """As NIXL: its ranks tell something, it takes nothing else, and it has a layout of its own."""
+    """A connector like NIXL: with handshake metadata, strict types and a required KV layout."""
 
     heard: ClassVar[list[Any]] = []
 
@@ -105,19 +106,17 @@ class WithHandshake(Silent):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
     ) -> None:
-        for told in metadata.values():
-            if not isinstance(told, Payload):
+        for payload in metadata.values():
+            if not isinstance(payload, Payload):
                 raise ValueError("expects Payload for handshake metadata")
         self.heard.append(dict(metadata))
 
 
 class FailsToLoad(Silent):
-    """Promises the first tokens of every prompt once, within the step, and brings
-    garbage for them.
-    """
+    """A connector that promises the first tokens of each prompt once, and fails to load them."""
 
     TOKENS = 32
-    tables: ClassVar[list[list[int]]] = []  # that are being loaded
+    tables: ClassVar[list[list[int]]] = []  # block tables being loaded
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -142,10 +141,10 @@ class FailsToLoad(Silent):
 
 
 class LoadsForever(Silent):
-    """Promises the first tokens of every prompt and is loading them beside the steps."""
+    """A connector that promises the first tokens of each prompt, and loads them asynchronously."""
 
     TOKENS = 48
-    aborted: ClassVar[set[str]] = set()  # whose loads end now
+    aborted: ClassVar[set[str]] = set()  # requests whose loads end in the next step
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

@@ -1,10 +1,9 @@
 """vLLM's scheduler and our connector without a model: a forward pass is arithmetic on the KV cache.
 
-The KV of a token is made of the token and of the KV of all tokens before it (of a window, of those
-in it), read through the block table, as attention would. Garbage in a block therefore spreads to
-all that follows, and every answer tells whether the whole prefix was right. Ranks are objects in
-one process; what vLLM does around a model runner (order of calls, aggregation) is done by its own
-classes.
+The KV of a token depends on the token and on the KV of all earlier tokens (or of those in a sliding
+window), read through the block table, as in attention. Garbage in a block therefore spreads to all
+later tokens, and every answer shows whether the whole prefix was right. Ranks are objects in one
+process. vLLM's own classes do what surrounds a model runner: the order of calls and aggregation.
 """
 
 import concurrent.futures
@@ -25,7 +24,7 @@ from typing import Any
 from kvstore.tools.node_process import NodeProcess
 
 with warnings.catch_warnings():
-    # Pytest makes errors of warnings; those while an engine is imported are its own
+    # Pytest turns warnings into errors; ignore those of importing an engine
     warnings.simplefilter("ignore")
     import torch
     from scheduler_beside import orders_of, ours_of, transfer_config
@@ -64,7 +63,7 @@ with warnings.catch_warnings():
 
 BLOCK = 16
 HEADS, CELL = 2, 4
-# A forward pass without attention
+# The context of a forward pass without attention
 NOWHERE = SimpleNamespace(attn_metadata=None, no_compile_layers={})
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -85,7 +84,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 def answer(prompt: list[int], count: int) -> list[int]:
-    """What an engine without any cache generates: the oracle."""
+    """Return what an engine without a cache generates, the expected answer."""
     known = list(prompt)
     for _ in range(count):
         known.append(token_of(attend([], known, 0)[-1]))
@@ -93,7 +92,7 @@ def answer(prompt: list[int], count: int) -> list[int]:
 
 
 def attend(past: list[int], known: list[int], window: int) -> list[int]:
-    """The values of `known`, which follow tokens with the values `past`."""
+    """Return the values of `known`, which follow tokens with the values `past`."""
     values = past[-(window - 1) :] if window else list(past)
     before, seen = len(values), sum(values)
     for token in known:
@@ -109,7 +108,7 @@ def token_of(value: int) -> int:
 
 
 class Rank:
-    """One worker: tensors, and the connector of its role."""
+    """One worker: its tensors and its connector."""
 
     def __init__(self, config: Any, caches: Any, rank: int, patch: Any) -> None:
         self.rank, self.caches = rank, caches
@@ -130,8 +129,9 @@ class Rank:
         self.outer.register_kv_caches(self.kv)
 
     def forward(self, group: int, table: list[int], start: int, known: list[int]) -> int:
-        """Computes the KV of `known[start:]`; the last token's value, 0 if a layer holds what it
-        should not.
+        """Compute the KV of `known[start:]` and return the last token's value.
+
+        Returns 0 if the prefix in any layer is wrong.
         """
         window = (
             getattr(self.caches.kv_cache_groups[group].kv_cache_spec, "sliding_window", None) or 0
@@ -160,10 +160,10 @@ class Rank:
 
 
 class Engine:
-    """`store`: the connector's options.
+    """An engine of vLLM's scheduler with our connector.
 
-    `window`: a second cache group with a sliding window of so many tokens. `overlap`: a step is
-    scheduled before the result of the one before it is seen.
+    `store`: the connector's options. `window`: add a second cache group with a sliding window of so
+    many tokens. `overlap`: schedule a step before the result of the previous one is processed.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Engine:
             if events
             else None,
         )
-        # Connectors of others may know one group of layers only.
+        # Other connectors may support only one group of layers.
         hybrid = KVConnectorFactory.supports_hma_config(self.config.kv_transfer_config)
         self.config.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
         parallel.tensor_parallel_size = parallel.world_size = ranks
@@ -233,30 +233,28 @@ class Engine:
         )
         self.outer: Any = self.scheduler.connector
         self.connector: Any = ours_of(self.outer)
-        told = {
+        metadata = {
             (0, rank.rank): pickle.loads(pickle.dumps(rank.outer.get_handshake_metadata()))
             for rank in self.ranks
         }
-        # As vLLM's worker and engine do it: who has none is left out.
+        # As vLLM's worker and engine do it: ranks without metadata are left out.
         self.outer.set_xfer_handshake_metadata_pp_aware(
-            {at: one for at, one in told.items() if one is not None}
+            {at: one for at, one in metadata.items() if one is not None}
         )
         self._aggregator = KVOutputAggregator(ranks)
         self.stats: Any = self.outer.build_kv_connector_stats()
         self.steps: list[dict[str, int]] = []  # tokens scheduled, per step
         self.requests: dict[str, Request] = {}
         self._overlap = overlap
-        self.reads_at_once = (
-            False  # blocks are read within the step that orders it, not while later steps run
-        )
-        self._sampled: dict[
-            str, list[int]
-        ] = {}  # with overlapping steps a worker knows tokens before the scheduler
-        # Steps whose results the scheduler has not seen
+        # Blocks are read within the step that orders it, instead of during later steps
+        self.reads_at_once = False
+        # With overlapping steps, workers know tokens before the scheduler does
+        self._sampled: dict[str, list[int]] = {}
+        # Steps whose results the scheduler has not processed
         self._running: deque[tuple[Any, Any]] = deque()
         self.cached: dict[str, int] = {}
         self.free_blocks = self.pool.get_num_free_blocks()
-        # Told what the ranks are about to do
+        # Called with the orders before the ranks execute them
         self.on_execute: Callable[[Any], None] = lambda orders: None
 
     @property
@@ -267,7 +265,7 @@ class Engine:
 
     @property
     def outputs(self) -> dict[str, list[int]]:
-        """What each request has generated so far."""
+        """Return what each request has generated so far."""
         return {name: list(request.output_token_ids) for name, request in self.requests.items()}
 
     def add(self, name: str, prompt: list[int], count: int = 8, **changes: Any) -> Any:
@@ -282,12 +280,12 @@ class Engine:
         return request
 
     def run(self, limit_s: float = 20.0, until: Callable[[], bool] | None = None) -> None:
-        """Steps until nothing is left to do, for requests or for the store."""
+        """Step until no request and no work of the store is left."""
         end = time.monotonic() + limit_s
         while self.scheduler.has_requests() and not (until and until()):
-            assert time.monotonic() < end, "the engine does not get done"
+            assert time.monotonic() < end, "the engine does not finish"
             self.step()
-        if until is None:  # blocks have been read, pages may still be on their way
+        if until is None:  # blocks have been read, but may not be stored yet
             ranks = [rank.connector._rank for rank in self.ranks if rank.connector._rank]
             concurrent.futures.wait(
                 [job.done for rank in ranks for _, job in rank._outcomes], limit_s
@@ -314,12 +312,12 @@ class Engine:
         return output
 
     def execute(self, output: Any) -> ModelRunnerOutput:
-        """As vLLM's model runner and executor do it."""
+        """Execute a step as vLLM's model runner and executor do."""
         self.on_execute(orders_of(output.kv_connector_metadata))
         results = [self._execute_rank(rank, output) for rank in self.ranks]
         for samples in zip(*(result.sampled_token_ids for result in results), strict=True):
             if any(sample != samples[0] for sample in samples):
-                samples[0][:] = [1]  # as after an all-reduce: a rank that is wrong makes all wrong
+                samples[0][:] = [1]  # as with an all-reduce, one wrong rank makes all wrong
         for name, sampled in zip(results[0].req_ids, results[0].sampled_token_ids, strict=True):
             self._sampled[name] += sampled
         merged = self._aggregator.aggregate(results)
@@ -336,7 +334,7 @@ class Engine:
         connector, found = rank.outer, KVConnectorOutput()
         connector.bind_connector_metadata(pickle.loads(pickle.dumps(output.kv_connector_metadata)))
         assert not output.has_sync_kv_loads or connector is not rank.connector, (
-            "a load of ours within the step"
+            "our connector loads within the step"
         )
         sampled = self._forward(rank, output)
         connector.start_load_kv(NOWHERE)
@@ -386,12 +384,12 @@ class Engine:
     # ---- the store -------------------------------------------------------------------------
 
     def forget(self, keys: list[bytes], rank: int = 0, group: int = 0) -> None:
-        """Takes pages of one rank and group away."""
+        """Remove pages of one rank and group from the store."""
         connector = self.ranks[rank].connector
         assert all(connector._rank._backend._client.remove(connector._namespaces[group], keys))
 
     def forget_when_loading(self, page: int, rank: int = 0, group: int = 0) -> None:
-        """Takes a page away between the lookup that found it and the load, once."""
+        """Remove a page between the lookup that found it and the load, once."""
 
         def forget(orders: Any) -> None:
             if orders.loads:
@@ -417,9 +415,7 @@ def _caches(blocks: int, window: int) -> KVCacheConfig:
 
 
 class Engines:
-    """`engine = engines(...)`: engines of one test, which share a tenant of the store that no other
-    test has.
-    """
+    """A factory of the engines of one test, which share a tenant that no other test uses."""
 
     def __init__(self, directory: Path, patch: Any, address: str) -> None:
         self._directory, self._patch = directory, patch
@@ -441,7 +437,7 @@ class Engines:
         return engine
 
     def save(self, prompt: list[int], count: int = 8, **arguments: Any) -> None:
-        """An engine that computes a prompt and stores it."""
+        """Compute and store a prompt with a new engine."""
         engine = self(**arguments)
         assert engine.generate(prompt, count) == answer(prompt, count)
         assert engine.pool.get_num_free_blocks() == engine.free_blocks
@@ -452,7 +448,7 @@ class Engines:
 
 
 def start_node() -> NodeProcess:
-    """A node in the environment that has one."""
+    """Start a node with the Python of the development environment."""
     return NodeProcess(
         *("--ram-bytes", "256MiB", "--extent-bytes", "16MiB"),
         python=os.environ.get("KVSTORE_NODE_PYTHON", sys.executable),

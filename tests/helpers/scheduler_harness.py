@@ -1,10 +1,10 @@
-"""vLLM's own scheduler with its OffloadingConnector and our tier, and a worker that is played.
+"""vLLM's scheduler with its OffloadingConnector and our tier, and a fake worker.
 
     schedule -> ["GPU" -> CPU rows, of the step before] -> [CPU rows -> "GPU"] -> [new blocks get
     their bytes] -> output
 
-The bytes of a block follow from its hash, so that whoever restores a wrong row, or none, is caught:
-before a request is computed, all its full blocks that need not be computed must hold their bytes.
+The bytes of a block are derived from its hash. Before a request is computed, all its full blocks
+that are not computed must hold their bytes, so a wrong or missing restored row is detected.
 """
 
 import json
@@ -58,7 +58,7 @@ _CONFIG = {
 
 
 def model_directory(path: Path, **changes: Any) -> str:
-    """A checkpoint with no tensor in it: what a scheduler reads of one."""
+    """Create a checkpoint without tensors, which is enough for a scheduler; return its path."""
     path.mkdir(exist_ok=True)
     (path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     (path / "config.json").write_text(json.dumps({**_CONFIG, **changes}))
@@ -66,10 +66,10 @@ def model_directory(path: Path, **changes: Any) -> str:
 
 
 class Engine:
-    """`options`: of the tier.
+    """A scheduler with our tier and a fake worker.
 
-    `window`: tokens of a sliding window that half of the layers have. `groups`: the KV cache
-    groups, in place of these.
+    `options`: of the tier. `window`: half of the layers have a sliding window of so many tokens.
+    `groups`: KV cache groups to use instead.
     """
 
     def __init__(
@@ -114,10 +114,12 @@ class Engine:
             -1, row_nbytes
         )
         self.gpu = torch.zeros(gpu_blocks, row_nbytes, dtype=torch.uint8)
-        self._stores: dict[int, Any] = {}  # job id -> a copy that the next step begins with
+        self._stores: dict[int, Any] = {}  # job id -> a copy that runs in the next step
         self.stats = OffloadingConnectorStats()  # what a server would add to its metrics
         self.slowest_s = 0.0  # of all steps
-        self.computed: dict[str, int] = {}  # of each request, when it was scheduled first
+        self.computed: dict[
+            str, int
+        ] = {}  # of each request, tokens that need no computation when first scheduled
 
     def submit(
         self, name: str, tokens: list[int], cache_salt: str | None = None, max_tokens: int = 2
@@ -133,7 +135,7 @@ class Engine:
         return self.scheduler.has_requests() or self.scheduler.connector.has_pending_push_work()
 
     def run(self, seconds: float = 60.0) -> None:
-        """Steps until nothing is left to do, transfers to the store included."""
+        """Step until nothing is left to do, transfers to the store included."""
         end = time.monotonic() + seconds
         while self.busy():
             assert time.monotonic() < end, f"still busy after {seconds} s"
@@ -142,7 +144,7 @@ class Engine:
         assert self.tier.check() == []
 
     def serve(self, name: str, tokens: list[int], seconds: float = 60.0) -> int:
-        """Tokens of a prompt that were not computed."""
+        """Serve a prompt and return how many of its tokens were not computed."""
         self.submit(name, tokens)
         self.run(seconds)
         return self.computed[name]
@@ -175,14 +177,14 @@ class Engine:
                 finished_recving=received, kv_connector_worker_meta=worker
             ),
         )
-        for said in self.scheduler.update_from_output(plan, output).values():
-            stats = said.scheduler_stats and said.scheduler_stats.kv_connector_stats
+        for result in self.scheduler.update_from_output(plan, output).values():
+            stats = result.scheduler_stats and result.scheduler_stats.kv_connector_stats
             if stats:
                 self.stats.aggregate(OffloadingConnectorStats(data=stats))
         self.slowest_s = max(self.slowest_s, time.monotonic() - start)
 
     def _compute(self, request: Request, count: int) -> None:
-        done = request.num_computed_tokens - count  # schedule() has added those of this step
+        done = request.num_computed_tokens - count  # schedule() has added this step's tokens
         self.computed.setdefault(request.request_id, done)
         for group, blocks in enumerate(
             self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -191,7 +193,7 @@ class Engine:
                 expected = block_bytes(request.block_hashes[index], group, self.gpu.shape[1])
                 if (index + 1) * BLOCK_TOKENS > done:
                     self.gpu[block] = expected
-                elif block:  # 0 stands for what fell out of a window
+                elif block:  # block 0 stands for blocks outside the window
                     assert torch.equal(self.gpu[block], expected), (
                         f"block {index} of group {group} is wrong"
                     )
@@ -224,7 +226,7 @@ def _groups(window: int | None) -> list[KVCacheGroupSpec]:
 
 
 def _kv_cache_config(groups: list[KVCacheGroupSpec], blocks: int) -> KVCacheConfig:
-    """Groups lie over each other: a block belongs to one of them at a time."""
+    """Return a configuration whose groups share memory: a block belongs to one group at a time."""
     tensors = []
     for group in groups:
         page = group.kv_cache_spec.page_size_bytes
@@ -239,7 +241,7 @@ def _kv_cache_config(groups: list[KVCacheGroupSpec], blocks: int) -> KVCacheConf
 
 def _vllm_config(model: str, transfer: KVTransferConfig, blocks: int) -> VllmConfig:
     cache = CacheConfig(block_size=BLOCK_TOKENS)
-    cache.kv_cache_layout = "LBNHC"  # a worker would choose
+    cache.kv_cache_layout = "LBNHC"  # normally chosen by a worker
     limits = {"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 8}
     config = VllmConfig(
         model_config=ModelConfig(
@@ -254,7 +256,6 @@ def _vllm_config(model: str, transfer: KVTransferConfig, blocks: int) -> VllmCon
         kv_transfer_config=transfer,
     )
     config.cache_config.num_gpu_blocks = blocks
-    config.scheduler_config.disable_hybrid_kv_cache_manager = (
-        False  # forced on where no device is known
-    )
+    # vLLM sets it to True on an unknown device
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False
     return config

@@ -1,5 +1,6 @@
-"""The node's end of a gateway's connections, played: each answer names the request and the caller
-that it is for.
+"""A fake node at the other end of a gateway's connections.
+
+Each answer names the request and the caller that it belongs to.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import FrameSocket, pack_fixed
 
 CHUNK_NBYTES = 1 << 20
-# Of page bytes
+# Sizes of pages
 SIZES = (
     1,
     300,
@@ -31,7 +32,7 @@ NOT_FOUND = 5
 
 
 class Plan:
-    """What happens to the call of this number, the same at both ends."""
+    """The plan for the call of this number, the same at both ends."""
 
     def __init__(self, number: int) -> None:
         self.rng = rng = random.Random(number)
@@ -41,11 +42,11 @@ class Plan:
         self.nbytes = rng.choice(SIZES)
         self.reply_nbytes = rng.choice(REPLY_NBYTES)
         self.miss = rng.random() < 0.1
-        # of the node: an error, one with which it hangs up, or hanging up without a word
+        # The node's fault: an error, an error before it hangs up, or hanging up without an error
         self.fault = rng.choices(("", "error", "last", "hangs up"), (8, 2, 1, 1))[0]
-        # That comes amid page bytes, or instead of the answer to a commit
+        # The fault comes during page bytes, or instead of the answer to a commit
         self.late = rng.random() < 0.5
-        self.unread = rng.random() < 0.3  # of which it reads no more before
+        self.unread = rng.random() < 0.3  # the fault comes before the page bytes are read
 
     @property
     def page(self) -> bytes:
@@ -65,11 +66,11 @@ assert len(framed(bytes(CHUNK_NBYTES))) == FRAME_NBYTES
 
 
 class HungUp(Exception):
-    """This connection's end."""
+    """The connection has ended."""
 
 
 class ScriptedNode:
-    """`wrong`: what was asked for somebody else, or came damaged."""
+    """The fake node; `wrong` lists requests for the wrong caller and damaged ones."""
 
     def __init__(self, door: socket.socket) -> None:
         self._door = door
@@ -79,7 +80,7 @@ class ScriptedNode:
         self._threads[0].start()
 
     def join(self) -> None:
-        """When the gateway is gone."""
+        """Wait for the threads, after the gateway has exited."""
         for thread in self._threads:
             thread.join(WAIT_S)
             assert not thread.is_alive()
@@ -113,7 +114,7 @@ class _Talk:
             return
         plan = Plan(int(request.namespace))
         if plan.caller != self._caller:
-            self._node.wrong.append(f"{plan.number} is asked for {self._caller}")
+            self._node.wrong.append(f"{plan.number} is requested for {self._caller}")
         self._node.done[op] += 1
         late = plan.late and op == "put" and not plan.miss
         if not late and self._fault(plan):
@@ -134,22 +135,22 @@ class _Talk:
         header, nbytes = self._frames.recv_frame(MESSAGE_NBYTES_MAX)
         if header or nbytes != plan.nbytes:
             self._node.wrong.append(
-                f"{plan.number}: a frame of {len(header)}+{nbytes} where page bytes belong"
+                f"{plan.number}: a frame of {len(header)}+{nbytes} instead of page bytes"
             )
         if plan.unread and plan.fault in ("last", "hangs up"):
             self._fault(plan)  # before it has received them
         page = bytearray(nbytes)
         self._frames.recv_into(memoryview(page))
         if page != plan.page:
-            self._node.wrong.append(f"{plan.number}: other page bytes")
+            self._node.wrong.append(f"{plan.number}: wrong page bytes")
         op, commit = self._request()
         if op != "commit" or list(commit.leaves) != [plan.name]:
-            self._node.wrong.append(f"{plan.number}: a {op} instead of its commit")
+            self._node.wrong.append(f"{plan.number}: {op} instead of its commit")
         if not self._fault(plan):
             self._send("commit", pb.CommitReply(stored=plan.number))
 
     def _fault(self, plan: Plan) -> bool:
-        """Whether an error was the answer."""
+        """Send the planned fault; return whether an error was the answer."""
         if plan.fault in ("error", "last"):
             error = pb.Error(code=NOT_FOUND, message=plan.name.decode(), last=plan.fault == "last")
             self._sock.sendall(_frame("error", error))
@@ -164,7 +165,7 @@ class _Talk:
         op = request.WhichOneof("op")
         if payload_nbytes or op is None:
             self._node.wrong.append(
-                f"a frame of {len(header)}+{payload_nbytes} where a request belongs"
+                f"a frame of {len(header)}+{payload_nbytes} instead of a request"
             )
             raise HungUp
         return op, getattr(request, op)

@@ -1,4 +1,4 @@
-"""The tests' side of sglang_process.py, and how an engine is given the store."""
+"""The tests' side of sglang_process.py, and the engine's arguments for the store."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from restartable_node import RestartableNode
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 STORED_S = 60.0
-# For tests that are not about time: a busy machine answers late.
+# Timeouts for a busy machine, in tests that do not test time.
 PATIENT = {
     "lookup_timeout_s": 5.0,
     "load_timeout_s": 10.0,
@@ -30,9 +30,9 @@ def hicache(
     module: str = "gpu_agent.engines.sglang",
     **options: Any,
 ) -> dict[str, Any]:
-    """SGLang's arguments of HiCache with the store.
+    """Return SGLang's arguments for HiCache with the store.
 
-    `policy`: of its wait for a prefetch, whose default gives up.
+    `policy`: how SGLang waits for a prefetch; its default policy gives up after a while.
     """
     extra = {
         "backend_name": "kvstore",
@@ -55,7 +55,7 @@ def hicache(
 def linker(
     address: str, module: str = "gpu_agent.engines.sglang_linker", **options: Any
 ) -> dict[str, Any]:
-    """SGLang's arguments of the linker."""
+    """Return SGLang's arguments for the linker."""
     config = {
         "linker": "KVStoreLinker",
         "linker_module_path": module,
@@ -69,10 +69,7 @@ def linker(
 
 
 class SGLangHandle(EngineApart):
-    """One SGLang engine.
-
-    `faults`: where it looks for what shall happen to the store, see faulty.py.
-    """
+    """One SGLang engine; `faults` is the file from which it takes faults, see faulty.py."""
 
     def __init__(self, name: str, arguments: dict[str, Any], faults: Path) -> None:
         self._faults = faults
@@ -89,33 +86,35 @@ class SGLangHandle(EngineApart):
         )
 
     def reset(self) -> None:
-        assert self.ask("reset")["done"], f"{self._name} is never idle:\n{self.said()[-3000:]}"
+        assert self.ask("reset")["done"], (
+            f"{self._name} does not become idle:\n{self.said()[-3000:]}"
+        )
 
     def chain(self, whole: Sequence[int]) -> list[bytes]:
-        """Names of the pages of a prompt's full pages."""
+        """Return the hashes of a prompt's full pages."""
         return [bytes.fromhex(name) for name in self.ask("chain", prompt=list(whole))["hashes"]]
 
     def arm(self, **fault: Any) -> None:
-        """From now on; only in an engine whose store is that of faulty.py."""
+        """Arm a fault; the engine must use the adapters of faulty.py."""
         written = self._faults.with_suffix(".new")
         written.write_text(json.dumps(fault))
         written.rename(self._faults)
         end = time.monotonic() + STORED_S
         while self._faults.exists():
-            assert time.monotonic() < end, "nobody takes the fault"
+            assert time.monotonic() < end, "the engine does not take the fault"
             time.sleep(0.01)
 
 
 def from_store(found: Sequence[dict[str, Any]]) -> list[int]:
-    """Prompt tokens that each request found in the store.
+    """Return how many prompt tokens each request found in the store.
 
-    SGLang counts the linker's as its host's.
+    SGLang counts tokens of the linker as found in host memory.
     """
     return [one["details"].get("storage", one["details"].get("host", 0)) for one in found]
 
 
 def wait_stored(engine: SGLangHandle, store: RestartableNode, *prompts: Sequence[int]) -> None:
-    """Until all full pages of these prompts are in the store."""
+    """Wait until all full pages of these prompts are in the store."""
     end = time.monotonic() + STORED_S
     with store.client() as client:
         for one in prompts:
@@ -131,8 +130,9 @@ def wait_stored(engine: SGLangHandle, store: RestartableNode, *prompts: Sequence
 
 
 def wait_hit(engine: SGLangHandle, whole: Sequence[int], **order: Any) -> None:
-    """Until the engine finds all full pages of this prompt, which it may have to store again, in
-    the store.
+    """Wait until the engine finds all full pages of this prompt in the store.
+
+    The engine may have to store them again first.
     """
     end = time.monotonic() + STORED_S
     while from_store(engine.alone(whole, **order)) != [len(whole) // 64 * 64]:
@@ -144,13 +144,16 @@ def wait_hit(engine: SGLangHandle, whole: Sequence[int], **order: Any) -> None:
 def found_locally_and_stored(
     engine: SGLangHandle, store: RestartableNode, *prompts: Sequence[int], **order: Any
 ) -> list[dict[str, Any]]:
-    """What an engine answers that finds in its own cache what it computed just before; all is in
-    the store then.
+    """Return the answers of an engine that finds each prompt in its own cache, just computed.
+
+    All full pages are in the store afterwards.
     """
     found = []
     for one in prompts:
         engine.reset()
-        assert from_store(engine.generate(one, **order)) == [0], "not a prompt of its own"
+        assert from_store(engine.generate(one, **order)) == [0], (
+            "the prompt is already in the store"
+        )
         found += engine.generate(one, **order)
         wait_stored(engine, store, one)
     assert from_store(found) == [0] * len(prompts)
@@ -160,11 +163,11 @@ def found_locally_and_stored(
 def continued_locally(
     engine: SGLangHandle, first: Sequence[int], whole: Sequence[int], salt: str
 ) -> list[dict[str, Any]]:
-    """What an engine answers to `whole` that computed `first` just before, under a salt new to the
-    store.
-    """
+    """Return the answer to `whole` of an engine that just computed `first`, under a new salt."""
     engine.reset()
-    assert from_store(engine.generate(first, salts=[salt])) == [0], "not a salt of its own"
+    assert from_store(engine.generate(first, salts=[salt])) == [0], (
+        "the salt is already in the store"
+    )
     found = engine.generate(whole, salts=[salt])
     assert from_store(found) == [0]
     return found

@@ -1,16 +1,16 @@
-"""An SGLang engine that does what it is told, one JSON object per line, and answers with one each.
+"""An SGLang engine in its own process, controlled by JSON objects, one per line.
 
     python sglang_process.py '{"model_path": DIR, ...arguments of sglang.Engine}'
 
     {"do": "generate", "prompts": [[token, ...], ...], "salts": [text or null, ...], "max_tokens":
     8}
-    {"do": "reset"}                           forgets the engine's own caches, on the GPU and in
+    {"do": "reset"}                           clear the engine's own caches, on the GPU and in
                                               host memory
-    {"do": "chain", "prompt": [token, ...]}   SGLang's names of the full pages of a prompt
+    {"do": "chain", "prompt": [token, ...]}   SGLang's hashes of the full pages of a prompt
 
-The first answer tells that the engine is up. Whatever the engine itself prints goes to stderr. It
-ends when its stdin does, and by SIGTERM as a server does: SGLang's own handlers run in its event
-loop, in which this process waits.
+Each request has an answer of one line. The first answer says that the engine is up. The engine's
+own output goes to stderr. The process exits when its stdin ends, and on SIGTERM like a server:
+SGLang's own handlers run in its event loop, in which this process waits.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import HTTPException  # SGLang's own way to refuse
+from fastapi import HTTPException  # SGLang raises it for refused requests
 
 RESET_S = 60.0
 LINE_NBYTES_MAX = 1 << 26
@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "bfloat16",
     "page_size": 64,
-    # Of what SGLang can choose from, what computes the same whatever else is installed.
+    # Fixed backends, so that results do not depend on what else is installed.
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
@@ -53,7 +53,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[list[int]], max_tokens: int = 8, salts: Sequence[str | None] = ()
     ) -> dict[str, Any]:
-        """Each a request of its own: one that fails fails alone."""
+        """Serve each prompt as a request of its own, so that one failure affects no other."""
         params = {"max_new_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
         named = [*salts, *[None] * (len(prompts) - len(salts))]
 
@@ -99,7 +99,7 @@ class Engine:
         }
 
     def reset(self) -> dict[str, Any]:
-        """Refused while the engine has something to do, saves among it."""
+        """Clear the caches, waiting until the engine is idle and its saves have ended."""
         end = time.monotonic() + RESET_S
         while not (done := self._engine.flush_cache().success) and time.monotonic() < end:
             time.sleep(0.05)

@@ -1,5 +1,7 @@
-"""A cluster in one process and virtual time: real views, placement, splitting of calls, RAM tiers,
-hand-over, sweeps. The network loses, delays and doubles what is sent over it.
+"""A cluster in one process and virtual time.
+
+It uses the real views, placement, routing, RAM tiers, replication queues and rebalancing. The
+network loses, delays and duplicates messages.
 """
 
 import itertools
@@ -48,7 +50,7 @@ def content(key: bytes) -> bytes:
 
 
 class SimNode:
-    """One life of a member: its memory is empty at the start and gone at the end."""
+    """One life of a member, whose memory is empty at the start."""
 
     def __init__(self, cluster: "SimCluster", name: str) -> None:
         self.cluster, self.name, self.world = cluster, name, cluster.world
@@ -97,11 +99,12 @@ class SimNode:
         assert self.membership.view is not None
         return self.membership.view
 
-    # ---- what it is asked ----------------------------------------------------------------
+    # ---- requests that it serves ----------------------------------------------------------------
 
     def reserve(self, keys: Sequence[bytes]) -> tuple[int, list[int]]:
-        """A session, which is over when its sender has not committed in time, and a verdict per
-        key.
+        """Return a new session and a verdict per key.
+
+        The session is aborted after STALL_S without a commit.
         """
         reservation = self.tier.reserve(SPACE.digest, keys, PAGE_NBYTES)
         session = next(self.cluster.numbers)
@@ -110,7 +113,7 @@ class SimNode:
         return session, list(reservation.verdicts)
 
     def abort(self, session: int) -> None:
-        """End a session without a commit, unless it is over."""
+        """End a session without a commit, unless it has ended already."""
         if reservation := self.sessions.pop(session, None):
             self.tier.abort(reservation)
 
@@ -123,7 +126,7 @@ class SimNode:
         limit: Deadline,
     ) -> None:
         if session not in self.sessions:
-            raise Unavailable("it was committed already, or too late")
+            raise Unavailable("the session was committed already, or has expired")
         reservation, sums = self.sessions.pop(session), []
         for page in reservation.pages:
             self.memory(page.offset, PAGE_NBYTES)[:] = pages[page.prefix_hash]
@@ -137,7 +140,7 @@ class SimNode:
             self._hand_on(known, ack_all, limit)
 
     def _hand_on(self, keys: list[bytes], ack_all: bool, deadline: Deadline) -> None:
-        """As `node.serving.write_acks` has it."""
+        """Replicate pages as `node.serving.write_acks` does."""
         waiter, space = AckWaiter(), self.tier.namespace(SPACE.digest)
         for key, owners in zip(keys, self.view.owners.owners(SPACE.digest, keys), strict=True):
             page, targets = space.pages.get(key), set(owners) - {self.name}
@@ -152,7 +155,7 @@ class SimNode:
             raise Exhausted("visible but not at all owners")
 
     def get(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes] | None]:
-        """(bytes, checksum) of each that is here."""
+        """Return (bytes, checksum) of each page, or None if it is not here."""
         acquired = self.tier.acquire(SPACE.digest, keys, False, PAGE_NBYTES)
         found = [
             (bytes(self.memory(p.offset, PAGE_NBYTES)), p.checksum) if p else None
@@ -175,10 +178,10 @@ class SimNode:
         pages = self.tier.namespace(SPACE.digest).pages.values()
         return {page.prefix_hash for page in pages if page.state is PageState.VISIBLE}
 
-    # ---- what it does by itself ----------------------------------------------------------
+    # ---- background work ----------------------------------------------------------
 
     def live(self) -> None:
-        """Its processes."""
+        """Start the background processes."""
         self.world.spawn(f"{self.name} hands over", self._hand_over)
         self.world.spawn(f"{self.name} sweeps", self._sweep)
 
@@ -206,7 +209,7 @@ class SimNode:
                 batch.target, lambda node: node.reserve(list(pages)), limit
             )
             taken = [k for k, verdict in zip(pages, verdicts, strict=True) if verdict in KEPT[:2]]
-            # As `node.cluster.replicator` has it
+            # As in `node.cluster.replicator`
             if any(p.page.state is not PageState.VISIBLE for p in batch.queued_pages):
                 taken = []
                 # The connection is closed without a commit, which ends the session there
@@ -239,7 +242,7 @@ class SimNode:
 
 
 class SimLinks:
-    """`node.cluster.remote_pages.PeerLinks`, as a sweep uses it."""
+    """The part of `node.cluster.remote_pages.PeerLinks` that rebalancing uses."""
 
     def __init__(self, node: SimNode) -> None:
         self._node = node
@@ -249,7 +252,7 @@ class SimLinks:
 
 
 class SimLink:
-    """A link, and its wire."""
+    """A link and its wire."""
 
     def __init__(self, node: SimNode, member: str) -> None:
         self._node, self._member = node, member
@@ -292,7 +295,7 @@ class SimLink:
 
 
 class SimCluster:
-    """The members, who decides who is one, and what clients do."""
+    """The members, the control of membership, and the network."""
 
     def __init__(
         self, rng: random.Random, world: World, network: Network, members: int, replicas: int
@@ -319,7 +322,10 @@ class SimCluster:
         self.nodes.pop(name).up = False
 
     def announce(self, name: str, state: State | None) -> None:
-        """A new view, of which each hears some time later; None: it is no member any more."""
+        """Publish a new view, which each node receives after a random delay.
+
+        `state`: None removes the member.
+        """
         members = {member.id: member for member in self.view.members}
         if state is None:
             members.pop(name, None)
@@ -342,7 +348,7 @@ class SimCluster:
 
     @property
     def settled(self) -> bool:
-        """Whether everybody is there, knows the view and has what it owns."""
+        """Return whether all members are up, have the view and hold what they own."""
         view = self.view
         return view.settled and all(
             member.id in self.nodes
@@ -354,7 +360,7 @@ class SimCluster:
 
 
 class SimClient:
-    """A client with a view of its own, which may be old."""
+    """A client with its own view, which may be outdated."""
 
     def __init__(self, cluster: SimCluster, name: str) -> None:
         self.cluster, self.name, self.world = cluster, name, cluster.world
@@ -386,7 +392,7 @@ class SimClient:
         return self._spread(keys, ask, lambda page: page is None, None)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """As `kvstore.admin` has it."""
+        """Remove pages as `kvstore.admin` does."""
         deadline = Deadline(CALL_S)
         removed = self._remove(keys, deadline)
         self._remove([key for key, was in zip(keys, removed, strict=True) if was], deadline)

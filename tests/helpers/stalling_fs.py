@@ -1,11 +1,10 @@
-"""A file system that passes everything on to a directory, and stalls what a file says: FUSE, of
-Debian's python3-fuse.
+"""A FUSE file system that mirrors a directory and can stall operations (Debian's python3-fuse).
 
-/usr/bin/python3 stalling_fs.py MOUNTPOINT DIRECTORY CONTROL
+    /usr/bin/python3 stalling_fs.py MOUNTPOINT DIRECTORY CONTROL
 
-CONTROL has names of operations (read, write, fsync, rename, create, open, ...) or "all". A call of
-one waits until its name is gone. A process that waits for it can not be killed, as with a file
-server that is away.
+The file CONTROL lists operations (read, write, fsync, rename, create, open, ...) or "all". Calls of
+these wait until the name is removed. A process in such a call cannot be killed, as with a file
+server that is down.
 """
 
 import os
@@ -33,7 +32,7 @@ def inside(path: str) -> str:
 
 
 class StallingFs(fuse.Fuse):  # type: ignore[misc]
-    """One thread for each call: a call that stalls holds up no other."""
+    """The file system; each call has a thread, so a stalled call blocks no other."""
 
     def getattr(self, path: str) -> Any:
         return os.lstat(inside(path))
@@ -108,8 +107,8 @@ class File:
 
 
 def main() -> None:
-    # Reads and writes go through: what a stall holds up is then a call of the node, not of the
-    # kernel's write-back.
+    # Writes are passed on immediately, so that a stall blocks the node's call and not the kernel's
+    # write-back.
     server = StallingFs()
     server.multithreaded = True
     server.parse([MOUNTPOINT, "-f", "-o", "big_writes,max_read=131072"])

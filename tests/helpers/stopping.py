@@ -1,4 +1,4 @@
-"""Stopping a process for real: after SIGSTOP its threads run on until each has noticed."""
+"""Stop a process and wait until all its threads have stopped: after SIGSTOP they run on a while."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""What a forward pass of `storm_engine` computes, and copies between host and device without
-kernels.
-"""
+"""The forward pass of `storm_engine`, and copies between host and device without kernels."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -11,7 +9,7 @@ import torch
 from sglang.srt.mem_cache.l2_transfer import L2Transfer, TransferCompletion
 
 PAGE, LAYERS = 4, 2
-# Of K and V of each layer
+# Marks of K and V of each layer
 MARKS = np.arange(1, 1 + 2 * LAYERS, dtype=np.uint32) * np.uint32(0x01010101)
 
 
@@ -29,7 +27,7 @@ def token_of(value: int) -> int:
 
 
 def answer(prompt: Sequence[int], count: int) -> list[int]:
-    """Return what an engine without any cache generates."""
+    """Return what an engine without a cache generates."""
     known = list(prompt)
     for _ in range(count):
         known.append(token_of(attend([], known)[-1]))
@@ -37,8 +35,9 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
 
 
 def page_values(raw: bytes) -> list[int] | None:
-    """Return the values of a stored page's tokens, in any order of layers; None if a layer lacks or
-    has garbage.
+    """Return the values of a stored page's tokens, whatever the order of its layers.
+
+    Returns None if a layer is missing or has garbage.
     """
     rows = np.frombuffer(raw, np.uint32).reshape(-1, 4)
     found = [rows[rows[:, 3] == mark] for mark in MARKS]
@@ -50,7 +49,7 @@ def page_values(raw: bytes) -> list[int] | None:
 
 
 class Later:
-    """An event of a copy that runs when the engine has looked `delay` times, or waits for it."""
+    """A copy that runs after `delay` queries of its event, or when the engine waits for it."""
 
     def __init__(self, copy: Callable[[], None], delay: int) -> None:
         self._copy: Callable[[], None] | None = copy
@@ -72,9 +71,7 @@ class Later:
 
 
 class Copies:
-    """Stands in for SGLang's copies between host and device, which are kernels; backups lag behind
-    at random.
-    """
+    """A replacement of SGLang's copy kernels between host and device; backups lag at random."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

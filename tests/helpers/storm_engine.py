@@ -1,9 +1,9 @@
-"""SGLang's own radix cache, pools, allocator, admission and storage threads, without a model.
+"""SGLang's radix cache, pools, allocator, admission and storage threads, without a model.
 
-A forward pass is arithmetic on the KV pool. The KV of a token is made of the token and of the KV of
-all tokens before it, read through the request's row, as attention would. Garbage in a slot
-therefore spreads to all that follows, and each answer tells whether the whole prefix was right. The
-order of calls in `step` is that of SGLang's scheduler, whose process and model runner are not here.
+A forward pass is arithmetic on the KV pool. The KV of a token depends on the token and on the KV of
+all earlier tokens, read through the request's row, as in attention. Garbage in a slot therefore
+spreads to all later tokens, and each answer shows whether the whole prefix was right. `step` has
+the order of calls of SGLang's scheduler, whose process and model runner are not used.
 """
 
 import collections
@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-# The other one is made for another torch
+# SGLang's other core is built for another version of torch
 os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
 
 import numpy as np
@@ -42,9 +42,7 @@ GARBAGE = 999_983
 
 @contextlib.contextmanager
 def server(kind: str, backend_config: str = "") -> Iterator[Any]:
-    """Publish the arguments of an SGLang server of this kind, "hicache" or "linker", as its
-    processes have them.
-    """
+    """Set the arguments of an SGLang server of this kind, "hicache" or "linker"."""
     options: dict[str, Any] = {
         "page_size": PAGE,
         "device": "cpu",
@@ -69,7 +67,7 @@ def server(kind: str, backend_config: str = "") -> Iterator[Any]:
 class StormEngine:
     """One SGLang rank under `server(...)`.
 
-    `linker`: makes the linker for its cache's parameters; None: HiCache.
+    `linker`: a function that creates the linker from the cache's parameters, or None for HiCache.
     """
 
     def __init__(
@@ -129,7 +127,7 @@ class StormEngine:
             self._prefetch(req)
 
     def _prefetch(self, req: Req) -> None:
-        """As `Scheduler._prefetch_kvcache`."""
+        """Prefetch as `Scheduler._prefetch_kvcache` does."""
         req.init_next_round_input(self.cache, cow_mamba=False)
         node, matched = req.last_host_node, req.prefix_len + req.host_hit_length
         if self.cache.is_backuped(node) or self.cache.is_root(node):
@@ -144,8 +142,9 @@ class StormEngine:
             )
 
     def abort(self, req: Req) -> None:
-        """As `Scheduler.abort_request`: at once while it waits, else when its next
-        result is seen.
+        """Abort as `Scheduler.abort_request` does.
+
+        A waiting request is aborted immediately, another one when its next result is processed.
         """
         if req in self.waiting:
             self.waiting.remove(req)
@@ -155,7 +154,7 @@ class StormEngine:
             self.aborting.add(req.rid)
 
     def retract(self, req: Req) -> None:
-        """Take its memory from a running request, which waits again; nothing of it is inserted."""
+        """Free the memory of a running request and queue it again, without caching its KV."""
         self.running.remove(req)
         release_req(
             req=req,
@@ -297,7 +296,7 @@ class StormEngine:
     def _forward(self, req: Req, start: int, end: int) -> tuple[bool, int]:
         """Compute the KV of [start, end).
 
-        Return whether all before was right, and the last token's value.
+        Returns whether all earlier KV was right, and the last token's value.
         """
         known = [*req.origin_input_ids, *req.output_ids][:end]
         slots = self.rows.req_to_token[req.kv.req_pool_idx, :end].long().numpy()
@@ -313,7 +312,7 @@ class StormEngine:
         return past == attend([], known)[:start], values[-1]
 
     def _buffers(self) -> list[Any]:
-        """All slots of K and V of each layer, four numbers each."""
+        """Return all slots of K and V of each layer, four numbers per slot."""
         return [
             buffer.view(torch.uint8).view(buffer.shape[0], -1).numpy().view(np.uint32)
             for pair in zip(self.kv.k_buffer, self.kv.v_buffer, strict=True)
@@ -321,7 +320,7 @@ class StormEngine:
         ]
 
     def values(self, slots: Any) -> list[int]:
-        """Read the values at these slots; GARBAGE where a layer holds what it should not."""
+        """Return the values at these slots, GARBAGE where a layer has wrong data."""
         parts = [buffer[slots] for buffer in self._buffers()]
         whole = np.ones(len(slots), bool)
         for mark, part in zip(MARKS, parts, strict=True):
@@ -353,7 +352,7 @@ class StormEngine:
         release_kv_cache(req, self.cache, checkpoint=False)
         self.ended[req.rid] = how
 
-    # ---- what tests do to it and ask of it -------------------------------------------------
+    # ---- functions for tests -------------------------------------------------
 
     def evict(self, tokens: int, host_tokens: int) -> None:
         self.cache.evict(EvictParams(num_tokens=tokens))
@@ -361,9 +360,7 @@ class StormEngine:
             self.cache.evict_host(host_tokens)
 
     def known_pages(self) -> dict[bytes, list[int]]:
-        """Return the right values of every page of every request's tokens, by its key in
-        the store.
-        """
+        """Return the right values of each page of all requests, by its key in the store."""
         pages = {}
         for req in self.everything:
             known = [*req.origin_input_ids, *req.output_ids]
@@ -373,7 +370,7 @@ class StormEngine:
         return pages
 
     def leftovers(self) -> list[str]:
-        """Return what an idle engine holds that it should not: locks, slots, rows."""
+        """Return the locks, slots and rows that an idle engine should not hold."""
         cache, found = self.cache, []
         if cache.protected_size():
             found.append(f"{cache.protected_size()} tokens are locked")
@@ -383,7 +380,7 @@ class StormEngine:
             found.append(f"{self.rows.available_size()} of {ROWS} rows are free")
         if self.linker is None:
             pool = cache.host_pool_group.anchor_entry.host_pool
-            # Of the host's slots, those behind slots of the device go last
+            # Host slots that back device slots are evicted only after the device slots
             self.evict(SLOTS, pool.size)
             if pool.available_size() != pool.size - pool.size % PAGE:
                 found.append(f"{pool.available_size()} of {pool.size} host slots are free")

@@ -1,12 +1,11 @@
-"""Attackers: processes that make an attack's connections and keep them up, and a sink that takes
-all they send.
+"""Attackers that open and maintain an attack's connections, and a sink that discards all data.
 
     python strangers.py attack NAME HOST:PORT [--sources FIRST-LAST] [--tls] [--connections N]
     python strangers.py sink [--cert FILE --key FILE [--client-ca FILE]]
 
-Each runs until its standard input ends, then prints its counts as one JSON object. The first line
-of attackers is `begun`, with their first connection; the first of a sink is its port. They need the
-standard library only. Linux: the whole of 127.0.0.0/8 is this host, so one host has many addresses.
+Each runs until its standard input ends, then prints its counts as one JSON object. Attackers print
+`begun` at their first connection; a sink prints its port. Both use only the standard library. On
+Linux, all of 127.0.0.0/8 is this host, so one host can attack from many addresses.
 """
 
 import argparse
@@ -31,11 +30,11 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent))
 from attacks import ATTACKS, WAIT, Attack, Inbox
 
-BIND_ADDRESS_NO_PORT = 24  # of Linux's IP options: each pair of addresses has all ports
+BIND_ADDRESS_NO_PORT = 24  # Linux IP option: each pair of addresses can use all ports
 RESET_AT_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: no port stays in TIME_WAIT
 CONNECT_S_MAX = 3.0  # a packet filter drops connections without an answer
-RETRY_S = 0.05  # after a refusal
-LOOK_S = 0.5  # for connections that nobody answers
+RETRY_S = 0.05  # after a refused connection
+LOOK_S = 0.5  # between checks for unanswered connections
 SEND_NBYTES = 1 << 18
 IN, OUT, GONE = (
     select.EPOLLIN,
@@ -46,10 +45,9 @@ AGAIN = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Stranger:
-    """One connection, and after it the next.
+    """One connection at a time, with a new one after each.
 
-    `rude`: it takes nothing, and its end is a reset, which has the peer's kernel forget what the
-    peer has not read.
+    `rude`: it reads nothing and ends with a reset, so that the peer's kernel discards unread data.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class Stranger:
         self.state = "away"  # connecting, greeting (TLS), talking
 
     def connect(self, address: tuple[str, int], tls: ssl.SSLContext | None) -> int:
-        """Begin; return the descriptor.
+        """Begin to connect, and return the file descriptor.
 
         Raises OSError.
         """
@@ -90,7 +88,7 @@ class Stranger:
 
     @property
     def events(self) -> int:
-        """What epoll is to watch."""
+        """Return the events that epoll should watch."""
         takes = IN if not self._rude or self.state == "greeting" else 0
         return GONE | takes | (0 if self._waiting or self.state == "greeting" else OUT)
 
@@ -100,9 +98,9 @@ class Stranger:
         self._sock, self.state = None, "away"
 
     def step(self, events: int) -> None:
-        """Go on.
+        """Continue the conversation.
 
-        Raises OSError when the peer has hung up, StopIteration when there is no more to say.
+        Raises OSError if the peer hung up, and StopIteration at the end of the conversation.
         """
         assert self._sock is not None
         if self.state == "connecting":
@@ -154,7 +152,7 @@ class Stranger:
 
 
 class Crowd:
-    """All strangers of one process, on one event loop."""
+    """All attackers of one process, on one event loop."""
 
     def __init__(
         self, attack: Attack, address: tuple[str, int], sources: list[str], tls: bool
@@ -171,7 +169,7 @@ class Crowd:
         self._looked = time.monotonic()
 
     def run(self, over: int) -> None:
-        """Until that descriptor has something to read, which is its end."""
+        """Run until the descriptor becomes readable, which is the end of the input."""
         self._epoll.register(over, IN)
         while True:
             self._dial()
@@ -185,7 +183,7 @@ class Crowd:
         if now - self._looked > LOOK_S:
             self._looked = now
             self._give_up(now)
-        for _ in range(min(len(self._away), 256)):  # then those that are there have their turn
+        for _ in range(min(len(self._away), 256)):  # then connected attackers get their turn
             stranger = self._away.popleft()
             if stranger.next_s > now:
                 self._away.append(stranger)
@@ -199,7 +197,7 @@ class Crowd:
             self._epoll.register(fd, stranger.events)
 
     def _give_up(self, now: float) -> None:
-        """On connections that nobody answers."""
+        """Close connections that the peer does not answer."""
         for fd, stranger in list(self._there.items()):
             if stranger.state == "connecting" and stranger.next_s < now:
                 self.counts["unanswered"] += 1
@@ -247,9 +245,7 @@ def _client_context() -> ssl.SSLContext:
 
 
 class Sink:
-    """Takes connections and what they send, and says nothing: as much work for the machine, none
-    for a node.
-    """
+    """A server that accepts and discards data: the same load for the machine, none for a node."""
 
     def __init__(self, context: ssl.SSLContext | None) -> None:
         self.counts: collections.Counter[str] = collections.Counter()
@@ -324,7 +320,7 @@ def _server_context(args: argparse.Namespace) -> ssl.SSLContext | None:
 
 
 def sources_of(text: str) -> list[str]:
-    """'127.0.0.2-127.0.0.200' -> the addresses from the one to the other."""
+    """Return the addresses of a range such as '127.0.0.2-127.0.0.200'."""
     first, _, last = text.partition("-")
     low, high = int(ipaddress.ip_address(first)), int(ipaddress.ip_address(last or first))
     return [str(ipaddress.ip_address(number)) for number in range(low, high + 1)]
@@ -368,7 +364,7 @@ def main() -> None:
         "cpu_s": round(taken.user + taken.system, 2),
     }
     print(json.dumps({**counts, **about}), flush=True)
-    os._exit(0)  # thousands of sockets close faster so
+    os._exit(0)  # faster than closing thousands of sockets
 
 
 if __name__ == "__main__":

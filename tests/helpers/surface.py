@@ -1,8 +1,7 @@
-"""What others build on, as it is now: names with their signatures, settings, commands, messages,
-metrics.
+"""The current public interfaces: Python names, settings, commands, messages and metrics.
 
-Each list is nested dictionaries of plain values, so that `broken.broken` can hold a recorded one
-against it.
+Each list consists of nested dictionaries of plain values, so that `broken.broken` can compare it
+with a recorded one.
 """
 
 import ast
@@ -32,8 +31,8 @@ from node.serving.request_metrics import RequestMetrics
 
 ROOT = Path(__file__).parents[2]
 ENGINES = ROOT / "gpu_agent" / "engines"
-# By which an engine is told to load an adapter; docs/engines has the lines. Engines are not
-# installed where this runs.
+# Adapter classes that users name in engine settings, see docs/engines. Engines are not installed
+# here, so the files are parsed.
 ADAPTERS = {
     "lightllm": ("PyLocalCacheService", "PyState"),
     "lmcache": ("NodeAdapter", "NodeConnector"),
@@ -67,7 +66,7 @@ def python() -> Tree:
 
 
 def _classes(file: str) -> list[str]:
-    """Of those that engines load, the ones that are there."""
+    """Return the adapter classes that exist in a file."""
     tree = ast.parse((ENGINES / f"{file}.py").read_text())
     return [
         node.name
@@ -108,7 +107,7 @@ def _member(thing: Any) -> Any:
 
 
 def _parameters(call: Any, skip: int) -> Tree:
-    """`place`: of one that may be given without its name."""
+    """Return parameters; `place` is the position of those that may be positional, else -1."""
     found = list(inspect.signature(call).parameters.values())[skip:]
     places = {
         some.name: number for number, some in enumerate(found) if some.kind is not some.KEYWORD_ONLY
@@ -203,13 +202,15 @@ def messages() -> Tree:
     for service in file.service:
         for method in service.method:
             streams = ("stream " * method.client_streaming, "stream " * method.server_streaming)
-            said = f"{streams[0]}{method.input_type[1:]} -> {streams[1]}{method.output_type[1:]}"
-            found.setdefault(f"{file.package}.{service.name}", {})[method.name] = said
+            signature = (
+                f"{streams[0]}{method.input_type[1:]} -> {streams[1]}{method.output_type[1:]}"
+            )
+            found.setdefault(f"{file.package}.{service.name}", {})[method.name] = signature
     return found
 
 
 def metrics() -> Tree:
-    """Of a node that has all that a node can have."""
+    """Return the metrics of a node with all optional parts."""
     status = pb.NodeStatusReply(
         ram=pb.RamStatus(), disk=pb.DiskStatus(), peers=pb.PeersStatus(), shm=pb.ShmStatus()
     )

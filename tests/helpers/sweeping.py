@@ -1,4 +1,4 @@
-"""Three members of a cluster, told of views, whose pages are planted, swept and compared."""
+"""Three members of a cluster whose pages are planted, rebalanced and compared."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +24,7 @@ def fleet(start_node: StartNode) -> list[Node]:
 
 @pytest.fixture
 def tell(fleet: list[Node]) -> Callable[..., View]:
-    """Tells all of them of a view: `tell(n2=State.JOINING)`; None: it is no member."""
+    """Return a function that gives all nodes a view: `tell(n2=State.JOINING)`; None: no member."""
     numbers = iter(range(1, 100))
 
     def tell(replicas: int = 1, **states: State | None) -> View:
@@ -41,7 +41,7 @@ def named(fleet: list[Node]) -> dict[str, Node]:
 
 @pytest.fixture
 def alone() -> Iterator[Callable[[Node], Client]]:
-    """A client of one member alone."""
+    """Return a function that connects a client to one member only."""
     clients: list[Client] = []
 
     def connect(node: Node) -> Client:
@@ -71,6 +71,6 @@ def sweep(node: Node) -> Any:
 
 
 def there(client: Client, pages: Pages) -> set[bytes]:
-    """With every byte compared."""
+    """Return the keys of the pages that a client gets, comparing every byte."""
     keys = pages.keys(*NUMBERS)
     return {key for key, hit in zip(keys, pages.get(client, keys), strict=True) if hit}

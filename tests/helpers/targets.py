@@ -1,6 +1,4 @@
-"""The targets of the Makefile and of tests/run.py, and what a target would run, without
-running it.
-"""
+"""The targets of the Makefile and of tests/run.py, and their commands without running them."""
 
 import importlib.util
 import re
@@ -21,7 +19,7 @@ class Command(NamedTuple):
 
 
 def load_run() -> ModuleType:
-    """Import tests/run.py, which is in no package."""
+    """Import tests/run.py by path, because tests/ is not a package."""
     spec = importlib.util.spec_from_file_location("run_targets", ROOT / "tests" / "run.py")
     assert spec is not None
     assert spec.loader is not None
@@ -38,10 +36,10 @@ def targets_of_make() -> set[str]:
 
 
 def commands_of(name: str, monkeypatch: pytest.MonkeyPatch, root: Path) -> list[Command]:
-    """Return the commands of a target of tests/run.py where every program is there and every
-    environment is up to date.
+    """Return the commands of a target of tests/run.py, without running them.
 
-    `root` stands for the project: nothing of the project's own environments is touched.
+    All programs are assumed to exist and all environments to be current. `root` replaces the
+    project's folder, so that its real environments are not touched.
     """
     for path in (".venv", ".venv-oldest"):
         (root / path / "lib" / "python3" / "site-packages").mkdir(parents=True)

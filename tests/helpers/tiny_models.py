@@ -1,6 +1,4 @@
-"""Models with random weights from a fixed seed, small enough that a forward pass costs
-milliseconds.
-"""
+"""Models with random weights of a fixed seed, small enough for a forward pass in milliseconds."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 LLAMA = {**COMMON, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
-# The sizes of DeepSeek's latent cache, 512 + 64, for which engines have kernels; both layers dense.
+# The size of DeepSeek's latent cache, 512 + 64, for which engines have kernels; both layers dense.
 MLA = {
     **COMMON,
     "num_hidden_layers": 2,
@@ -46,7 +44,7 @@ MLA = {
     "n_routed_experts": 4,
     "moe_intermediate_size": 64,
 }
-# Layers by turns: two groups of the engine's cache, whose blocks lie over each other.
+# Alternating layer types: two groups of the engine's cache, which share memory.
 HYBRID = {
     **COMMON,
     "num_hidden_layers": 4,
@@ -64,10 +62,7 @@ KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
 def save_model(
     kind: str, directory: Path, seed: int = 0, dtype: str = "float32", **changes: Any
 ) -> None:
-    """A checkpoint in `directory`.
-
-    `changes` are of the model's configuration.
-    """
+    """Save a checkpoint in `directory`; `changes` apply to the model's configuration."""
     disable_progress_bar()
     torch.manual_seed(seed)
     config_class, model_class, values = KINDS[kind]

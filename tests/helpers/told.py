@@ -1,6 +1,4 @@
-"""What every command prints with --json, by the names of its fields: `ram.used_nbytes`,
-`namespaces[].digest`.
-"""
+"""The JSON fields that each command prints, such as `ram.used_nbytes` or `namespaces[].digest`."""
 
 import concurrent.futures
 import contextlib
@@ -39,7 +37,7 @@ Run = Callable[..., None]
 
 
 def told(work: Path) -> dict[str, list[str]]:
-    """Fields of each command, sorted; the commands run against nodes that are started for it."""
+    """Run each command against temporary nodes, and return its sorted fields."""
     found: dict[str, list[str]] = {}
 
     def run(command: str, *arguments: str, of: str = "", status: int | None = 0) -> None:
@@ -72,10 +70,7 @@ def fields(value: Any, path: str = "") -> Iterator[str]:
 
 @contextlib.contextmanager
 def _nodes(work: Path) -> Iterator[list[Node]]:
-    """Two, each alone at first.
-
-    The first is where commands go.
-    """
+    """Start two nodes without a cluster; commands go to the first."""
     with contextlib.ExitStack() as ends, pytest.MonkeyPatch.context() as environment:
         nodes = [
             Node(NodeConfig(**SMALL, **DISK, data_dir=str(work / name))) for name in ("n0", "n1")
@@ -91,7 +86,7 @@ def _nodes(work: Path) -> Iterator[list[Node]]:
 
 @contextlib.contextmanager
 def _asking() -> Iterator[None]:
-    """Somebody who asks for a page now and then."""
+    """Look up a page repeatedly in a thread."""
     over = threading.Event()
 
     def ask() -> None:
@@ -126,7 +121,7 @@ def _of_one(run: Run, work: Path) -> None:
     run("bench", "--seconds", "0.02", "--page-nbytes", "4KiB", "--batch", "2")
     run("replay", str(trace))
     run("plan", str(trace))
-    run("doctor", "--timeout", "30", status=None)  # a busy machine may not be well
+    run("doctor", "--timeout", "30", status=None)  # it may warn about a busy machine
     with _asking():
         run("record", "--seconds", "1", "--output", str(work / "recorded.jsonl"))
     run("stat", "--model", "nothing of this name", KEY, of="what is not there", status=1)

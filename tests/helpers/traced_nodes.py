@@ -1,6 +1,4 @@
-"""A node in a process of its own that is told to record spans, and who asks it for something to
-record.
-"""
+"""A node in its own process that records spans, and a client that makes traced calls."""
 
 import os
 import sys
@@ -17,9 +15,9 @@ FLAGS = ("--ram-bytes", "16MiB", "--shm-socket", "none")
 
 
 def traced_node(modules: Path, **environ: str) -> NodeProcess:
-    """`modules`: a folder where it finds more of them.
+    """Start a node that finds more modules in the folder `modules`.
 
-    This process stays as it is: its own spans go nowhere.
+    This process is not changed: its own spans are not exported.
     """
     environ["PYTHONPATH"] = os.pathsep.join([str(modules), *filter(None, sys.path)])
     with mock.patch.dict(os.environ, environ):

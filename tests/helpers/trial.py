@@ -1,7 +1,6 @@
-"""A replay during which something happens to the nodes: what came of it, second by second.
+"""A replay with events that affect the nodes, recorded second by second.
 
-An error of the client's is counted and answered as a miss, so that the replay goes on to its end as
-an engine would.
+A client error is counted and treated as a miss, so that the replay continues as an engine would.
 """
 
 import math
@@ -27,8 +26,10 @@ BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Event:
-    """`action` is called, beside the replay, when that share of the requests is done and the event
-    before has ended.
+    """An action during the replay.
+
+    `action` runs in a thread when the share `at` of the requests is done and the previous event has
+    ended.
     """
 
     at: float
@@ -38,7 +39,7 @@ class Event:
 
 @dataclass
 class Second:
-    """Pages, and bytes of pages that were stored or loaded."""
+    """Pages, and the bytes of pages that were stored or loaded, in one second."""
 
     asked: int = 0
     hit: int = 0
@@ -47,12 +48,11 @@ class Second:
 
 
 class Trial:
-    """Once, by `run`.
+    """One replay, started by `run`.
 
-    `errors`: by what they said first; `found`: pages that were stored, of each request; `late_s`:
-    how much later than its deadline a call returned, at most; `lag_s`: how much later than it
-    wanted a thread woke up that did nothing but sleep, at most: so late is whatever runs here;
-    `events`: in which second each began.
+    `errors`: counts by error message. `found`: pages found by each lookup. `late_s`: the largest
+    delay of a call beyond its deadline. `lag_s`: the largest delay of a thread that only sleeps,
+    which measures this machine. `events`: the second in which each event began.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Trial:
         self._tick = tick
         self._beside = ThreadPoolExecutor(1)
         self._under_way: list[Future[None]] = []
-        self._told = (0, 0, 0, 0)
+        self._totals = (0, 0, 0, 0)
 
     def run(self, requests: Sequence[TraceRequest]) -> ReplayReport:
-        """Raises what an event's action raised."""
+        """Run the replay; raises what an event's action raised."""
         self._start = time.monotonic()
         done = threading.Event()
         with self._beside, ThreadPoolExecutor(1) as sleeper:
@@ -89,7 +89,7 @@ class Trial:
                     requests,
                     self._namespace,
                     None,
-                    lambda told: self._note(told, len(requests)),
+                    lambda report: self._note(report, len(requests)),
                 )
             finally:
                 done.set()
@@ -97,7 +97,7 @@ class Trial:
             future.result()
         return report
 
-    # ---- the store that is replayed against ----------------------------------------------
+    # ---- the client that the replay uses ----------------------------------------------
 
     @property
     def wire_name(self) -> str:
@@ -139,10 +139,10 @@ class Trial:
 
     @property
     def overdue_s(self) -> float:
-        """How much later than its deadline a call returned for which this machine had time."""
+        """Return the largest delay of a call beyond its deadline, less the machine's own delay."""
         return max(0.0, self.late_s - self.lag_s)
 
-    # ---- what happens --------------------------------------------------------------------
+    # ---- events --------------------------------------------------------------------
 
     def _sleep(self, done: threading.Event) -> None:
         while not done.is_set():
@@ -159,9 +159,11 @@ class Trial:
         second = int(time.monotonic() - self._start)
         self.seconds += [Second() for _ in range(second + 1 - len(self.seconds))]
         nbytes = report.bytes_verified + report.pages_stored * report.page_nbytes
-        told = (report.pages_asked, report.pages_hit, nbytes, self.errors.total())
-        asked, hit, moved, errors = (new - old for new, old in zip(told, self._told, strict=True))
-        self._told = told
+        totals = (report.pages_asked, report.pages_hit, nbytes, self.errors.total())
+        asked, hit, moved, errors = (
+            new - old for new, old in zip(totals, self._totals, strict=True)
+        )
+        self._totals = totals
         now = self.seconds[second]
         now.asked, now.hit, now.nbytes, now.errors = (
             now.asked + asked,
@@ -174,7 +176,7 @@ class Trial:
 
 
 def plot(values: Sequence[float | None], highest: float) -> str:
-    """A bar for each value, from 0 to `highest`; a blank for None."""
+    """Return a bar for each value, from 0 to `highest`, and a blank for None."""
     top = len(BARS) - 1
     return "".join(
         " " if some is None else BARS[min(top, round(some / (highest or 1) * top))]

@@ -1,8 +1,7 @@
-"""Virtual time: processes that take turns, one at a time, in an order that a seed decides, and a
-network between them.
+"""Virtual time: processes that run one at a time, in an order chosen by a seed, and a network.
 
-A process is a thread that runs only while it has the turn; it gives it up where it waits. Nothing
-takes time but waiting, so that minutes are over in moments and a seed repeats all of it.
+A process is a thread that runs only during its turn, which ends when it waits. Only waiting takes
+time, so minutes pass in moments and a seed reproduces the whole run.
 """
 
 import heapq
@@ -23,13 +22,13 @@ LATE_S = (0.5, 6.0)
 
 
 class Ended(BaseException):
-    """The world has ended while a process waited."""
+    """The world ended while a process waited."""
 
 
 class Process:
-    """`turn` is set when it may run.
+    """A process, which may run while `turn` is set.
 
-    `waits`: how often it has waited, so that it is woken once for each time.
+    `waits` counts its waits, so that each is woken only once.
     """
 
     def __init__(self, name: str) -> None:
@@ -39,7 +38,7 @@ class Process:
 
 
 class Signal:
-    """Something that happens once, and for which one process may wait."""
+    """An event that happens once, and that one process may wait for."""
 
     def __init__(self, world: "World") -> None:
         self._world = world
@@ -52,7 +51,7 @@ class Signal:
 
 
 class World:
-    """The clock, what is to happen when, and whose turn it is."""
+    """The clock, the queue of events and the processes."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -61,7 +60,7 @@ class World:
         self._numbers = itertools.count()
         self._parked: dict[Process, int] = {}
         self._running: Process | None = None
-        self._back = threading.Event()  # the turn is given up
+        self._back = threading.Event()  # set when a process ends its turn
         self._broken: list[BaseException] = []
         self._ended = False
 
@@ -93,10 +92,7 @@ class World:
         self.wait(Signal(self), self.now + seconds)
 
     def wait(self, signal: Signal, until: float) -> bool:
-        """Of a process: gives up the turn until the signal is given, or it is too late.
-
-        Whether it was given.
-        """
+        """Wait in a process for the signal or a time; return whether the signal was given."""
         process = self._running
         assert process is not None, "only a process can wait"
         if not signal.given and self.now < until:
@@ -115,7 +111,7 @@ class World:
     def together(
         self, name: str, calls: Sequence[Callable[[], Result]]
     ) -> list[Result | KVStoreError]:
-        """Of a process: what each call returned or raised, in a process of its own."""
+        """Run each call in its own process; return what each returned or raised."""
         answers: dict[int, Result | KVStoreError] = {}
         all_are_there = Signal(self)
 
@@ -142,28 +138,29 @@ class World:
         self._running = process
         self._back.clear()
         process.turn.set()
-        assert self._back.wait(60.0), f"{process.name} does not give up its turn"
+        assert self._back.wait(60.0), f"{process.name} does not end its turn"
         self._running = None
         if self._broken:
             raise self._broken[0]
 
     def run(self, until: float) -> None:
-        """What happens until then."""
+        """Run all events until a time."""
         while self._events and self._events[0][0] <= until:
             self.now, _, happens = heapq.heappop(self._events)
             happens()
         self.now = max(self.now, until)
 
     def end(self) -> None:
-        """Ends the processes."""
+        """End all processes."""
         self._ended = True
         while self._parked:
             self._resume(self._parked.popitem()[0])
 
 
 class Network:
-    """Requests that may be lost, late or doubled, between hosts that may be down, paused
-    or apart.
+    """A network that loses, delays and duplicates messages.
+
+    Hosts may be down, paused or partitioned from each other.
     """
 
     def __init__(
@@ -172,15 +169,16 @@ class Network:
         self.world = world
         self.lost, self.late, self.doubled = lost, late, doubled
         self.paused_until: dict[str, float] = {}
-        self.lives: dict[str, int] = {}  # of each host that is up: which of its lives
+        self.lives: dict[str, int] = {}  # life number of each host that is up
         self.apart: set[frozenset[str]] = set()
         self.sent = 0
 
     def call(
         self, source: str, target: str, serve: Callable[[], Result], deadline: Deadline
     ) -> Result:
-        """What `serve` returns or raises at the target, if it and its answer come
-        through in time.
+        """Return or raise what `serve` does at the target.
+
+        Raises DeadlineExceeded if the request or the answer does not arrive in time.
         """
         world, answers, signal = self.world, list[Any](), Signal(self.world)
 
@@ -197,7 +195,7 @@ class Network:
 
         if target not in self.lives:
             world.sleep(min(DELAY_S[0], deadline.remaining()))
-            raise Unavailable(f"{target} is not there")
+            raise Unavailable(f"{target} is down")
         self._send(source, target, lambda: world.spawn(f"{source} at {target}", work))
         if not world.wait(signal, world.now + deadline.remaining()):
             raise DeadlineExceeded(f"{target} has not answered in {deadline.seconds:g} s")

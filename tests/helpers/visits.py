@@ -1,4 +1,4 @@
-"""A browser's requests to a node's console, made by hand."""
+"""Handwritten HTTP requests to a node's console."""
 
 import http.client
 import json
@@ -45,9 +45,9 @@ def connection(node: Node, tls: ssl.SSLContext | None = None) -> http.client.HTT
 def visit(
     node: Node, path: str, values: Any = None, token: str = "", method: str = "", **headers: str
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
-    """Status, headers, body.
+    """Return (status, headers, body) of a request.
 
-    With `values` a POST as the page makes it.
+    With `values` it is a POST as the console's page makes it.
     """
     asked = {name.replace("_", "-"): value for name, value in headers.items()}
     if token:
@@ -72,7 +72,7 @@ def told(node: Node, path: str, values: Any, token: str = "") -> tuple[int, dict
 
 @contextmanager
 def watching(node: Node, token: str = "") -> Iterator[Iterator[tuple[str, dict[str, Any]]]]:
-    """Events, by name."""
+    """Yield an iterator over the console's events: (name, data)."""
     there = connection(node)
     there.request(
         "POST",
@@ -100,5 +100,5 @@ def events(reply: http.client.HTTPResponse) -> Iterator[tuple[str, dict[str, Any
 
 
 def first(node: Node, token: str = "") -> dict[str, Any]:
-    with watching(node, token) as told:
-        return next(told)[1]
+    with watching(node, token) as found:
+        return next(found)[1]

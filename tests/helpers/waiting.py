@@ -1,14 +1,14 @@
-"""Waiting for what happens beside a test."""
+"""Wait for conditions in tests."""
 
 import threading
 import time
 from collections.abc import Callable
 
-OthersRun = Callable[[Callable[[], object]], bool]  # whether another thread ran while a call did
+OthersRun = Callable[[Callable[[], object]], bool]  # tells whether another thread ran during a call
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, f"the condition did not hold within {timeout_s:g} s"
         threading.Event().wait(0.01)

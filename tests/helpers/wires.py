@@ -1,10 +1,9 @@
-"""Record what a client and a node say over gRPC and over shared memory: golden/wires-N.json of
-protocol N.
+"""Record the gRPC messages and shared-memory frames between client and node: golden/wires-N.json.
 
     client --- proxies, which copy every message and frame --- node
 
-Both ends are the released code, so the requests are the bytes of a real client. Run by hand when
-PROTOCOL_VERSION was raised; this file uses only names that older releases have, too:
+N is the protocol version. Both ends are real code, so the requests are the bytes of a real client.
+Run it by hand after PROTOCOL_VERSION was raised. It uses only names that older releases also have:
 
     PYTHONPATH=CHECKOUT python tests/helpers/wires.py
 """
@@ -45,7 +44,7 @@ CALL_S = 30.0
 
 
 def talk(client: Any) -> None:
-    """Make one call of each kind that clients of all recorded protocols know."""
+    """Make one call of each kind that clients of all recorded protocols support."""
     assert [outcome.name for outcome in client.put(SPACE, KEYS, PAGES)] == ["STORED"] * 2
     assert client.lookup(SPACE, [*KEYS, bytes(32)]).prefix_pages == 2
     buffers = [bytearray(PAGE_NBYTES) for _ in KEYS]
@@ -59,7 +58,7 @@ def talk(client: Any) -> None:
 
 
 class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Hand calls on to the node, and keep what was said: [method, requests, replies], in hex."""
+    """Forward calls to the node and record them as [method, requests, replies], in hex."""
 
     def __init__(self, node: str) -> None:
         self.calls: list[tuple[str, list[str], list[str]]] = []
@@ -74,8 +73,8 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
 
         def forward(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
             asked: list[str] = []
-            said: list[str] = []
-            self.calls.append((method.rpartition("/")[2], asked, said))
+            answered: list[str] = []
+            self.calls.append((method.rpartition("/")[2], asked, answered))
 
             def noted() -> Iterator[bytes]:
                 for request in requests:
@@ -85,7 +84,7 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
             for reply in cast("Callable[..., Any]", self._channel.stream_stream(method))(
                 noted(), timeout=CALL_S
             ):
-                said.append(reply.hex())
+                answered.append(reply.hex())
                 yield reply
 
         return grpc.stream_stream_rpc_method_handler(forward)
@@ -96,9 +95,9 @@ class GrpcProxy(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class ShmProxy:
-    """Stand where the node's socket was and hand frames and descriptors on.
+    """Take the place of the node's socket and forward frames and descriptors.
 
-    `frames`: [from whom, descriptors, hex].
+    `frames`: [sender, number of descriptors, hex].
     """
 
     def __init__(self, path: str) -> None:
@@ -137,9 +136,7 @@ class ShmProxy:
 
 
 def receive_frame(sock: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Return a frame and the descriptors that came with its first byte; None at the end of the
-    connection.
-    """
+    """Return a frame and its file descriptors, or None at the end of the connection."""
     data, rights, _, _ = sock.recvmsg(FIXED.size, socket.CMSG_SPACE(2 * array.array("i").itemsize))
     if not data:
         return None
@@ -166,7 +163,7 @@ def send_frame(sock: socket.socket, data: bytes, fds: list[int]) -> None:
 
 
 def recorded() -> dict[str, Any]:
-    """Return what was said on each wire, each with a node of its own."""
+    """Return what was recorded on each wire, each with its own node."""
     return {wire: _recorded(wire) for wire in ("grpc", "shm")}
 
 
