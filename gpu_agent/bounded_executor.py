@@ -5,13 +5,15 @@ submit --- refused (result at once) <--- pending_nbytes_max, closed
 queue ---> worker + buffer ---> result          stopped: queued jobs end without running
 """
 
+import atexit
 import concurrent.futures
 import logging
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -47,14 +49,14 @@ class BoundedExecutor(Generic[Result]):
             self._buffers.put(torch.empty(buffer_shape, dtype=torch.uint8).zero_())
         self._executor = ThreadPool(workers, f"kvstore-{name}")
         self._lock = threading.Lock()
-        self._active: dict[
-            concurrent.futures.Future[Result], int
-        ] = {}  # future -> page bytes of its job
+        # Page bytes of each job, by its future
+        self._active: dict[concurrent.futures.Future[Result], int] = {}
         self._pending_nbytes = 0  # their sum, because there may be thousands
         self._running = 0
         self._closed = False
         self._pid = os.getpid()
         self.stopping = Event()  # set: jobs end at their next chunk
+        _executors.add(self)
 
     def submit(
         self, nbytes: int, work: Callable[[torch.Tensor], Result], failed: Callable[[str], Result]
@@ -123,9 +125,7 @@ class BoundedExecutor(Generic[Result]):
         try:
             with span(f"kvstore.{self._name}"):
                 result = failed("the agent is closed") if self.stopping.is_set() else work(buffer)
-        except (
-            Exception
-        ) as error:  # end of a thread's work: the engine needs a result after any error
+        except Exception as error:  # the engine needs a result after any error
             log.exception("a %s job failed", self._name)
             result = failed(f"internal error: {error!r}")
         with self._lock:
@@ -138,8 +138,10 @@ class BoundedExecutor(Generic[Result]):
         """Take no more work, wait for pending jobs for `timeout_s`, then stop the others.
 
         A job in the middle of a call ends with that call, so this returns at most one call's
-        deadline later.
+        deadline later. A child of a fork does not have the jobs: there it does nothing.
         """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._closed = True
             active = list(self._active)
@@ -180,3 +182,16 @@ class BoundedExecutor(Generic[Result]):
             if any(done.done() for done in self._active):
                 found.append(f"{self._name}: a finished job still counts as pending")
             return found
+
+
+_executors: "weakref.WeakSet[BoundedExecutor[Any]]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop jobs at the interpreter's exit, before it waits for their threads.
+
+    An engine that never closes its agents would otherwise wait for all queued saves.
+    """
+    for executor in list(_executors):
+        executor.stopping.set()

@@ -72,8 +72,11 @@ class ThreadPool(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more jobs.
 
-        Submitted jobs run; with `wait` this returns after them.
+        Submitted jobs run; with `wait` this returns after them. A child of a fork does not have the
+        threads: there it does nothing.
         """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._closed = True
             with contextlib.suppress(queue.Empty):
@@ -87,10 +90,6 @@ class ThreadPool(Executor):
 
     def __del__(self) -> None:
         self._jobs.put(None)  # its threads end
-
-    def _end(self) -> None:
-        if self._pid == os.getpid():  # a child of a fork does not have the threads
-            self.shutdown()
 
 
 class _ThreadLease:
@@ -132,7 +131,7 @@ _pools: "weakref.WeakSet[ThreadPool]" = weakref.WeakSet()
 @atexit.register
 def _end_all() -> None:
     for pool in list(_pools):
-        pool._end()
+        pool.shutdown()
 
 
 def begin(

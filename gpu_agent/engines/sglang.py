@@ -13,6 +13,7 @@ it: docs/engines/sglang.md.
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -45,6 +46,7 @@ from kvstore.config import check_settings, load, setting
 from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError
 from kvstore.log_rate import LogRate
+from kvstore.sync import start_thread
 from kvstore.tracing import NamesRequest, request
 
 log = logging.getLogger(__name__)
@@ -380,11 +382,13 @@ class KVStoreHiCache(HiCacheStorage):
     def clear(self) -> None:
         """Make everything stored so far a miss (`gpu_agent/weights_version.py`)."""
         self._epochs.advance()
+        made = {name: self._made(name, self._pools[name]) for name in list(self._pages)}
         with self._lock:
-            old = list(self._pages.values())
-            self._pages = {name: self._made(name, self._pools[name]) for name in self._pages}
-        for pages in old:
-            pages.close(0.0)
+            old, self._pages = list(self._pages.values()), made
+        # In the background: closing waits for the running call. What it stores is of the old epoch.
+        # Without a thread, the old agents end when they are garbage.
+        with contextlib.suppress(RuntimeError):
+            start_thread(functools.partial(_close, old), "kvstore-close")
         log.info("cleared: pages stored before are not used any more")
 
     def get_stats(self) -> StorageMetrics:
@@ -435,6 +439,11 @@ class KVStoreHiCache(HiCacheStorage):
             with self._lock:
                 self._stats[f"{what}_pgs"].append(len(keys))
                 self._stats[f"{what}_bandwidth"].append(gb / max(time.monotonic() - start, 1e-9))
+
+
+def _close(retired: Sequence[HostPages]) -> None:
+    for pages in retired:
+        pages.close(0.0)
 
 
 def _hashes(keys: Sequence[str]) -> list[bytes]:

@@ -43,7 +43,7 @@ from gpu_agent.weights_version import process_epochs
 from kvstore.client import Client
 from kvstore.config import check_settings, load, setting
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.sync import Future
+from kvstore.sync import Future, start_thread
 from kvstore.threads import ThreadPool, wait_for
 from kvstore.tracing import NamesRequest, carried, request
 
@@ -143,7 +143,10 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._offloads = ThreadPool(1, "kvstore-offload")
         # Starts its thread now: later, if none can be started, that would raise
         self._offloads.submit(lambda: None)
-        self._pending: deque[concurrent.futures.Future[bool]] = deque()
+        # (offload, its slots are read) of each, the oldest first
+        self._pending: deque[
+            tuple[concurrent.futures.Future[bool], concurrent.futures.Future[None]]
+        ] = deque()
         with contextlib.suppress(KVStoreError):  # connected now, so that the first request need not
             self._client.open(namespace, 2.0)
 
@@ -229,39 +232,51 @@ class KVStoreLinker(UnifiedCacheLinker):
         hashes, slots = _kv(transfers)
         if not hashes or slots is None or len(self._pending) >= OFFLOADS_MAX:
             return False
+        gathered: concurrent.futures.Future[None] = Future()
         if not self._writes:
             done: concurrent.futures.Future[bool] = Future()
             done.set_result(True)
-            self._pending.append(done)
+            self._pending.append((done, gathered))
             return True
         events = self.record_offload_ready() if self._entry.view.device.type == "cuda" else []
         with request():  # the engine passes no request name
-            self._pending.append(self._offloads.submit(carried(self._save), hashes, slots, events))
+            done = self._offloads.submit(carried(self._save), hashes, slots, events, gathered)
+        self._pending.append((done, gathered))
         return True
 
-    def _save(self, hashes: list[bytes], slots: torch.Tensor, events: list[Fence]) -> bool:
-        for event in events:
-            if event is not None:
-                event.synchronize()
+    def _save(
+        self,
+        hashes: list[bytes],
+        slots: torch.Tensor,
+        events: list[Fence],
+        gathered: "concurrent.futures.Future[None]",
+    ) -> bool:
         try:
-            return (
-                not self._agent.save(hashes, slots.detach().to("cpu", torch.int64))
-                .done.result()
-                .dropped
-            )
+            for event in events:
+                if event is not None:
+                    event.synchronize()
+            job = self._agent.save(hashes, slots.detach().to("cpu", torch.int64))
+            wait_for([job.gathered])
+            gathered.set_result(None)
+            return not job.done.result().dropped
         except KVStoreError as error:
             log.warning("an offload failed: %s", error)
             return False
+        finally:
+            if not gathered.done():
+                gathered.set_result(None)
 
     def num_completed_offloads(self) -> int:
         """Return how many offloads, from the first on, have ended."""
         return next(
-            (n for n, done in enumerate(self._pending) if not done.done()), len(self._pending)
+            (n for n, (done, _) in enumerate(self._pending) if not done.done()),
+            len(self._pending),
         )
 
     def pop_completed_offload(self) -> bool:
         """Remove the first offload and return whether it succeeded."""
-        return self._pending.popleft().result()
+        done, _ = self._pending.popleft()
+        return done.result()
 
     # ---- the end ---------------------------------------------------------------------------
 
@@ -270,7 +285,9 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._queued.clear()
         for index in list(self._batches):
             self.finish_layer_wise_loading(index)
-        wait_for(self._pending)
+        # Offloads that have not begun are dropped. The running one may go on after it has read its
+        # slots.
+        wait_for([read for done, read in self._pending if not (done.done() or done.cancel())])
         self._pending.clear()
         self.layer_done_counter.reset()
         version = weight_version()
@@ -278,8 +295,9 @@ class KVStoreLinker(UnifiedCacheLinker):
         if version != self._version:
             self._version = version
             self._epochs.advance()
-            self._agent.close()
-            self._agent = self._made()
+            old, self._agent = self._agent, self._made()
+            with contextlib.suppress(RuntimeError):  # without a thread it ends when it is garbage
+                start_thread(old.close, "kvstore-close")
 
     def close(self) -> None:
         """End all transfers and close."""

@@ -97,11 +97,14 @@ class AgentWorker:
                 frames.saved_frame(Saved(order.number, 0, 0, len(order.keys), str(error)))
             )
             return
-        # In this order: GATHERED must be sent before SAVED.
-        job.gathered.add_done_callback(
-            lambda _: self._channel.send(frames.number_frame(Kind.GATHERED, order.number))
-        )
-        job.done.add_done_callback(partial(self._saved, order.number, job))
+
+        def gathered(_: object) -> None:
+            self._channel.send(frames.number_frame(Kind.GATHERED, order.number))
+            # Only now: a save that failed at once is done before it is gathered, and the engine's
+            # process takes SAVED as the end of the order.
+            job.done.add_done_callback(partial(self._saved, order.number, job))
+
+        job.gathered.add_done_callback(gathered)
 
     def _saved(self, number: int, job: SaveJob, _: object) -> None:
         result = job.done.result()

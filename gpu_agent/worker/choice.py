@@ -24,6 +24,7 @@ def lookup_backend_for(client: ClientConfig, on_gpu: bool, where: str) -> Lookup
     `on_gpu`: its engine computes on a GPU. `where`: one of WHERE.
     """
     if where == "process" or (where == "auto" and on_gpu):
+        Client(client).close()  # raises ConfigError here; the process would restart for ever
         try:
             lookups = ProcessLookups(client)
         except (ConfigError, OSError) as error:
@@ -54,6 +55,7 @@ def agent_backend_for(
     """
     devices = {group.pool.device.type for group in groups if group}
     if where == "process" or (where == "auto" and devices == {"cuda"}):
+        Client(client).close()  # as above
         try:
             return ProcessBackend(groups, client, config)
         except (ConfigError, OSError) as error:

@@ -104,6 +104,7 @@ class WorkerProcess:
         self._deaths = 0
         self._restart_at = 0.0
         self._closed = False
+        self._pid = os.getpid()
         self._failed = False  # the process of the last start never became ready
         self.ready = False
         # Start-up times; the delegate removes them
@@ -193,6 +194,8 @@ class WorkerProcess:
         `patience_s`: frames may stay unread for so long after the last read. Frames to send do not
         wait.
         """
+        if os.getpid() != self._pid:
+            return
         now = time.monotonic()
         if self._process is None:
             if now >= self._restart_at and not self._closed:
@@ -218,8 +221,10 @@ class WorkerProcess:
     def close(self, busy: Callable[[], bool]) -> None:
         """End the process when it is not `busy` any more, at most `close_s` from now.
 
-        Wait until it is gone.
+        Wait until it is gone. In a child of a fork it does nothing: the process is the parent's.
         """
+        if os.getpid() != self._pid:
+            return
         self._closed = True
         close_s = self.timeouts.close_s
         end = time.monotonic() + close_s

@@ -116,6 +116,7 @@ class GrpcWire:
         TLS files.
         """
         self._pid = os.getpid()
+        self._stuck = False  # gRPC could not start the thread that ends the channel's calls
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         if tls is not None and tls.renamed:
             authority = tls.name  # gRPC compares this with the certificate, too, at each call
@@ -163,7 +164,7 @@ class GrpcWire:
         check_process(self._pid)
         told, call = self._call_metadata, getattr(self._stub, _METHODS[op])
         try:
-            return _in_grpc(lambda: call(request, timeout=deadline.remaining(), metadata=told))
+            return self._run(lambda: call(request, timeout=deadline.remaining(), metadata=told))
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
 
@@ -177,7 +178,7 @@ class GrpcWire:
         """Stream pages to the node; see `Wire.put`."""
         check_process(self._pid)
         stream, told = _Stream(), self._call_metadata
-        return _in_grpc(
+        return self._run(
             partial(self._put_all, stream, told, request, pages, deadline, seals), stream.stop
         )
 
@@ -231,7 +232,7 @@ class GrpcWire:
         """Stream pages from the node; see `Wire.get`."""
         check_process(self._pid)
         stream, told = _Stream(), self._call_metadata
-        return _in_grpc(
+        return self._run(
             partial(self._get_all, stream, told, request, buffers, seeds, deadline, seals),
             stream.stop,
         )
@@ -281,14 +282,23 @@ class GrpcWire:
         """
         check_process(self._pid)
         request, told = pb.FollowRequest(number=number), self._call_metadata
-        return Followed(lambda: self._stub.Follow(request, timeout=seconds, metadata=told), end)
+
+        def begin() -> Any:
+            with self._stuck_without_thread():
+                return self._stub.Follow(request, timeout=seconds, metadata=told)
+
+        return Followed(begin, end)
 
     def close(self) -> None:
         """End the calls and close the channel.
 
-        In a child of a fork it does nothing: the channel is the parent's.
+        In a child of a fork it does nothing: the channel is the parent's. A stuck channel is left
+        alone: gRPC would wait for ever for its calls.
         """
         if os.getpid() != self._pid:
+            return
+        if self._stuck:
+            self._keep()
             return
         close = partial(gate.run, self._channel.close)
         if in_main_thread():
@@ -296,6 +306,28 @@ class GrpcWire:
                 start_thread(close, "kvstore-close")  # in a thread that is not waited for
         else:
             close()
+
+    def _run(self, work: Callable[[], Result], stop: Callable[[], object] | None = None) -> Result:
+        with self._stuck_without_thread():
+            return _in_grpc(work, stop)
+
+    @contextlib.contextmanager
+    def _stuck_without_thread(self) -> Iterator[None]:
+        """Raise Unavailable, and give the channel up, if a thread can not be started.
+
+        Python's gRPC counts its thread before it starts it. If that fails, none comes later, and no
+        call of the channel ever ends, not even by its deadline.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            self._stuck = True
+            raise Unavailable(f"gRPC has no thread: {error}") from error
+
+    def _keep(self) -> None:
+        """Keep gRPC's objects for ever, so that nothing waits for the channel's end."""
+        for kept in (self._channel, self._stub, self._put, self._get):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 class Followed:
@@ -411,8 +443,7 @@ def _keep_channels() -> None:
     gRPC would wait for threads and locks that do not exist in the child.
     """
     for wire in list(_wires):
-        for kept in (wire._channel, wire._stub, wire._put, wire._get):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        wire._keep()
 
 
 os.register_at_fork(after_in_child=_keep_channels)
