@@ -12,7 +12,7 @@ from typing import Any
 
 from engine_apart import EngineApart
 
-ROUNDING = 0.35  # of a log probability; see test_wrong_kv_would_show
+ROUNDING = 0.35  # of a log probability; see test_wrong_kv_changes_the_answer
 UNLIKELY = -1e9
 
 

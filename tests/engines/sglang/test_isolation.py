@@ -66,8 +66,6 @@ def test_other_pools_miss(engine: Make, other: tuple[str, Callable[[], Any]]) ->
 
 def test_layouts_of_equal_shape_miss(engine: Make) -> None:
     """With as many layers as heads, page_first_direct and page_head pages have equal shapes."""
-    shape.
-    """
     writer, reader = engine(mha("page_first_direct")), engine(mha("page_head"))
     assert (
         writer.backend._pages["kv"].namespace.layout == reader.backend._pages["kv"].namespace.layout
