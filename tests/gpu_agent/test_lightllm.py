@@ -123,9 +123,7 @@ def test_configuration_is_read_even_with_a_revision(
 def test_quantization_file_is_identified_by_its_content(
     arguments: Arguments, tmp_path: Path, argument: str
 ) -> None:
-    """Such a file has the scales of fp8 pages, so equal bytes mean other values under other
-    scales.
-    """
+    """The file has the scales of fp8 pages, so equal bytes may mean other values."""
     for name, text in [("one", "scales 1"), ("two", "scales 2"), ("copy", "scales 1")]:
         (tmp_path / name).write_text(text)
     one, two, copy, none = (

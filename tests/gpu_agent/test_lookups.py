@@ -93,9 +93,7 @@ def test_polls_do_not_block_or_repeat_the_lookup(fake: FakeClient) -> None:
 
 
 def test_old_answer_is_kept_until_a_new_one_comes(fake: FakeClient) -> None:
-    """With "not known yet" an engine would let other requests pass one that waits for its
-    blocks.
-    """
+    """Without an answer an engine would let others overtake a request that waits for blocks."""
     lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a")], KEYS)])
     old = answered(lookups, "r")

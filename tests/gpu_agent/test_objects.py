@@ -261,9 +261,7 @@ def check_hung_node(node: NodeProcess, store: ObjectStore, names: list[ObjectNam
 
 
 def all_threads_stopped(node: NodeProcess) -> bool:
-    """Return whether all threads of the node have stopped; a signal takes a moment to reach
-    each.
-    """
+    """Return whether all threads of the node have stopped; that takes a moment after a signal."""
     threads = Path(f"/proc/{node.pid}/task").iterdir()
     return all(
         (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads

@@ -106,9 +106,7 @@ ENGINES = ROOT / "gpu_agent" / "engines"
 
 
 def test_adapters_pass_defaults_separately_from_user_values() -> None:
-    """Regression: SGLang's adapters ignored KVSTORE_AGENT_LOAD_TIMEOUT_S, since their
-    defaults won.
-    """
+    """Regression: SGLang's adapters ignored KVSTORE_AGENT_LOAD_TIMEOUT_S for their defaults."""
     for path in ENGINES.glob("*.py"):
         for call in (
             node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
