@@ -26,9 +26,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shrink the agent's buffers: by default it writes 128 MiB at its start, longer than most tests
-    take.
-    """
+    """Shrink the agent's buffers: writing the default 128 MiB takes longer than most tests."""
     monkeypatch.setenv("KVSTORE_AGENT_STAGING_BYTES", str(1 << 20))
 
 

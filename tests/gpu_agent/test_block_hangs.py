@@ -27,9 +27,7 @@ def offer_hit(store: Any, name: str) -> list[int]:
 def test_hanging_loads_delay_few_requests(
     stores: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: where lookups passed and loads hung, each request waited until its load's
-    deadline.
-    """
+    """Regression: where only loads hung, each request waited until its load's deadline."""
     now = [1000.0]
     store = stores()
     store.scheduler._hits._hangs = CircuitBreaker("loads", PAUSE_S_MAX, lambda: now[0])

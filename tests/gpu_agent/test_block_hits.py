@@ -140,9 +140,7 @@ def test_step_reports_its_prompt_tokens(
 
 @pytest.mark.parametrize("patience_s", [60.0, 5.0])
 def test_hanging_loads_of_abandoned_requests_are_noticed(clock: Clock, patience_s: float) -> None:
-    """Regression: a load that ended after its request was forgotten, so that each request waited
-    for its own hanging load.
-    """
+    """Regression: hangs of loads whose requests were forgotten went unnoticed, so all requests hung."""
     scheduler = scheduler_of(clock=clock)
     waited = 0
     for number in range(100):
@@ -224,9 +222,7 @@ def test_trial_load_happens_although_the_request_waits(polls: int) -> None:
 
 
 def test_longer_hit_of_the_same_request_is_decided_again() -> None:
-    """Computing 1,000 tokens is faster than loading them; after a preemption a hit of 32,000 is
-    loaded.
-    """
+    """Computing 1,000 tokens is faster; after a preemption a hit of 32,000 tokens is loaded."""
     scheduler = scheduler_of(trained_cost_model(load_s=2.0))
     answers: Any = scheduler._lookups
     request = Request(0, 2000)
@@ -238,9 +234,7 @@ def test_longer_hit_of_the_same_request_is_decided_again() -> None:
 
 
 def busy(worth: LoadCostModel, load_s: float, hits: int) -> int:
-    """Return how many hits of 1,000 tokens are loaded while every step computes 2,048 others in 2
-    s.
-    """
+    """Return how many hits of 1,000 tokens are loaded while each step computes 2,048 others."""
     taken, now, step = 0, 5000.0, 0
 
     def stepped() -> None:

@@ -1,6 +1,4 @@
-"""Cost of an engine's steps and limits on memory: the scheduler's side and the ranks' side
-together.
-"""
+"""Cost of an engine's steps and limits on memory, for the scheduler's and the ranks' side."""
 
 from typing import Any
 
@@ -30,9 +28,7 @@ def test_blocks_dropped_at_the_end_of_a_request_are_counted(
 def test_block_table_is_read_only_when_blocks_can_be_saved(
     stores: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a hundred running requests most complete no block in a step, and each read costs the
-    engine.
-    """
+    """Of a hundred running requests most complete no block in a step, and each read is a cost."""
     monkeypatch.setattr(request_module, "STAGED_BLOCKS", 4)
     store = stores()
     request = FakeRequest("r", TOKENS)
@@ -51,9 +47,7 @@ def test_block_table_is_read_only_when_blocks_can_be_saved(
 
 
 def test_load_larger_than_the_pending_limit_succeeds(stores: MakeStore) -> None:
-    """Regression: a load over the limit on pending bytes always failed; its allocated blocks limit
-    it.
-    """
+    """Regression: a load over the limit on pending bytes always failed."""
     store = stores(pending_nbytes_max=4096, staging_nbytes=4096, blocks_max=20)
     tokens = list(range(BLOCK * 20))
     request, table = FakeRequest("r", tokens), [list(range(1, 21))]

@@ -165,9 +165,7 @@ def test_invalid_blocks_raise_at_once(rank: Rank) -> None:
 
 
 def test_invalid_keys_are_not_stored(rank: Rank) -> None:
-    """An agent in this process raises at once; one in another process reports the error in its
-    result.
-    """
+    """An agent in this process raises at once; one in another process reports the error later."""
     for wrong in ([keys(1)[0]] * 2, [b"abc", b"d" * 32]):
         try:
             result = rank.save(0, wrong, [1, 2])

@@ -149,9 +149,7 @@ def test_gather_starts_after_the_engines_work(pool: KVPool) -> None:
 
 
 def test_wait_for_the_engine_uses_no_cpu() -> None:
-    """An agents' process waits during most of a step; polling slowed the engine by a third (vLLM,
-    H200).
-    """
+    """An agents' process mostly waits; polling slowed the engine by a third (vLLM, H200)."""
     device = cuda.CudaTransfer().device
     for _ in range(3):
         torch.cuda._sleep(400_000_000)

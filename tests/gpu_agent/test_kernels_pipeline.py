@@ -97,9 +97,7 @@ def test_slots_are_freed_after_the_gather_only(seed: int, token_pool: KVPool) ->
 
 @pytest.mark.parametrize("seed", range(20))
 def test_slots_are_accessed_after_the_engines_enqueued_work(seed: int, token_pool: KVPool) -> None:
-    """A save reads what the engine still had to write; a load does not overwrite what it had to
-    read.
-    """
+    """A save reads what the engine had still to write; a load keeps what it had still to read."""
     device, table = SimulatedDevice(seed), token_pool.unit_table(torch.arange(96), 12)
     transfer, pages = (
         StagedTransfer(device, 4096),

@@ -36,9 +36,7 @@ from kvstore.tools.node_process import NodeProcess
 
 
 class Damaging(SimulatedDevice):
-    """Flip a bit at the target of the copy with number `spoilt`, counting copies of at least a
-    page.
-    """
+    """Flip a bit at the target of copy number `spoilt`, counting copies of a page or more."""
 
     spoilt = -1
 

@@ -170,9 +170,7 @@ def test_server_with_indistinguishable_pages_does_not_start(
 def test_namespace_covers_the_ntk_alpha_variable(
     arguments: Arguments, shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LightLLM reads LIGHTLLM_NTK_ALPHA when it makes rotary embeddings; its arguments do not have
-    it.
-    """
+    """LightLLM reads LIGHTLLM_NTK_ALPHA for its rotary embeddings; its arguments lack it."""
     monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments()))
     monkeypatch.setenv("KVSTORE_ADDRESS", shared_node.address)
     found = set()

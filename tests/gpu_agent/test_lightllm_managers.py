@@ -36,9 +36,7 @@ def manager(
     padding: int = 1,
     device: str = "cpu",
 ) -> Any:
-    """Make a manager of `kv` (rows, width, dtype) per token and layer and a `scale` buffer (width,
-    dtype).
-    """
+    """Make a manager of `kv` (rows, width, dtype) and `scale` (width, dtype) per token and layer."""
     rows, width, dtype = kv
     made = SimpleNamespace(
         size=SLOTS,
@@ -242,9 +240,7 @@ def test_hybrid_states_must_fit_the_model() -> None:
 
 
 def test_managers_have_different_layouts() -> None:
-    """Only managers that differ in scales outside the cache share a layout; the salt separates
-    them.
-    """
+    """Only managers that differ in scales outside the cache share a layout; the salt differs."""
     layouts = {
         name: manager_pool(make(device="meta"), 64).layout for name, (make, _) in MANAGERS.items()
     }

@@ -67,9 +67,7 @@ def base_class(methods: tuple[str, ...]) -> type:
 
 
 def release(monkeypatch: pytest.MonkeyPatch, methods: tuple[str, ...], **api: Any) -> Any:
-    """Import our adapter's module with a release of these abstract methods and of the names in
-    `api`.
-    """
+    """Import our adapter's module with a release of these abstract methods and `api` names."""
     names: dict[str, dict[str, Any]] = {
         "lmcache": {},
         "lmcache.lmcache_native": {"Bitmap": object},

@@ -149,9 +149,7 @@ def test_lookup_does_not_wait_for_touches_of_ended_requests(fake: FakeClient) ->
 def test_lookups_queued_past_their_deadline_are_no_outage(
     fake: FakeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their deadlines passed before the store was asked, so later requests still wait for its
-    answers.
-    """
+    """Their deadlines passed before the store was asked, so later requests still wait for it."""
     fake.gate.clear()
     lookups = Lookups(ThreadLookups(fake), 0.2)  # type: ignore[arg-type]
     for number in range(10):

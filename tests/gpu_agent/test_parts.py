@@ -1,6 +1,4 @@
-"""The parts of a load: when a load has ended for any reason, no copy is running and no page is
-held.
-"""
+"""The parts of a load: when a load ends for any reason, no copy runs and no page is held."""
 
 import contextlib
 import threading
@@ -71,9 +69,7 @@ def load_task(pool: KVPool, count: int, ahead: ThreadPoolExecutor) -> LoadTask:
 def test_load_that_ends_early_waits_for_the_next_part_and_releases_it(
     in_parallel: bool, token_pool: KVPool
 ) -> None:
-    """In turn, the next part is fetched ahead; in parallel, it is already being copied to its
-    slots.
-    """
+    """In turn, the next part is fetched ahead; in parallel, it is already being copied."""
     first, second = hashes(2)
 
     def place(key: bytes) -> int:
@@ -141,9 +137,7 @@ def test_load_continues_on_another_path_after_the_last_loaded_page(
 def test_load_without_threads_succeeds_and_writes_nothing_later(
     gpu: bool, shm_client: Client, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Regression: such a load failed, and one of its parts was later copied into another request's
-    slots.
-    """
+    """Regression: the load failed, and a part was later copied into another request's slots."""
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)
     namespace = Namespace(model=f"parts-{uuid.uuid4()}", layout=token_pool.layout)
     transfer: Any = StagedTransfer(SimulatedDevice(seed), 4096) if gpu else TorchTransfer()

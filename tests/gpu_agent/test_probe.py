@@ -118,9 +118,7 @@ def test_wrong_memory_content_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_cuda_is_initialized_before_its_memory_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch does not initialize CUDA when a storage comes from another process, and dies of
-    SIGSEGV.
-    """
+    """torch does not initialize CUDA for a storage of another process, and dies of SIGSEGV."""
     done: list[str] = []
 
     def opened(*_: Any) -> torch.UntypedStorage:

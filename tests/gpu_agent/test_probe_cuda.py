@@ -1,6 +1,4 @@
-"""The findings of `kvstore doctor --gpu` on this machine, compared with those of the agents'
-process.
-"""
+"""The findings of `kvstore doctor --gpu` here, compared with those of the agents' process."""
 
 import time
 

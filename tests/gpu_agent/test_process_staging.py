@@ -107,9 +107,7 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
 def test_save_ordered_before_readiness_has_its_whole_deadline(
     starting: Starting,
 ) -> None:
-    """Regression: with four engines starting together on an H100, the start took longer than a save
-    may.
-    """
+    """Regression: with four engines on an H100, the start took longer than a save may."""
     home, process = starting
     (agent,) = home.agents(None)
     chain = keys(3)

@@ -1,6 +1,4 @@
-"""An engine whose store refuses it computes as if without a store: no exception, wait or retry
-storm.
-"""
+"""An engine refused by its store computes as without one: no exception, wait or retry storm."""
 
 import logging
 import os

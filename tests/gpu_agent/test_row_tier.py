@@ -162,9 +162,7 @@ def test_found_pages_are_not_evicted_before_their_load() -> None:
 
 
 def test_head_of_a_pinned_chain_is_evicted_last() -> None:
-    """When the pins end, the pages are ordered as if they had been read, so the end is evicted
-    first.
-    """
+    """When pins end, pages are ordered as if they had been read, so the end is evicted first."""
     memory = random_memory(40)
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
     # At most half of a node can be pinned.

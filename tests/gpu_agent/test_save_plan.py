@@ -98,9 +98,7 @@ def test_blocks_stay_pinned_until_all_ranks_have_read_them() -> None:
 
 
 def test_last_block_is_unpinned_first() -> None:
-    """The engine reuses blocks in the order of their release, and a chain should lose its end
-    first.
-    """
+    """The engine reuses blocks in order of release, and a chain should lose its end first."""
     freed: list[int] = []
     plan = SavePlan(1, 8, 4, lambda _: None, freed.extend)
     plan.stage("a", blocks(1, 2) + blocks(3, 4, group=1))

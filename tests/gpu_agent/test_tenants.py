@@ -139,9 +139,7 @@ def test_lightllms_service_with_a_tenants_token_stores_and_loads(
 def test_options_of_the_other_adapters_with_a_tenants_token_store_and_load(
     token_pool: KVPool,
 ) -> None:
-    """The two adapters for vLLM, the two for SGLang and LMCache's make their namespaces of these
-    options.
-    """
+    """The adapters for vLLM, SGLang and LMCache make their namespaces of these options."""
     options = read_options({"model": "m"})
     with Client(options.client) as client:
         agent = Agent(

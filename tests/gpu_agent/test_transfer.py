@@ -161,9 +161,7 @@ def blocks_padded_inside_a_wider_buffer() -> Case:
 
 
 def block_pool(order: tuple[int, ...]) -> Case:
-    """Return `[B, H, N, C]` over memory in any order of these dimensions, all layers in one
-    buffer.
-    """
+    """Return `[B, H, N, C]` over memory in any order of these dimensions, in one buffer."""
     shape = (7, 2, 4, 3)
     whole = filled(2, *(shape[i] for i in order), dtype=torch.bfloat16)
     back = [order.index(i) for i in range(4)]

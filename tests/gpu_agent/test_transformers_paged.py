@@ -156,9 +156,7 @@ def test_another_manager_generates_the_same_from_stored_pages(
 
 
 def test_model_attends_to_the_loaded_pages(make: Make, client: Client) -> None:
-    """The comparison above can fail: another page in the store changes what the manager
-    computes.
-    """
+    """The comparison above can fail: another page in the store changes the result."""
     first, second = make(), make()
     expected = first.generate_from_cache(prompt(100))
     first.adapter.save(prompt(100))

@@ -1,6 +1,4 @@
-"""Whole units are copied one by one: the same bytes as the reference, in order, and nothing
-else.
-"""
+"""Whole units are copied one by one, in order: the same bytes as the reference, no others."""
 
 import pytest
 import torch

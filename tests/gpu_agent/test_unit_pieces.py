@@ -56,9 +56,7 @@ def k_and_v(run: int = RUN) -> KVPool:
 
 
 def segments() -> KVPool:
-    """Return a pool with K and V of other sizes in separate memory, with gaps between pages
-    of K.
-    """
+    """Return a pool with K and V of other sizes in separate memory, and gaps between K's pages."""
     return one_unit(random_bytes(SLOTS, 5000)[:, 700:4000], random_bytes(SLOTS, 1, 333))
 
 

@@ -168,9 +168,7 @@ def test_single_slow_step_changes_little() -> None:
 
 
 def test_overlapping_steps_are_measured_separately() -> None:
-    """With asynchronous scheduling two steps are known at a time, each lasting until its results
-    arrive.
-    """
+    """With asynchronous scheduling two steps are known at a time, each until its results arrive."""
     engine = Engine(2e-6, 0.0, 0.004)
     for _ in range(40):
         first, second = engine.step + 1, engine.step + 2
@@ -215,9 +213,7 @@ def test_hit_cost_recovers_from_a_zero_estimate() -> None:
 
 
 def test_much_faster_load_is_probed_again_soon() -> None:
-    """The next probe does not wait for PROBED hits, since the old estimate may be wrong or
-    outdated.
-    """
+    """The next probe does not wait for PROBED hits, since the old estimate may be outdated."""
     engine = Engine(1e-6, load_s=0.1)
     engine.learn()
     while not engine.worth.is_load_faster(0, 1000, alone=True):

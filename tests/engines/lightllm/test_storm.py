@@ -56,9 +56,7 @@ class Storm:
         return self._truth[key]
 
     def prompt(self, server: Any) -> list[int]:
-        """Return the hashes of one of a few prompts, or of a part of it, so that prefixes are
-        shared.
-        """
+        """Return the hashes of one of a few prompts or of a part of it, to share prefixes."""
         return list(server.hashes(self.rng.randrange(1, 5), self.rng.randrange(1, 9)))
 
     def request(self, server: Any, hashes: list[int]) -> None:
@@ -77,9 +75,7 @@ class Storm:
                 self.wrong.append(f"a request was given a wrong page {page} for {key:x}")
 
     def offload(self, server: Any, hashes: list[int], slow: bool) -> None:
-        """Fill and queue a prompt's pages as ranks do; they stay LOADING while the copy takes
-        place.
-        """
+        """Fill and queue a prompt's pages as ranks do; they are LOADING during the copy."""
         # LightLLM raises with its lock held when its queue is full.
         if self._queued[server] == QUEUE_GROUPS_MAX:
             self.persist(server)
@@ -104,9 +100,7 @@ class Storm:
         self._queued[server] = 0
 
     def together(self, server: Any) -> None:
-        """Send one prompt in several requests at once; later ones are given pages still being
-        loaded.
-        """
+        """Send one prompt in several requests at once; later ones get pages still being loaded."""
         hashes = server.hashes(self.rng.randrange(1, 5), 8)
         self.hashes.update(hashes)
         found: list[list[int]] = []

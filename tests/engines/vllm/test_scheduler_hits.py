@@ -253,7 +253,7 @@ def test_engine_reports_its_counts_before_it_becomes_idle(
     engine = make()
     for number in range(3):
         engine.generate(tokens(13 + number, 60), name=f"r{number}")
-    engine.step()  # empty, as the last one of every engine
+    engine.step()  # an empty step, as the last one of every engine
     assert engine.stats.data["pages_saved"] == 3 * 4
     assert engine.ranks[0].connector._rank.counts.pages_saved == 0, "some counts were not reported"
 
@@ -261,9 +261,7 @@ def test_engine_reports_its_counts_before_it_becomes_idle(
 def test_kv_events_name_only_the_engines_cache(
     make: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A router would weigh blocks in the store like those on the GPU, and would miss their
-    eviction.
-    """
+    """A router would weigh blocks in the store like those on the GPU, and miss their eviction."""
     with caplog.at_level("INFO", "vllm.kvstore"):
         engine = make(ranks=2, events=True)
     assert caplog.text.count("the store sends none") == 1

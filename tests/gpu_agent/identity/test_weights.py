@@ -320,9 +320,7 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
 
 
 def test_directory_without_weights_names_the_remedy(tmp_path: Path) -> None:
-    """Engines make such a directory for the configuration of weights that they stream from
-    elsewhere.
-    """
+    """Engines make such a directory for the configuration of weights streamed from elsewhere."""
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"holds no weights; name them with the option revision"):
         named(Identity(), str(tmp_path))

@@ -64,9 +64,7 @@ def seed_of(engine: SGLangHandle, fleet: dict[str, SGLangHandle], seed: int) -> 
 def test_store_hit_answers_like_a_local_hit(
     pair: tuple[SGLangHandle, SGLangHandle], fleet: dict[str, SGLangHandle], store: RestartableNode
 ) -> None:
-    """Compare with local hits of the same engine, of another process and of an engine without a
-    store.
-    """
+    """Compare with local hits of the same engine, another process and an engine without a store."""
     writer, reader = pair
     seed = seed_of(writer, fleet, 10)
     prompts = [prompt(seed, 700), prompt(seed + 1, 1300), prompt(seed + 2, 1921)]
@@ -175,9 +173,7 @@ def test_salted_request_finds_only_its_own_pages(
 def test_wrong_kv_changes_the_answer(
     fleet: dict[str, SGLangHandle], store: RestartableNode
 ) -> None:
-    """Verify the comparison itself: another prompt's pages under this prompt's hashes change the
-    answer.
-    """
+    """Verify the comparison: another prompt's pages under this prompt's hashes change the answer."""
     writer, reader = fleet["writer"], fleet["graphs"]
     right, wrong = prompt(80, 700), prompt(81, 700)
     expected = found_locally_and_stored(writer, store, right, wrong)[:1]

@@ -136,9 +136,7 @@ def test_chunked_prefill(plain: EngineHandle, pair: Pair, fleet: dict[str, Engin
 
 
 def test_preemption(plain: EngineHandle, fleet: dict[str, EngineHandle]) -> None:
-    """With blocks for one and a half of two requests, the preempted one reloads its KV from the
-    store.
-    """
+    """With blocks for one and a half of two requests, the preempted one reloads its KV."""
     engine = fleet["few blocks"]
     prompts = [prompt(50, 70), prompt(51, 70)]
     expected = plain.alone(*prompts, max_tokens=100)
@@ -153,9 +151,7 @@ def test_preemption(plain: EngineHandle, fleet: dict[str, EngineHandle]) -> None
 def test_wrong_kv_changes_the_answer(
     plain: EngineHandle, pair: Pair, store: RestartableNode
 ) -> None:
-    """Verify the comparison itself: another prompt's pages under this prompt's hashes change the
-    answer.
-    """
+    """Verify the comparison: another prompt's pages under this prompt's hashes change the answer."""
     writer, reader = pair
     right, wrong = prompt(60, 100), prompt(61, 100)
     expected = plain.alone(right)
