@@ -144,7 +144,7 @@ def lock_down(lock: ArenaLock, arena: memoryview) -> None:
 
 
 class Keeping(SimulatedDevice):
-    """Fail to unlock memory, which must then stay mapped, lest its next owner's memory is locked."""
+    """Fail to unlock memory, which must stay mapped so that no other memory is locked."""
 
     def unregister(self, address: int) -> None:
         raise RuntimeError("can not be unlocked")

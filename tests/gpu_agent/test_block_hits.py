@@ -140,7 +140,7 @@ def test_step_reports_its_prompt_tokens(
 
 @pytest.mark.parametrize("patience_s", [60.0, 5.0])
 def test_hanging_loads_of_abandoned_requests_are_noticed(clock: Clock, patience_s: float) -> None:
-    """Regression: hangs of loads whose requests were forgotten went unnoticed, so all requests hung."""
+    """Regression: hanging loads of ended requests went unnoticed, so later requests hung too."""
     scheduler = scheduler_of(clock=clock)
     waited = 0
     for number in range(100):

@@ -36,7 +36,7 @@ def manager(
     padding: int = 1,
     device: str = "cpu",
 ) -> Any:
-    """Make a manager of `kv` (rows, width, dtype) and `scale` (width, dtype) per token and layer."""
+    """Make a manager of `kv` (rows, width, dtype) and `scale` (width, dtype) per token."""
     rows, width, dtype = kv
     made = SimpleNamespace(
         size=SLOTS,

@@ -234,7 +234,7 @@ def start_node() -> Iterator[Callable[..., NodeProcess]]:
 
 @pytest.fixture
 def make_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Return `make_server(address, kind, **arguments)`; `arguments` override LightLLM's defaults."""
+    """Return `make_server(address, kind, **arguments)`; `arguments` replace default values."""
     servers: list[Server] = []
 
     def make(address: str, kind: str = "bf16", **arguments: Any) -> Server:

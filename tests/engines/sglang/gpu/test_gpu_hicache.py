@@ -173,7 +173,7 @@ def test_salted_request_finds_only_its_own_pages(
 def test_wrong_kv_changes_the_answer(
     fleet: dict[str, SGLangHandle], store: RestartableNode
 ) -> None:
-    """Verify the comparison: another prompt's pages under this prompt's hashes change the answer."""
+    """Verify the check: another prompt's pages under this prompt's hashes change the answer."""
     writer, reader = fleet["writer"], fleet["graphs"]
     right, wrong = prompt(80, 700), prompt(81, 700)
     expected = found_locally_and_stored(writer, store, right, wrong)[:1]

@@ -151,7 +151,7 @@ def test_preemption(plain: EngineHandle, fleet: dict[str, EngineHandle]) -> None
 def test_wrong_kv_changes_the_answer(
     plain: EngineHandle, pair: Pair, store: RestartableNode
 ) -> None:
-    """Verify the comparison: another prompt's pages under this prompt's hashes change the answer."""
+    """Verify the check: another prompt's pages under this prompt's hashes change the answer."""
     writer, reader = pair
     right, wrong = prompt(60, 100), prompt(61, 100)
     expected = plain.alone(right)

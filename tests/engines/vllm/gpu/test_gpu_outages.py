@@ -62,7 +62,7 @@ def hits_again(engine: EngineHandle, seed: int) -> None:
 def test_node_killed_during_saves_and_loads(
     delay_s: float, plain: EngineHandle, engine: EngineHandle, store: RestartableNode
 ) -> None:
-    """The node is killed after various delays, while half of the prompts are saved and half loaded."""
+    """The node is killed while half of the prompts are saved and half loaded."""
     seed = 1000 + round(delay_s * 1000)
     known = [prompt(seed * 10 + i, 400) for i in range(6)]
     fresh = [prompt(seed * 10 + 6 + i, 400) for i in range(6)]

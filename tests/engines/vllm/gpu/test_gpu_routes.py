@@ -58,7 +58,7 @@ def test_second_server_answers_from_stored_kv(
 def test_route_b_restores_blocks_offloaded_by_another_engine(
     on_gpu: Engines, store: RestartableNode
 ) -> None:
-    """Blocks go from GPU to vLLM's CPU tier to the store, then to another engine's CPU tier and GPU."""
+    """Blocks go from a GPU and vLLM's CPU tier to the store, then to another engine's."""
     tier = {
         "type": "KVStoreTier",
         "module_path": "gpu_agent.engines.vllm_tier",
