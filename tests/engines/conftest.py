@@ -1,9 +1,9 @@
-"""Tests on the engines' own code: `make test-vllm` and its sisters.
+"""Tests against the real engines: `make test-vllm` and the like.
 
-`make test` has no engine and leaves them out.
+`make test` has no engine installed and skips them.
 
-Each folder's install.sh fills an environment with one engine; a folder is collected where its
-engine can be imported. The node runs in the project's own environment.
+Each folder's install.sh creates an environment with one engine. A folder is collected only where
+its engine can be imported. The node runs in the project's own environment.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ collect_ignore = [
 
 
 def start_node(*flags: str) -> NodeProcess:
-    """A node in the environment that has one."""
+    """Start a node with the Python environment in which the node is installed."""
     defaults = ("--ram-bytes", "256MiB", "--extent-bytes", "16MiB")
     return NodeProcess(
         *(flags or defaults), python=os.environ.get("KVSTORE_NODE_PYTHON", sys.executable)
@@ -44,7 +44,10 @@ def node() -> Iterator[NodeProcess]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """`models("llama", seed=1)`: the directory of a tiny model, made once."""
+    """Return a function that makes a tiny model once and returns its directory.
+
+    For example, `models("llama", seed=1)`.
+    """
     made: dict[str, str] = {}
 
     def directory(kind: str, **changes: Any) -> str:
@@ -53,7 +56,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
         name = f"tiny_{kind}"
         key = f"{name} {sorted(changes.items())}"
         if key not in made:
-            # Other weights under the same last path component: only their bytes tell them apart.
+            # Models share the last path component, so only their bytes tell them apart.
             path = tmp_path_factory.mktemp("model") / name
             save_model(kind, path, **changes)
             made[key] = str(path)
@@ -64,6 +67,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableNode]:
-    """A node of this file's own that can be killed and started again with its pages."""
+    """Start a node, one per test file, that can be killed and restarted with its pages."""
     with RestartableNode(tmp_path_factory.mktemp("node")) as node:
         yield node

@@ -1,4 +1,4 @@
-"""Helpers of the agent's tests: pools filled with random bytes."""
+"""Fixtures of the agent's tests: pools filled with random bytes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,26 +13,26 @@ from kvstore.tools.node_process import NodeProcess
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Random bytes seen as `dtype`: NaNs with payloads included."""
+    """Return random bytes viewed as `dtype`, including NaNs with payloads."""
     nbytes = torch.empty(shape, dtype=dtype).nbytes
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8).view(dtype).view(shape)
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    # Not torch.manual_seed: for each kind of GPU that is not there it writes the stack down.
+    # torch.manual_seed would record the stack for each absent kind of GPU.
     torch.default_generator.manual_seed(20)
 
 
 @pytest.fixture(autouse=True)
 def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default an agent writes 128 MiB at its start: longer than most tests take."""
+    """Shrink the agent's buffers: writing the default 128 MiB takes longer than most tests."""
     monkeypatch.setenv("KVSTORE_AGENT_STAGING_BYTES", str(1 << 20))
 
 
 @pytest.fixture
 def token_pool() -> KVPool:
-    """Two layers of K and V, 96 token slots, pages of 8 tokens and 1 KiB."""
+    """Make two layers of K and V, 96 token slots, with pages of 8 tokens and 1 KiB."""
     planes = (Plane("k", "bfloat16", (2, 8)), Plane("v", "bfloat16", (2, 8)))
     layout = PageLayout(8, (LayerGroup("attention", (0, 1), planes),))
     tensors = {
@@ -45,7 +45,7 @@ def token_pool() -> KVPool:
 
 @pytest.fixture
 def mixed_pool() -> KVPool:
-    """Token slots for KV beside blocks of 4 tokens for an indexer; pages of 8 tokens."""
+    """Make token slots for KV and blocks of 4 tokens for an indexer, with pages of 8 tokens."""
     groups = (
         LayerGroup("kv", (0, 1), (Plane("latent", "float8_e4m3fn", (1, 12)),)),
         LayerGroup("indexer", (1,), (Plane("keys", "uint8", (20,), unit_tokens=4),)),
@@ -68,7 +68,7 @@ def shm_client(shared_node: NodeProcess) -> Iterator[Client]:
 
 @pytest.fixture
 def stores(shared_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[MakeStore]:
-    """Makes `Store`s of one namespace, a test's own."""
+    """Return a function that makes `Store`s in one namespace per test."""
     made: list[Store] = []
     with Client(ClientConfig(address=shared_node.address, connect_timeout_s=5.0)) as client:
 

@@ -1,5 +1,7 @@
-"""Save and load through a real node: what is stored comes back to other slots; what goes wrong is a
-smaller number, never an exception or a hang."""
+"""Save and load through a real node.
+
+Saved pages load into other slots. Failures give a smaller count, never an exception or a hang.
+"""
 
 import threading
 import time
@@ -26,11 +28,11 @@ from kvstore.checksum import leaf
 from kvstore.tools.node_process import NodeProcess
 
 PAGES = 6
-WAIT_S = 20.0  # for a future that must come; a lost one fails the test instead of hanging it
+WAIT_S = 20.0  # limit for a future, so that a lost one fails the test
 
 
 class GatedTransfer(TorchTransfer):
-    """Stops in front of every gather until the test opens the gate."""
+    """Block before every gather until the test opens the gate."""
 
     def __init__(self) -> None:
         self.entered, self.gate = threading.Event(), threading.Event()
@@ -46,7 +48,7 @@ def hashes(count: int = PAGES, salt: int = 0) -> list[bytes]:
 
 
 def pages_at(pool: KVPool, units: torch.Tensor) -> torch.Tensor:
-    """The pages that lie in these slots now."""
+    """Return the pages that are in these slots now."""
     count = len(units) // pool.layout.page_tokens
     pages = torch.empty((count, pool.layout.page_nbytes), dtype=torch.uint8)
     TorchTransfer().gather(pool, pool.unit_table(units, count), pages, None)
@@ -55,19 +57,19 @@ def pages_at(pool: KVPool, units: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place, too, four pages travel at a time."""
+    """Move four pages at a time in place, too."""
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 4096)
 
 
 @pytest.fixture
 def namespace(token_pool: KVPool) -> Namespace:
-    """A namespace that no other test uses."""
+    """Return a namespace that no other test uses."""
     return Namespace(model=f"agent-test-{uuid.uuid4()}", layout=token_pool.layout)
 
 
 @pytest.fixture
 def agent(client: Client, namespace: Namespace, token_pool: KVPool) -> Iterator[Agent]:
-    """Four pages per staging buffer, so that six pages take two chunks."""
+    """Make an agent with four pages per staging buffer, so that six pages take two chunks."""
     config = AgentConfig(workers=2, staging_nbytes=4096, pending_nbytes_max=64 << 10)
     with Agent(client, namespace, token_pool, config) as agent:
         yield agent
@@ -76,7 +78,7 @@ def agent(client: Client, namespace: Namespace, token_pool: KVPool) -> Iterator[
 
 @pytest.fixture
 def dead_client() -> Iterator[Client]:
-    """A client of an address where nobody listens."""
+    """Make a client of an address that refuses connections."""
     with Client(
         ClientConfig(address="127.0.0.1:9", timeout_s=1.0, connect_timeout_s=0.2)
     ) as client:
@@ -100,7 +102,7 @@ def test_saved_pages_load_into_other_slots(agent: Agent, token_pool: KVPool) -> 
     assert torch.equal(pages_at(token_pool, source), expected)
 
 
-def test_a_second_save_gathers_only_what_is_missing(
+def test_second_save_gathers_only_missing_pages(
     client: Client, namespace: Namespace, token_pool: KVPool, agent: Agent
 ) -> None:
     agent.save(hashes(), torch.arange(48)).done.result(WAIT_S)
@@ -119,7 +121,7 @@ def test_a_second_save_gathers_only_what_is_missing(
         assert second.lookup(hashes()) == 6
 
 
-def test_only_the_leading_run_is_loaded_and_later_slots_stay(
+def test_load_stops_at_the_first_missing_page(
     client: Client, namespace: Namespace, token_pool: KVPool, agent: Agent
 ) -> None:
     source, target = torch.arange(48), torch.arange(48, 96)
@@ -135,7 +137,7 @@ def test_only_the_leading_run_is_loaded_and_later_slots_stay(
 
 
 @pytest.mark.parametrize("skip_tokens", [0, 3, 8, 19, 47, 48])
-def test_tokens_that_the_engine_has_are_neither_fetched_nor_written(
+def test_skipped_tokens_are_neither_fetched_nor_written(
     client: Client, namespace: Namespace, token_pool: KVPool, agent: Agent, skip_tokens: int
 ) -> None:
     source, target = torch.arange(48), torch.arange(48, 96)
@@ -152,7 +154,7 @@ def test_tokens_that_the_engine_has_are_neither_fetched_nor_written(
         assert torch.equal(plane.bits[cut:], old[skip_tokens:48])
 
 
-def test_a_pool_of_slots_and_blocks_comes_back(client: Client, mixed_pool: KVPool) -> None:
+def test_round_trip_of_a_pool_of_slots_and_blocks(client: Client, mixed_pool: KVPool) -> None:
     namespace = Namespace(model=f"agent-test-{uuid.uuid4()}", layout=mixed_pool.layout)
     token, block = torch.randperm(40), torch.randperm(10)
     source = {"token": token[:16], "block": block[:4]}
@@ -167,7 +169,7 @@ def test_a_pool_of_slots_and_blocks_comes_back(client: Client, mixed_pool: KVPoo
         )
 
 
-def test_a_store_that_is_down_is_a_miss(
+def test_unreachable_node_is_a_miss(
     dead_client: Client, namespace: Namespace, token_pool: KVPool
 ) -> None:
     before = [plane.bits.clone() for plane in token_pool.planes]
@@ -192,7 +194,7 @@ def test_a_store_that_is_down_is_a_miss(
     )
 
 
-def test_a_node_that_dies_under_a_load_leaves_a_correct_count(
+def test_node_killed_during_a_load_leaves_a_correct_count(
     token_pool: KVPool, namespace: Namespace
 ) -> None:
     source, target = torch.arange(48), torch.arange(48, 96)
@@ -214,7 +216,7 @@ def test_a_node_that_dies_under_a_load_leaves_a_correct_count(
             assert agent.save(hashes(), source).done.result(WAIT_S).stored == 6
             loaded = agent.load(hashes(), target).done.result(WAIT_S)
             count = loaded.pages
-            # The second part may have been fetched by then
+            # The second chunk may have been fetched by then.
             assert (count, loaded.loaded) in (
                 (1, 1),
                 (5, 5),
@@ -225,7 +227,7 @@ def test_a_node_that_dies_under_a_load_leaves_a_correct_count(
     assert torch.equal(pages_at(token_pool, target)[count:], before[count:])
 
 
-def test_over_the_limit_a_save_is_dropped_and_a_load_refused_at_once(
+def test_jobs_over_the_limit_are_refused_at_once(
     client: Client, namespace: Namespace, token_pool: KVPool
 ) -> None:
     transfer = GatedTransfer()
@@ -250,7 +252,7 @@ def test_over_the_limit_a_save_is_dropped_and_a_load_refused_at_once(
         assert agent.load(hashes(), torch.arange(48)).done.result(WAIT_S).pages == 6
 
 
-def test_slots_are_free_before_the_pages_are_stored(
+def test_slots_are_freed_before_the_pages_are_stored(
     client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put, gate = client.put, threading.Event()
@@ -264,7 +266,7 @@ def test_slots_are_free_before_the_pages_are_stored(
         return leaf(part)
 
     monkeypatch.setattr(client, "put", gated_put)
-    # In place, that comes before the commit
+    # In place, the checksum is computed before the commit.
     monkeypatch.setattr("gpu_agent.transfer_path.leaf", gated_leaf)
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 1 << 20)
     expected = pages_at(token_pool, torch.arange(48))
@@ -280,10 +282,10 @@ def test_slots_are_free_before_the_pages_are_stored(
     assert torch.equal(pages_at(token_pool, torch.arange(48)), expected)
 
 
-def test_a_chain_moved_in_chunks_is_touched_whole_once(
+def test_chain_moved_in_chunks_is_touched_once_as_a_whole(
     client: Client, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunk by chunk the tail would be the newest and its head the first to be evicted."""
+    """Touched by chunk, the tail would be the newest and the head would be evicted first."""
     lookup, touched = client.lookup, []
 
     def spy(
@@ -295,14 +297,14 @@ def test_a_chain_moved_in_chunks_is_touched_whole_once(
 
     monkeypatch.setattr(client, "lookup", spy)
     agent.save(hashes(), torch.arange(48)).done.result(WAIT_S)
-    assert touched == [hashes()] * 2  # the question what is missing, and the order afterwards
+    assert touched == [hashes()] * 2  # the lookup of missing pages, and the final touch
     agent.load(hashes(), torch.arange(48)).done.result(WAIT_S)
-    agent.load(hashes(4), torch.arange(32)).done.result(WAIT_S)  # one chunk: the get has touched it
-    agent.close()  # nobody waits for the touch, which comes after the load is done
+    agent.load(hashes(4), torch.arange(32)).done.result(WAIT_S)  # one chunk, touched by the get
+    agent.close()  # the touch after a load is asynchronous
     assert touched == [hashes()] * 3
 
 
-def test_a_full_node_stops_a_save_and_is_named(
+def test_full_node_stops_a_save_and_is_the_reason(
     client: Client, agent: Agent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -323,11 +325,11 @@ def test_a_full_node_stops_a_save_and_is_named(
     assert calls == [4]
 
 
-def test_a_job_that_waited_past_its_deadline_ends_without_moving_anything(
+def test_job_past_its_deadline_moves_nothing(
     client: Client, namespace: Namespace, token_pool: KVPool
 ) -> None:
     transfer = GatedTransfer()
-    # Enough to come as far as the gate on a busy machine
+    # Long enough to reach the gate on a busy machine.
     config = AgentConfig(workers=1, save_timeout_s=0.5)
     with Agent(client, namespace, token_pool, config, transfer) as agent:
         first, second = (agent.save(hashes(salt=i), torch.arange(48)) for i in (0, 1))
@@ -339,7 +341,7 @@ def test_a_job_that_waited_past_its_deadline_ends_without_moving_anything(
             assert "deadline" in str(job.done.result().reason)
 
 
-def test_close_answers_every_job_and_takes_no_more(
+def test_close_ends_all_jobs_and_refuses_new_ones(
     client: Client, namespace: Namespace, token_pool: KVPool
 ) -> None:
     transfer = GatedTransfer()
@@ -365,7 +367,7 @@ def test_close_answers_every_job_and_takes_no_more(
     assert agent.check() == []
 
 
-def test_a_job_that_breaks_answers_and_gives_its_buffer_back(
+def test_job_that_raises_is_answered_and_frees_its_buffer(
     client: Client, namespace: Namespace, token_pool: KVPool, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(TorchTransfer):
@@ -373,7 +375,7 @@ def test_a_job_that_breaks_answers_and_gives_its_buffer_back(
             raise RuntimeError("illegal memory access")
 
     with Agent(client, namespace, token_pool, AgentConfig(workers=1), Broken()) as agent:
-        for _ in range(3):  # more often than there are buffers
+        for _ in range(3):  # more jobs than buffers
             job = agent.save(hashes(), torch.arange(48))
             assert "illegal memory access" in str(job.done.result(WAIT_S).reason)
             job.gathered.result(WAIT_S)
@@ -381,7 +383,7 @@ def test_a_job_that_breaks_answers_and_gives_its_buffer_back(
     assert "illegal memory access" in caplog.text
 
 
-def test_check_reports_a_lost_buffer_and_a_forgotten_job(agent: Agent) -> None:
+def test_check_reports_a_leaked_buffer_and_job(agent: Agent) -> None:
     buffer = agent._saves._buffers.get()
     assert agent.check() == ["save: 1 free and 0 used buffers, expected 2 in all"]
     agent._saves._buffers.put(buffer)
@@ -390,7 +392,7 @@ def test_check_reports_a_lost_buffer_and_a_forgotten_job(agent: Agent) -> None:
     agent._loads._running -= 1
 
 
-def test_calls_that_are_wrong_raise_before_anything_moves(agent: Agent, token_pool: KVPool) -> None:
+def test_invalid_calls_raise_before_anything_moves(agent: Agent, token_pool: KVPool) -> None:
     twice = [hashes()[0], hashes()[0]]
     with pytest.raises(InvalidRequest, match="twice"):
         agent.save(twice, torch.arange(16))
@@ -403,7 +405,7 @@ def test_calls_that_are_wrong_raise_before_anything_moves(agent: Agent, token_po
     assert agent.stats.saves == agent.stats.loads == 0
 
 
-def test_an_empty_chain_is_done_at_once(agent: Agent) -> None:
+def test_empty_chain_completes_at_once(agent: Agent) -> None:
     none = torch.arange(0)
     assert agent.lookup([]) == 0
     job = agent.save([], none)
@@ -412,7 +414,7 @@ def test_an_empty_chain_is_done_at_once(agent: Agent) -> None:
     assert agent.load([], none).done.result(0).pages == 0
 
 
-def test_configurations_that_can_not_work_end_the_start(
+def test_invalid_configurations_fail_the_start(
     client: Client, namespace: Namespace, token_pool: KVPool, mixed_pool: KVPool
 ) -> None:
     with pytest.raises(ConfigError, match=r"workers=0 is outside 1\.\.64"):
@@ -430,7 +432,7 @@ def test_configurations_that_can_not_work_end_the_start(
         agent.save(hashes(1), torch.arange(8))
 
 
-def test_a_page_larger_than_the_staging_buffer_is_a_configuration_error(client: Client) -> None:
+def test_page_larger_than_the_staging_buffer_is_refused(client: Client) -> None:
     with pytest.raises(ConfigError, match="staging_nbytes=4096 must hold a page of 8192 bytes"):
         Agent(
             client,

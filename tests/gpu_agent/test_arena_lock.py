@@ -1,4 +1,4 @@
-"""The node's memory is page-locked in the background, and let go when the node has another."""
+"""The node's memory is page-locked in the background, and unlocked when it is replaced."""
 
 import contextlib
 import gc
@@ -25,10 +25,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         threading.Event().wait(0.005)
-    raise AssertionError("waited in vain")
+    raise AssertionError("condition not met in time")
 
 
-def test_use_returns_at_once_and_says_when_it_is_done() -> None:
+def test_use_locks_memory_in_the_background() -> None:
     gate = threading.Event()
 
     class Slow(SimulatedDevice):
@@ -47,17 +47,17 @@ def test_use_returns_at_once_and_says_when_it_is_done() -> None:
     assert device.registered == [(address_of(arena), 8192)]
 
 
-def test_without_a_thread_copies_are_slow_and_it_is_tried_again(
+def test_lock_without_a_thread_is_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or each save would wait for a page-lock that nobody makes."""
+    """Otherwise each save would wait for a page-lock that no thread makes."""
 
-    def none_left(_: threading.Thread) -> None:
+    def fail_to_start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     transfer, arena = StagedTransfer(SimulatedDevice(1)), memory()
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", none_left)
+        patch.setattr(threading.Thread, "start", fail_to_start)
         assert not transfer.host_memory(arena)
     assert transfer.await_host_memory(0.0)
     transfer.host_memory(arena)
@@ -65,7 +65,7 @@ def test_without_a_thread_copies_are_slow_and_it_is_tried_again(
     assert transfer.host_memory(arena)
 
 
-def test_another_arena_replaces_the_first_when_no_copy_is_under_way() -> None:
+def test_another_arena_replaces_the_first_while_idle() -> None:
     device = SimulatedDevice(2)
     idle: list[list[tuple[int, int]]] = []
 
@@ -78,13 +78,13 @@ def test_another_arena_replaces_the_first_when_no_copy_is_under_way() -> None:
     lock, first, second = ArenaLock(device, note), memory(), memory()
     wait_until(lambda: lock.use(first))
     wait_until(lambda: lock.use(second))
-    assert idle == [[(address_of(first), 8192)], []], "unlocked within idle, and nothing else"
+    assert idle == [[(address_of(first), 8192)], []], "only the unlock may happen within idle"
     assert device.registered == [(address_of(second), 8192)]
     assert not lock.use(first)
     wait_until(lambda: lock.use(first))
 
 
-def test_the_old_arena_is_kept_while_a_job_runs() -> None:
+def test_old_arena_is_kept_while_a_job_runs() -> None:
     device = SimulatedDevice(3)
     transfer, first, second = StagedTransfer(device), memory(), memory()
     wait_until(lambda: transfer.host_memory(first))
@@ -97,7 +97,7 @@ def test_the_old_arena_is_kept_while_a_job_runs() -> None:
     assert device.registered == [(address_of(second), 8192)]
 
 
-def test_memory_that_can_not_be_locked_is_said_once_and_used_all_the_same(
+def test_failed_lock_is_logged_once_and_memory_is_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Refusing(SimulatedDevice):
@@ -117,26 +117,26 @@ def test_memory_that_can_not_be_locked_is_said_once_and_used_all_the_same(
     assert device.asked == 1
 
 
-def test_memory_is_unlocked_before_it_is_unmapped_with_the_transfer() -> None:
-    """What came to lie there afterwards, such as torch's pinned memory, was "already mapped" for
-    CUDA.
+def test_memory_is_unlocked_before_it_is_unmapped() -> None:
+    """Regression: CUDA reported later mappings at that address, such as torch's pinned memory, as
+    "already mapped".
     """
     device, arena = SimulatedDevice(1), memory()
     unmapped = weakref.ref(arena.obj)
     transfer = StagedTransfer(device)
     transfer.host_memory(arena)
     assert transfer.await_host_memory(20.0)
-    where, told, unregister = address_of(arena), list[bool](), device.unregister
+    where, still_mapped, unregister = address_of(arena), list[bool](), device.unregister
 
-    def asked(address: int) -> None:
+    def record(address: int) -> None:
         assert address == where
-        told.append(unmapped() is not None)
+        still_mapped.append(unmapped() is not None)
         unregister(address)
 
-    device.unregister = asked  # type: ignore[method-assign]
+    device.unregister = record  # type: ignore[method-assign]
     del arena, transfer
     gc.collect()
-    assert (told, device.registered, unmapped()) == ([True], [], None)
+    assert (still_mapped, device.registered, unmapped()) == ([True], [], None)
 
 
 def lock_down(lock: ArenaLock, arena: memoryview) -> None:
@@ -144,13 +144,13 @@ def lock_down(lock: ArenaLock, arena: memoryview) -> None:
 
 
 class Keeping(SimulatedDevice):
-    """What it has locked stays locked: unmapped, it would be another's memory that is locked."""
+    """Fail to unlock memory, which must stay mapped so that no other memory is locked."""
 
     def unregister(self, address: int) -> None:
         raise RuntimeError("can not be unlocked")
 
 
-def test_memory_that_can_not_be_unlocked_stays_mapped_when_the_lock_is_gone(
+def test_memory_that_fails_to_unlock_stays_mapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     never = list[memoryview]()
@@ -164,10 +164,10 @@ def test_memory_that_can_not_be_unlocked_stays_mapped_when_the_lock_is_gone(
     assert len(never) == 1
 
 
-def test_memory_of_an_earlier_run_that_can_not_be_unlocked_stays_mapped(
+def test_replaced_memory_that_fails_to_unlock_stays_mapped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A record of it would hold the memory, too
+    # A log record would hold a reference to the memory as well.
     monkeypatch.setattr(arena_lock.log, "warning", lambda *_: None)
     first, second, lock = memory(), memory(), ArenaLock(Keeping(1), contextlib.nullcontext)
     mapped = weakref.ref(first.obj)

@@ -1,4 +1,4 @@
-"""Questions of a scheduler, asked by threads or by a process of their own: the same answers."""
+"""A scheduler's lookups give the same answers from threads as from a process of their own."""
 
 import dataclasses
 import inspect
@@ -26,8 +26,8 @@ KEYS = [bytes([i]) * 32 for i in range(4)]
 WAIT_S = 40.0
 
 
-# A process that asks needs no torch, which takes most of its start. With torch: test_homes.py
-# starts the usual one.
+# Start lookup processes without torch, which takes most of their start. test_homes.py starts the
+# usual one with torch.
 LIGHT = """
 import sys
 from unittest.mock import MagicMock
@@ -76,7 +76,7 @@ def asker(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[
     asker.close()
 
 
-def test_a_block_is_there_if_every_shard_has_it(asker: LookupBackend, store: Client) -> None:
+def test_block_hits_only_if_every_shard_has_it(asker: LookupBackend, store: Client) -> None:
     one, two, page = namespace(), namespace(), bytes(4096)
     assert ended(asker, asker.open([one, two], 5.0)) is None
     store.put(one, KEYS[:3], [page] * 3)
@@ -86,22 +86,20 @@ def test_a_block_is_there_if_every_shard_has_it(asker: LookupBackend, store: Cli
     assert ended(asker, asker.touch([([one, two], KEYS)], 5.0)) is None
 
 
-def test_a_namespace_is_asked_about_that_was_not_announced(
-    asker: LookupBackend, store: Client
-) -> None:
+def test_namespace_not_opened_before_is_looked_up(asker: LookupBackend, store: Client) -> None:
     late = namespace(epoch=7)
     store.put(late, KEYS[:1], [bytes(4096)])
     assert ended(asker, asker.look_up([([late], KEYS)], 5.0)) == (b"\1\0\0\0",)
 
 
-def test_questions_that_are_wrong_are_errors_of_ours(asker: LookupBackend) -> None:
+def test_invalid_lookups_raise_invalid_request(asker: LookupBackend) -> None:
     for wrong in ([b"abc"], [b"k" * 300]):
         assert isinstance(
             ended(asker, asker.look_up([([namespace()], wrong)], 5.0)), InvalidRequest
         )
 
 
-def test_many_questions_have_each_their_own_answer(asker: LookupBackend, store: Client) -> None:
+def test_concurrent_lookups_get_their_own_answers(asker: LookupBackend, store: Client) -> None:
     names = [namespace() for _ in range(20)]
     for number, name in enumerate(names):
         store.put(name, KEYS[: number % 5], [bytes(4096)] * (number % 5)) if number % 5 else None
@@ -110,7 +108,7 @@ def test_many_questions_have_each_their_own_answer(asker: LookupBackend, store: 
     assert found == [bytes(i < number % 5 for i in range(4)) for number in range(20)]
 
 
-def test_the_usual_command_is_that_of_the_agents_process() -> None:
+def test_default_command_starts_the_agents_process() -> None:
     usual = [
         inspect.signature(kind).parameters["command"].default
         for kind in (ProcessLookups, ProcessBackend)
@@ -119,12 +117,12 @@ def test_the_usual_command_is_that_of_the_agents_process() -> None:
     assert worker_process._command()[-2:] == ["-m", "gpu_agent.worker"]
 
 
-def test_the_namespaces_of_many_epochs_do_not_keep_it_from_starting_again(
+def test_process_restarts_after_many_epochs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An engine whose weights change every minute.
+    """Regression: an engine whose weights change every minute failed to restart the process.
 
-    What does not fit into the setup was raised into its scheduler.
+    The setup grew too large, and the error was raised into the engine's scheduler.
     """
     monkeypatch.setattr(frames, "BODY_NBYTES_MAX", 1 << 20)
     asker = ProcessLookups(ClientConfig(address="127.0.0.1:1"), COMMAND, SOON)
@@ -138,7 +136,7 @@ def test_the_namespaces_of_many_epochs_do_not_keep_it_from_starting_again(
     asker.close()
 
 
-def test_namespaces_that_another_process_was_told_of_are_known_by_the_next(
+def test_replacement_process_knows_earlier_namespaces(
     shared_node: NodeProcess, store: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup_client, "NAMED", 2)
@@ -165,7 +163,7 @@ def test_dead_lookup_process_is_a_miss_and_is_replaced(
     asker = ProcessLookups(ClientConfig(address=shared_node.address), COMMAND, SOON)
     lookups = Lookups(asker, 5.0)
     lookups.open([name])
-    lookups.ask("early", [([name], KEYS)])  # it is only just starting
+    lookups.ask("early", [([name], KEYS)])  # the process is still starting
     assert lookups.answer("early") == (bytes(4),)
     until(asker, lambda: asker._child.ready)
     pid = asker._child.pid
@@ -176,7 +174,7 @@ def test_dead_lookup_process_is_a_miss_and_is_replaced(
     assert isinstance(ended(asker, waiting), Unavailable)
     until(asker, lambda: asker._child.ready)
 
-    def found() -> bool:  # until an answer came, a request waits OUTAGE_WAIT_S only: it may miss
+    def found() -> bool:  # may miss: until the first answer, requests wait only OUTAGE_WAIT_S
         lookups.ask("late", [([name], KEYS)])
         until(asker, lambda: lookups.answer("late") is not None)
         return lookups.answer("late") == (b"\1\1\0\0",)
@@ -187,23 +185,22 @@ def test_dead_lookup_process_is_a_miss_and_is_replaced(
     assert asker._child.pid is None
 
 
-def test_a_process_that_dies_again_and_again_is_only_ever_a_miss() -> None:
-    """After 1,024 deaths in a row, which takes a day, the pause was too large a number, and each
-    step of the engine ended with that.
+def test_process_that_keeps_dying_is_a_miss() -> None:
+    """Regression: after 1,024 deaths in a row, which take a day, the restart pause overflowed.
+
+    The error was raised in each step of the engine.
     """
-    never_later = WorkerTimeouts(restart_s_max=0.0)
-    asker = ProcessLookups(ClientConfig(address="127.0.0.1:1"), ["/bin/false"], never_later)
+    no_pause = WorkerTimeouts(restart_s_max=0.0)
+    asker = ProcessLookups(ClientConfig(address="127.0.0.1:1"), ["/bin/false"], no_pause)
     asker._child._deaths = 1023
     until(asker, lambda: asker._child._deaths > 1026)
     asker.close()
 
 
-def test_a_process_that_was_named_too_many_namespaces_is_replaced(
+def test_process_with_too_many_namespaces_is_replaced(
     shared_node: NodeProcess, store: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After thousands of weight updates: it answered nothing any more, until the engine was
-    restarted.
-    """
+    """Regression: after thousands of weight updates, all lookups failed until a restart."""
     monkeypatch.setattr(lookup_client, "NAMESPACES_MAX", 4)
     monkeypatch.setattr(lookup_client, "NAMED", 2)
     names = [namespace(epoch) for epoch in range(6)]
@@ -212,7 +209,7 @@ def test_a_process_that_was_named_too_many_namespaces_is_replaced(
     until(asker, lambda: asker._child.ready)
     pid = asker._child.pid
     answers = []
-    for name in names:  # an epoch is over when the next one begins
+    for name in names:  # an epoch ends when the next one begins
 
         def answered(name: Namespace = name) -> bool:
             answers.append(ended(asker, asker.look_up([([name], KEYS)], 20.0)))

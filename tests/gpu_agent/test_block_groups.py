@@ -1,4 +1,4 @@
-"""Which blocks a prefix needs, against a plain reading of the definition."""
+"""Which blocks a prefix needs, compared with a direct implementation of the definition."""
 
 import random
 
@@ -14,23 +14,23 @@ from gpu_agent.blocks.groups import (
 )
 
 
-def test_a_full_group_needs_every_block() -> None:
+def test_full_group_needs_every_block() -> None:
     assert BlockGroup(32).first_block(1000) == 0
 
 
 @pytest.mark.parametrize(
     ("end", "first"), [(32, 0), (40, 0), (64, 0), (72, 1), (96, 1), (104, 2), (128, 2)]
 )
-def test_a_window_group_needs_the_blocks_that_the_next_token_sees(end: int, first: int) -> None:
+def test_window_group_needs_the_blocks_in_the_next_tokens_window(end: int, first: int) -> None:
     assert BlockGroup(32, window_tokens=40).first_block(end) == first
 
 
 @pytest.mark.parametrize(("end", "first"), [(32, 0), (96, 0), (128, 4), (160, 4), (256, 8)])
-def test_a_chunk_group_needs_the_blocks_of_the_current_chunk(end: int, first: int) -> None:
+def test_chunk_group_needs_the_blocks_of_the_current_chunk(end: int, first: int) -> None:
     assert BlockGroup(32, chunk_tokens=128).first_block(end) == first
 
 
-def test_a_block_of_several_hashes_has_the_last_as_its_key() -> None:
+def test_block_of_several_hashes_has_the_last_one_as_key() -> None:
     hashes = [bytes([i]) for i in range(7)]
     group = BlockGroup(32)
     assert group.keys(hashes, 16) == [b"\1", b"\3", b"\5"]
@@ -38,28 +38,30 @@ def test_a_block_of_several_hashes_has_the_last_as_its_key() -> None:
     assert BlockGroup(16).keys(hashes, 16) == hashes
 
 
-def test_a_prefix_ends_before_the_first_gap_of_a_full_group() -> None:
+def test_prefix_ends_before_the_first_gap_of_a_full_group() -> None:
     groups = [BlockGroup(16)]
     assert longest_prefix(groups, [[True, True, False, True]], 0, 64, 16) == 32
-    # The engine has the gap
+    # The engine has the missing block.
     assert longest_prefix(groups, [[False, True, True, True]], 16, 64, 16) == 64
-    assert longest_prefix(groups, [[True] * 4], 0, 63, 16) == 48  # a token must be left
-    # The engine's part ends within a block
+    assert (
+        longest_prefix(groups, [[True] * 4], 0, 63, 16) == 48
+    )  # one token must be left to compute
+    # The engine's part ends within a block.
     assert longest_prefix(groups, [[True] * 4], 8, 64, 16) == 8
 
 
-def test_a_window_group_may_have_gaps_behind_its_window() -> None:
+def test_window_group_may_have_gaps_before_its_window() -> None:
     groups = [BlockGroup(16), BlockGroup(16, window_tokens=31)]
     full, window = [True] * 8, [False] * 4 + [True] * 4
     assert longest_prefix(groups, [full, window], 0, 128, 16) == 128
-    # 80 needs block 3
+    # A prefix of 80 tokens needs block 3 of the window group.
     assert longest_prefix(groups, [full[:5] + [False] * 3, window], 0, 128, 16) == 0
     assert list(loaded_blocks(groups[1], 0, 128)) == [6, 7]
     assert list(loaded_blocks(groups[1], 112, 128)) == [7]
     assert list(loaded_blocks(groups[0], 112, 128)) == [7]
 
 
-def test_random_groups_against_the_definition(seed: int) -> None:
+def test_random_groups_match_the_definition(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(300):
         groups = [
@@ -106,7 +108,7 @@ def test_group_saves_the_blocks_that_the_store_lacks() -> None:
             expected = [i for i in range(first, end) if table[i] != NULL_BLOCK and not stored[i]]
             assert list(unsaved_blocks(table, some, first, end)) == expected
     assert unsaved_blocks([5] * 9, bytes(3), 2, 9) == range(2, 9)
-    # What is there in front of it takes nothing from that
+    # Present blocks before the first one do not matter.
     assert unsaved_blocks([5] * 9, b"\1\1\0", 2, 9) == range(2, 9)
 
 
@@ -128,7 +130,7 @@ def test_load_with_too_few_blocks_takes_a_shorter_prefix() -> None:
     assert first_ending([BlockGroup(16)], [range(3, 9)], 2) == [range(3, 5)]
 
 
-def test_keys_of_a_run_and_of_single_blocks_are_those_of_all() -> None:
+def test_keys_of_a_range_equal_keys_of_single_blocks() -> None:
     group, hashes = BlockGroup(32), [bytes([i]) for i in range(9)]
     assert (
         group.keys_of(hashes, 16, range(1, 4))

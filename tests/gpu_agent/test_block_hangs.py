@@ -1,4 +1,4 @@
-"""A store that answers lookups and hangs in loads, beside an engine's scheduler."""
+"""A store that answers lookups but hangs in loads, with an engine's scheduler."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from gpu_agent.blocks.save_plan import Report
 from kvstore.transports.channel import CircuitBreaker
 
 
-def hangs(store: Any, name: str) -> list[int]:
-    """What a hit is offered, again and again; a load that is ordered ends unfinished."""
+def offer_hit(store: Any, name: str) -> list[int]:
+    """Return the hit offered to a request, twice; a load that it orders then fails."""
     request = FakeRequest(name, TOKENS)
     store.scheduler.ask(request)
     offered = [store.matched(request) for _ in range(2)]
@@ -27,22 +27,20 @@ def hangs(store: Any, name: str) -> list[int]:
 def test_hanging_loads_delay_few_requests(
     stores: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A path that lets lookups pass and no page: each request with a hit waited until its load's
-    deadline.
-    """
+    """Regression: where only loads hung, each request waited until its load's deadline."""
     now = [1000.0]
     store = stores()
     store.scheduler._hits._hangs = CircuitBreaker("loads", PAUSE_S_MAX, lambda: now[0])
     store.save(FakeRequest("first", TOKENS), [1, 2, 3, 4, 5])
-    assert [hangs(store, f"gone {i}") for i in range(3)] == [
+    assert [offer_hit(store, f"gone {i}") for i in range(3)] == [
         [64, 64]
-    ] * 3  # a page that is gone is soon told
+    ] * 3  # loads of missing pages fail fast
     monkeypatch.setattr("gpu_agent.blocks.cost_model.HUNG_S", 0.0)
-    assert hangs(store, "hangs") == [64, 64]
+    assert offer_hit(store, "hangs") == [64, 64]
     for pause_s in (0.1, 0.2, 0.4):
-        assert [hangs(store, f"waits {pause_s} {i}") for i in range(3)] == [[0, 0]] * 3
+        assert [offer_hit(store, f"waits {pause_s} {i}") for i in range(3)] == [[0, 0]] * 3
         now[0] += pause_s + 0.01
-        assert hangs(store, f"tries {pause_s}") == [64, 64]
+        assert offer_hit(store, f"tries {pause_s}") == [64, 64]
     assert store.scheduler.take_counts().hits_declined == 9
     now[0] += PAUSE_S_MAX
     well = FakeRequest("well", TOKENS)
@@ -50,11 +48,11 @@ def test_hanging_loads_delay_few_requests(
     assert store.matched(well) == 64
     store.scheduler.allocated(well, [[11, 12, 13, 14, 15]], 64)
     assert store.loaded().failed == set()
-    assert hangs(store, "again") == [64, 64]
+    assert offer_hit(store, "again") == [64, 64]
 
 
 class Clocked(HitPolicy):
-    """With a clock that is moved by hand, and without `worth`."""
+    """A policy with a manual clock and without a cost model."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -66,10 +64,10 @@ class Clocked(HitPolicy):
         return self.accepts(0, 100, alone=False, granted=False)
 
 
-def test_hits_pause_as_long_as_a_load_hung_and_twice_as_long_after_the_next() -> None:
-    """What `docs/engines/vllm.md` says.
+def test_pause_of_hits_starts_at_the_hang_time_and_doubles() -> None:
+    """The pauses are those in `docs/engines/vllm.md`.
 
-    The breaker's own pauses, a tenth of a second and up, passed for it.
+    Regression: the breaker's own pauses, from 0.1 s on, were used.
     """
     hits = Clocked()
     for pause_s in (10.0, 20.0, 40.0, 60.0, 60.0):
@@ -78,7 +76,7 @@ def test_hits_pause_as_long_as_a_load_hung_and_twice_as_long_after_the_next() ->
         assert hits.taken_after(0.02), pause_s
 
 
-def test_a_load_that_ends_well_ends_the_doubling() -> None:
+def test_successful_load_resets_the_pause() -> None:
     hits = Clocked()
     for _ in range(3):
         hits.failed(10.0)
@@ -89,18 +87,16 @@ def test_a_load_that_ends_well_ends_the_doubling() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "taken"), [(0.99, True), (1.0, False)])
-def test_a_load_that_failed_sooner_than_after_a_second_met_a_page_that_is_gone(
-    seconds: float, taken: bool
-) -> None:
+def test_load_that_failed_within_a_second_is_no_hang(seconds: float, taken: bool) -> None:
     hits = Clocked()
     hits.failed(seconds)
     assert hits.taken_after(0.0) == taken
 
 
-def test_a_load_that_fails_on_several_ranks_hung_once(
+def test_load_failed_on_several_ranks_counts_as_one_hang(
     stores: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reports name a request again while its other ranks end: each of them doubled the pause."""
+    """Regression: reports name a failed request again for each rank, and each doubled the pause."""
     store, failed = stores(), list[float]()
     request = FakeRequest("one", TOKENS)
     store.scheduler.ask(request)

@@ -1,5 +1,6 @@
-"""Which hits an engine's scheduler takes, over thousands of requests: the store's answers and the
-ranks are played, and time where it matters.
+"""Which hits an engine's scheduler accepts, over thousands of requests.
+
+The store's answers and the ranks are simulated, and the clock where it matters.
 """
 
 import random
@@ -27,9 +28,7 @@ class Request:
 
 
 class Answers:
-    """`gpu_agent.blocks.lookups.Lookups` whose answers are there at once: so many leading blocks
-    are stored.
-    """
+    """A stand-in for `Lookups` that answers at once: the first `stored` blocks are stored."""
 
     def __init__(self) -> None:
         self.stored = 1 << 30
@@ -72,7 +71,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """That of the scheduler."""
+    """Replace the scheduler's clock."""
     clock = Clock()
     monkeypatch.setattr(scheduler_module, "time", clock)
     return clock
@@ -89,19 +88,19 @@ def scheduler_of(worth: LoadCostModel | None = None, clock: Clock | None = None)
     return scheduler
 
 
-def asked(scheduler: BlockScheduler, request: Request) -> int | None:
+def look_up(scheduler: BlockScheduler, request: Request) -> int | None:
     scheduler.ask(request)
     return scheduler.matched(request, 0)
 
 
-def admitted(scheduler: BlockScheduler, request: Request, offered: int | None) -> int:
-    """The step that begins then."""
+def admit(scheduler: BlockScheduler, request: Request, offered: int | None) -> int:
+    """Admit the request and return the number of the step that begins."""
     scheduler.allocated(request, request.tables, offered or 0)
     return scheduler.step({}, dict).step
 
 
-def experienced(load_s: float) -> LoadCostModel:
-    """It has seen prompts of 1 ms a token and loads of `load_s` each."""
+def trained_cost_model(load_s: float) -> LoadCostModel:
+    """Return a cost model that has seen prompts of 1 ms per token and loads of `load_s` each."""
     worth, now, step, draw = LoadCostModel(), 1000.0, -10_000, random.Random(1)
     worth.step_begins(step, now, [], False)
     worth.step_ended(step, now + 0.01)
@@ -115,7 +114,7 @@ def experienced(load_s: float) -> LoadCostModel:
         now += load_s
         worth.loads_ended(1, tokens, now - load_s, now)
     worth._ended_at = worth._prompts_at = worth._loaded_at = (
-        0.0  # the clock of the test goes on from here
+        0.0  # the test's clock continues from here
     )
     return worth
 
@@ -123,34 +122,31 @@ def experienced(load_s: float) -> LoadCostModel:
 def test_step_reports_its_prompt_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scheduler, told = scheduler_of(), list[Any]()
+    scheduler, reported = scheduler_of(), list[Any]()
     requests = [Request(number, 64) for number in range(2)]
     for request in requests:
-        admitted(scheduler, request, asked(scheduler, request) and 0)
-    monkeypatch.setattr(scheduler._hits, "step_begins", lambda step, now, *what: told.append(what))
+        admit(scheduler, request, look_up(scheduler, request) and 0)
+    monkeypatch.setattr(
+        scheduler._hits, "step_begins", lambda step, now, *what: reported.append(what)
+    )
     requests[0].num_computed_tokens = 32
     for tokens in (1, 2, PROMPT_TOKENS_MIN - 1, PROMPT_TOKENS_MIN):
         scheduler.step({"r0": tokens, "r1": 1}, lambda _: [list(range(1, 70))])
-    assert told == [([], False), ([], True), ([], True), ([(32, PROMPT_TOKENS_MIN)], False)]
+    assert reported == [([], False), ([], True), ([], True), ([(32, PROMPT_TOKENS_MIN)], False)]
 
 
-# ---- loads that hang
-# -------------------------------------------------------------------------------
+# ---- loads that hang ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("patience_s", [60.0, 5.0])
-def test_loads_that_hang_are_noticed_though_clients_give_up_before(
-    clock: Clock, patience_s: float
-) -> None:
-    """The request had been forgotten when its load ended, and each one after it waited for a load
-    of its own.
-    """
+def test_hanging_loads_of_abandoned_requests_are_noticed(clock: Clock, patience_s: float) -> None:
+    """Regression: hanging loads of ended requests went unnoticed, so later requests hung too."""
     scheduler = scheduler_of(clock=clock)
     waited = 0
     for number in range(100):
         request = Request(number)
-        offered = asked(scheduler, request)
-        step = admitted(scheduler, request, offered)
+        offered = look_up(scheduler, request)
+        step = admit(scheduler, request, offered)
         clock.now += 0.01
         scheduler.ran(Report(step))
         if not offered:
@@ -168,81 +164,77 @@ def test_loads_that_hang_are_noticed_though_clients_give_up_before(
         if patience_s > 10.0:
             scheduler.finished(request, request.tables)
     assert 2 <= waited < 20
-    assert not scheduler._ended, "requests that nobody will tell about any more"
+    assert not scheduler._ended, "ended requests leak"
 
 
-def test_a_page_that_is_gone_behind_a_long_step_is_no_load_that_hung(clock: Clock) -> None:
-    """It failed at once, and was seen when a step of 30 s had ended."""
+def test_missing_page_after_a_long_step_is_no_hang(clock: Clock) -> None:
+    """The load failed at once, but was reported only after a step of 30 s."""
     scheduler = scheduler_of(clock=clock)
     request = Request(0)
-    step = admitted(scheduler, request, asked(scheduler, request))
+    step = admit(scheduler, request, look_up(scheduler, request))
     clock.now += 30 * HUNG_S
     scheduler.ran(Report(step, finished={"r0": 1}, failed={"r0"}))
-    assert [asked(scheduler, Request(number)) for number in range(1, 20)] == [64] * 19
+    assert [look_up(scheduler, Request(number)) for number in range(1, 20)] == [64] * 19
 
 
-def test_a_preempted_request_is_no_way_past_loads_that_hang() -> None:
+def test_preempted_request_gets_no_hit_while_loads_hang() -> None:
     scheduler = scheduler_of()
     running, other = Request(0), Request(1)
-    step = admitted(scheduler, running, asked(scheduler, running))
+    step = admit(scheduler, running, look_up(scheduler, running))
     scheduler.ran(Report(step, finished={"r0": 1}))
     scheduler._hits.failed(10.0)
-    assert asked(scheduler, other) == 0
+    assert look_up(scheduler, other) == 0
     assert scheduler.matched(running, 0) == 0
 
 
-def test_no_hit_is_promised_while_nobody_can_load() -> None:
-    """The agents' process of one rank died; its reports say so until another is ready."""
+def test_no_hit_is_offered_while_a_rank_cannot_load() -> None:
+    """A rank whose agents' process died reports so until another one is ready."""
     scheduler = scheduler_of()
     for away, offered in ((0, 64), (1, 0), (2, 0), (0, 64)):
         scheduler.ran(Report(1).add(Report(1, away=away)))
         request = Request(away * 10 + offered)
-        assert asked(scheduler, request) == offered
+        assert look_up(scheduler, request) == offered
         scheduler.finished(request, request.tables)
 
 
-# ---- loads that are slow
-# ---------------------------------------------------------------------------
+# ---- slow loads -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("polls", [1, 2, 50])
-def test_a_trial_of_a_hit_that_seems_slow_takes_place_though_the_request_waits(polls: int) -> None:
-    """vLLM asks for the head of its queue in every step until it has blocks: a trial was over at
-    the second.
+def test_trial_load_happens_although_the_request_waits(polls: int) -> None:
+    """Regression: the trial of a load that seems slow was revoked at the second poll.
+
+    vLLM polls the head of its queue in every step until it has blocks.
     """
-    scheduler = scheduler_of(experienced(load_s=10.0))
+    scheduler = scheduler_of(trained_cost_model(load_s=10.0))
     loads = 0
     for number in range(600):
         request = Request(number, 60)
         scheduler.ask(request)
         (offered,) = {scheduler.matched(request, 0) for _ in range(polls)}
-        step = admitted(scheduler, request, offered)
+        step = admit(scheduler, request, offered)
         if offered:
-            scheduler.ran(Report(step, finished={request.request_id: 1}))  # it took microseconds
+            scheduler.ran(Report(step, finished={request.request_id: 1}))  # after microseconds
             loads += 1
         scheduler.finished(request, request.tables)
-    assert loads > 300, "they are fast now"
+    assert loads > 300, "loads were not noticed to be fast now"
     assert scheduler.take_counts().hits_declined == 600 - loads
 
 
-def test_a_longer_hit_of_the_same_request_is_decided_anew() -> None:
-    """1,000 tokens are computed before they are loaded; preempted, the request finds 32,000 of its
-    own.
-    """
-    scheduler = scheduler_of(experienced(load_s=2.0))
+def test_longer_hit_of_the_same_request_is_decided_again() -> None:
+    """Computing 1,000 tokens is faster; after a preemption a hit of 32,000 tokens is loaded."""
+    scheduler = scheduler_of(trained_cost_model(load_s=2.0))
     answers: Any = scheduler._lookups
     request = Request(0, 2000)
     answers.stored = 62
-    assert asked(scheduler, request) == 0
-    admitted(scheduler, request, 0)
+    assert look_up(scheduler, request) == 0
+    admit(scheduler, request, 0)
     answers.stored = 2000
     assert scheduler.matched(request, 0) == 32_000
 
 
 def busy(worth: LoadCostModel, load_s: float, hits: int) -> int:
-    """Hits of 1,000 tokens that are taken, where every step computes 2,048 tokens of somebody in 2
-    s.
-    """
+    """Return how many hits of 1,000 tokens are loaded while each step computes 2,048 others."""
     taken, now, step = 0, 5000.0, 0
 
     def stepped() -> None:
@@ -265,21 +257,20 @@ def busy(worth: LoadCostModel, load_s: float, hits: int) -> int:
     return taken
 
 
-def test_loads_beside_prompts_in_every_step_teach_that_they_have_become_fast() -> None:
-    assert busy(experienced(load_s=60.0), 0.001, 2000) > 1000
+def test_cost_model_learns_that_loads_became_fast() -> None:
+    assert busy(trained_cost_model(load_s=60.0), 0.001, 2000) > 1000
 
 
-def test_loads_beside_prompts_in_every_step_teach_that_they_are_slow() -> None:
-    """60 s against 3 s of computing, from the first one on."""
+def test_cost_model_learns_that_loads_are_slow() -> None:
+    """A load takes 60 s and computing takes 3 s, from the first load on."""
     assert busy(LoadCostModel(), 60.0, 1000) < 200
 
 
-# ---- what a step does
-# ------------------------------------------------------------------------------
+# ---- cost of a step -------------------------------------------------------------------------
 
 
-def test_requests_that_may_not_be_stored_cost_a_step_nothing() -> None:
-    """After a weight update each running request's table was built in every step."""
+def test_requests_excluded_from_saves_cost_a_step_nothing() -> None:
+    """Regression: after a weight update each running request's table was built in every step."""
     scheduler = scheduler_of()
     requests = [Request(number, 64) for number in range(50)]
     for request in requests:

@@ -1,6 +1,4 @@
-"""What an engine's steps cost, and where there is no room: the scheduler's side and the ranks' side
-together.
-"""
+"""Cost of an engine's steps and limits on memory, for the scheduler's and the ranks' side."""
 
 from typing import Any
 
@@ -10,7 +8,7 @@ from block_store import BLOCK, TOKENS, FakeRequest, MakeStore
 from gpu_agent.blocks import groups as request_module
 
 
-def test_blocks_that_find_no_room_before_their_request_ends_are_counted(
+def test_blocks_dropped_at_the_end_of_a_request_are_counted(
     stores: MakeStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = stores(blocks_max=1)
@@ -27,10 +25,10 @@ def test_blocks_that_find_no_room_before_their_request_ends_are_counted(
     assert store.pins == []
 
 
-def test_a_table_is_read_only_when_there_are_blocks_to_save(
+def test_block_table_is_read_only_when_blocks_can_be_saved(
     stores: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a hundred running requests most end no block in a step, and each look costs the engine."""
+    """Of a hundred running requests most complete no block in a step, and each read is a cost."""
     monkeypatch.setattr(request_module, "STAGED_BLOCKS", 4)
     store = stores()
     request = FakeRequest("r", TOKENS)
@@ -44,15 +42,12 @@ def test_a_table_is_read_only_when_there_are_blocks_to_save(
             {"r": tokens}, lambda _: asked.append(request.num_computed_tokens) or table
         )
         request.num_computed_tokens += tokens
-    assert asked == [0, 31, 51, 127]  # blocks of the prompt at once, later ones four by four
+    assert asked == [0, 31, 51, 127]  # the prompt's blocks at once, later ones in fours
     assert len(store.pins) == 4
 
 
-def test_a_load_larger_than_the_limit_on_pending_bytes_is_carried_out(stores: MakeStore) -> None:
-    """Its blocks are allocated: they are the limit.
-
-    It used to fail at once, and always would have.
-    """
+def test_load_larger_than_the_pending_limit_succeeds(stores: MakeStore) -> None:
+    """Regression: a load over the limit on pending bytes always failed."""
     store = stores(pending_nbytes_max=4096, staging_nbytes=4096, blocks_max=20)
     tokens = list(range(BLOCK * 20))
     request, table = FakeRequest("r", tokens), [list(range(1, 21))]
@@ -69,8 +64,8 @@ def test_a_load_larger_than_the_limit_on_pending_bytes_is_carried_out(stores: Ma
     assert store.loaded().failed == set()
 
 
-def test_blocks_that_wait_for_room_cost_a_step_nothing(stores: MakeStore) -> None:
-    """With a store that is slow there is no room most of the time, and thousands of blocks wait."""
+def test_blocks_waiting_for_room_cost_a_step_nothing(stores: MakeStore) -> None:
+    """With a slow store there is usually no room, and thousands of blocks wait."""
     store = stores(blocks_max=4, ranks=2)  # the other rank never acknowledges
     table = Watched(range(1, 31))
     request = FakeRequest("r", list(range(BLOCK * 30)))
@@ -80,7 +75,7 @@ def test_blocks_that_wait_for_room_cost_a_step_nothing(stores: MakeStore) -> Non
     store.scheduler.step({"r": BLOCK * 30}, lambda _: [table])
     request.num_computed_tokens = BLOCK * 30
     assert store.pins == [1, 2, 3, 4]
-    assert table.reads < 10  # as many as there was room for
+    assert table.reads < 10  # only as many as fit
     before = table.reads
     for _ in range(20):
         store.scheduler.step({"r": 1}, lambda _: [table])
@@ -93,7 +88,7 @@ def test_blocks_that_wait_for_room_cost_a_step_nothing(stores: MakeStore) -> Non
 
 
 class Watched(list[int]):
-    """Counts how often somebody looks at a block."""
+    """A table that counts how often a block is read."""
 
     reads = 0
 

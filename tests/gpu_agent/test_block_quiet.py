@@ -1,6 +1,4 @@
-"""Steps in which no block ends cost the engine next to nothing: whom they hold is not looked at,
-and nothing is lost by that.
-"""
+"""Steps that complete no block do not look at requests, and still lose no save."""
 
 import concurrent.futures
 import random
@@ -22,7 +20,7 @@ NAMESPACE = Namespace("quiet", opaque_layout(4096))
 
 
 class Nothing:
-    """An asker who knows of nothing."""
+    """A lookup backend that finds no block."""
 
     def look_up(self, question: Any, timeout_s: float) -> Any:
         done: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -43,9 +41,9 @@ class Nothing:
 
 
 class Side:
-    """A scheduler's side whose tables are looked at, and how often.
+    """A scheduler that counts how often block tables are read.
 
-    `looks`: at every request in every step.
+    With `looks` every request is checked in every step.
     """
 
     def __init__(self, looks: bool, blocks_max: int) -> None:
@@ -113,9 +111,9 @@ def test_saves_equal_those_of_a_full_scan(seed: int, blocks_max: int) -> None:
         clean = draw.random() < 0.8
         for side in sides:
             side.scarce = scarce
-        looked, told = (side.step(scheduled, tables, clean) for side in sides)
-        assert looked == told
-        saved += sum(len(part.keys) for parts in told for part in parts)
+        looked, quiet = (side.step(scheduled, tables, clean) for side in sides)
+        assert looked == quiet
+        saved += sum(len(part.keys) for parts in quiet for part in parts)
         for name, tokens in scheduled.items():
             request = live[name]
             request.num_computed_tokens += tokens
@@ -136,7 +134,7 @@ def test_saves_equal_those_of_a_full_scan(seed: int, blocks_max: int) -> None:
     assert sides[1].looked <= sides[0].looked
 
 
-def test_requests_that_end_no_block_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_complete_no_block_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_module, "STAGED_BLOCKS", 4)
     side, request = Side(False, 1000), FakeRequest("r", list(range(40)))
     side.scheduler.ask(request)
@@ -158,17 +156,17 @@ def test_requests_that_end_no_block_are_not_looked_at(monkeypatch: pytest.Monkey
         object.__setattr__(counted, "num_computed_tokens", vars(counted)["num_computed_tokens"] + 1)
         if step == 54:
             assert (side.looked, read) == (looked, 0)
-    assert side.looked > looked  # 96 tokens are six blocks, four of them of the answer
+    assert side.looked > looked  # 96 tokens are six blocks, four of them in the answer
 
 
-def test_a_request_that_joins_a_quiet_step_is_looked_at() -> None:
+def test_request_that_joins_a_quiet_step_is_read() -> None:
     side, tables = Side(False, 1000), {"r": list(range(1, 9)), "s": [11, 12]}
     side.admit(request := FakeRequest("r", list(range(40))), tables["r"])
     side.step({"r": 40}, tables, True)
     request.num_computed_tokens = 40
     side.step({"r": 1}, tables, True)
     request.num_computed_tokens = 41
-    # All but a token of it is cached
+    # All but one token of its first block are cached.
     side.admit(FakeRequest("s", list(range(100, 117)), BLOCK - 1), tables["s"])
     side.step({"r": 1, "s": 1}, tables, True)
     request.num_computed_tokens = 42
@@ -195,7 +193,7 @@ def begin_save() -> tuple[BlockScheduler, int, int]:
     return side.scheduler, second.step, order.job
 
 
-def test_the_engine_steps_on_until_the_last_save_is_counted() -> None:
+def test_engine_steps_until_the_last_save_is_counted() -> None:
     scheduler, step, job = begin_save()
     scheduler.ran(Report(step, acknowledged={job: 1}, uncounted=1))
     assert scheduler.busy
@@ -203,7 +201,7 @@ def test_the_engine_steps_on_until_the_last_save_is_counted() -> None:
     assert not scheduler.busy
 
 
-def test_an_outcome_that_does_not_come_lets_the_engine_idle(
+def test_engine_becomes_idle_without_a_saves_outcome(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler_module, "COUNTS_WAIT_S", 0.0)

@@ -1,4 +1,4 @@
-"""Which blocks of a request are to be saved, and when there are more: pure, without a scheduler."""
+"""Which blocks of a request are to be saved, and in which step, without a scheduler."""
 
 import pytest
 from block_store import FakeRequest
@@ -6,13 +6,13 @@ from block_store import FakeRequest
 from gpu_agent.blocks.groups import STAGED_BLOCKS, BlockGroup, Request
 
 
-def test_a_request_is_looked_at_again_when_the_first_of_its_groups_ends_a_block() -> None:
+def test_request_is_due_when_any_group_completes_a_block() -> None:
     groups, tables = [BlockGroup(16), BlockGroup(48)], [list(range(1, 14)), list(range(20, 25))]
     state = Request(FakeRequest("r", list(range(200))), [0, 0])
     state.plan(groups, 16, 0, tables, 100)
     for computed in range(1, 193):
         due = computed >= state.next_tokens
-        assert state.due_tokens == state.next_tokens  # of a prompt
+        assert state.due_tokens == state.next_tokens  # within the prompt
         found, _ = state.plan(groups, 16, computed, tables, 100)
         assert any(found) == due
     answer = Request(FakeRequest("r", list(range(10))), [0, 0])
@@ -26,7 +26,7 @@ def test_blocks_without_room_are_due_in_the_next_step() -> None:
     assert state.plan(groups, 16, 20, tables, 8) == ([range(1)], 0)
     state.request = FakeRequest("r", list(range(50)))
     assert state.due_tokens > 50
-    # Blocks were scarce, or it was not due
+    # Blocks were scarce, or the request was not due.
     assert state.plan(groups, 16, 50, tables, 1) == (
         [range(1, 2)],
         1,
@@ -36,9 +36,9 @@ def test_blocks_without_room_are_due_in_the_next_step() -> None:
 
 
 @pytest.mark.parametrize(("computed", "table", "blocks"), [(70, [1, 2, 3, 4, 5], 2), (40, [1], 1)])
-def test_tokens_that_may_not_stay_and_blocks_that_are_not_there_are_not_saved(
+def test_draft_tokens_and_unallocated_blocks_are_not_saved(
     computed: int, table: list[int], blocks: int
 ) -> None:
-    """A draft counts as computed, has a block, and no hash."""
+    """A draft token counts as computed and has a block, but no hash."""
     state = Request(FakeRequest("r", list(range(40))), [0])
     assert state.plan([BlockGroup(16)], 16, computed, [table], 8) == ([range(blocks)], 0)

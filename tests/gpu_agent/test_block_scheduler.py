@@ -18,14 +18,14 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import prefix_hashes
 
 
-def test_computed_blocks_come_back_in_other_blocks(stores: MakeStore) -> None:
+def test_saved_blocks_load_into_other_blocks(stores: MakeStore) -> None:
     first, second = stores(), stores()
     request = FakeRequest("r", TOKENS)
     first.scheduler.ask(request)
     assert first.matched(request) == 0
     first.scheduler.allocated(request, [[3, 9, 4, 7, 8]], 0)
     first.step((request, 70, [3, 9, 4, 7, 8]))
-    assert sorted(first.pins) == [3, 4, 7, 9]  # never the partial one
+    assert sorted(first.pins) == [3, 4, 7, 9]  # not the partial one
     first.settle()
     assert first.pins == []
     first.scheduler.finished(request, [[3, 9, 4, 7, 8]])
@@ -51,7 +51,7 @@ def test_computed_blocks_come_back_in_other_blocks(stores: MakeStore) -> None:
     )
 
 
-def test_nothing_is_saved_of_a_step_that_was_not_seen(stores: MakeStore) -> None:
+def test_blocks_of_an_unreported_step_are_not_saved(stores: MakeStore) -> None:
     store = stores()
     request = FakeRequest("r", TOKENS)
     store.scheduler.ask(request)
@@ -68,7 +68,7 @@ def test_nothing_is_saved_of_a_step_that_was_not_seen(stores: MakeStore) -> None
     ] == [[1, 2, 3, 4]]
 
 
-def test_blocks_are_pinned_until_they_have_been_read_and_a_drain_waits_for_that(
+def test_drain_waits_until_pinned_blocks_are_read(
     stores: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gather, gate = TorchTransfer.gather, threading.Event()
@@ -93,7 +93,7 @@ def test_blocks_are_pinned_until_they_have_been_read_and_a_drain_waits_for_that(
     assert store.pins == []
 
 
-def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(
+def test_failed_load_is_reported_once_and_its_blocks_saved_again(
     stores: MakeStore,
 ) -> None:
     store = stores()
@@ -117,11 +117,13 @@ def test_a_failed_load_is_reported_once_refused_afterwards_and_saved_again(
     assert store.rank.take_counts().loads_failed == 1
 
 
-def test_nothing_is_stored_of_what_another_connector_still_loads_for_a_request_whose_load_failed(
+def test_blocks_another_connector_loads_after_a_failed_load_are_not_saved(
     stores: MakeStore,
 ) -> None:
-    """It is never asked about again, so what it computed before it was preempted says nothing of
-    its new blocks. vLLM counts the tokens of a load as computed when it is ordered.
+    """After a failed load the request gets no further lookup, so its new blocks are not known as
+    computed.
+
+    vLLM counts the tokens of a load as computed when the load is ordered.
     """
     store = stores()
     request = FakeRequest("r", TOKENS)
@@ -133,12 +135,14 @@ def test_nothing_is_stored_of_what_another_connector_still_loads_for_a_request_w
     client.remove(store.namespace, list(again.block_hashes))
     store.scheduler.allocated(again, [[11, 12, 13, 14, 15]], 64)
     assert store.loaded().failed == {"s"}
-    store.step((again, 16, [11, 12, 13, 14, 15]))  # then it is preempted
+    store.step((again, 16, [11, 12, 13, 14, 15]))  # then the request is preempted
     again.num_computed_tokens = 0
     assert store.matched(again) == 0
     store.scheduler.allocated(again, [[21, 22, 23, 24, 25]], 0)
     again.num_computed_tokens = 64
-    store.scheduler.finished(again, [[21, 22, 23, 24, 25]])  # aborted while the other one loads
+    store.scheduler.finished(
+        again, [[21, 22, 23, 24, 25]]
+    )  # aborted while the other connector loads
     store.settle()
     assert client.lookup(store.namespace, again.block_hashes[1:]).prefix_pages == 0
 
@@ -146,10 +150,9 @@ def test_nothing_is_stored_of_what_another_connector_still_loads_for_a_request_w
 def test_blocks_of_a_failed_load_are_not_stored_while_a_rank_loads(
     stores: MakeStore,
 ) -> None:
-    """An engine hears of a load's failure when all ranks have ended it.
+    """An engine learns of a failed load only when all ranks have ended it.
 
-    A request that is aborted before that counts its tokens as computed, and its blocks hold
-    anything.
+    A request aborted before that counts its tokens as computed, though its blocks hold garbage.
     """
     store, table = stores(), [1, 2, 3, 4, 5]
     request = FakeRequest("r", TOKENS)
@@ -160,14 +163,14 @@ def test_blocks_of_a_failed_load_are_not_stored_while_a_rank_loads(
     assert two_ranks.matched(aborted) == 64
     two_ranks.scheduler.allocated(aborted, [[11, 12, 13, 14, 15]], 64)
     step = two_ranks.scheduler.step({}, dict).step
-    aborted.num_computed_tokens = 64  # as vLLM says of a load when it is ordered
+    aborted.num_computed_tokens = 64  # vLLM counts a load as computed when it is ordered
     two_ranks.scheduler.ran(Report(step, finished={"s": 1}, failed={"s"}))
     two_ranks.scheduler.finished(aborted, [[11, 12, 13, 14]])
     assert two_ranks.pins == []
     assert two_ranks.scheduler.step({}, dict).saves == []
 
 
-def test_room_for_pins_is_shared_out_from_the_head(stores: MakeStore) -> None:
+def test_pins_are_limited_and_start_at_the_head(stores: MakeStore) -> None:
     store = stores(blocks_max=3)
     request = FakeRequest("r", TOKENS)
     store.scheduler.ask(request)
@@ -185,7 +188,7 @@ def test_room_for_pins_is_shared_out_from_the_head(stores: MakeStore) -> None:
     )
 
 
-def test_a_rank_that_does_not_write_acknowledges_at_once(stores: MakeStore) -> None:
+def test_rank_that_does_not_write_acknowledges_at_once(stores: MakeStore) -> None:
     store = stores(writes=False)
     request = FakeRequest("r", TOKENS)
     store.save(request, [1, 2, 3, 4, 5])
@@ -195,7 +198,7 @@ def test_a_rank_that_does_not_write_acknowledges_at_once(stores: MakeStore) -> N
     )
 
 
-def test_the_null_block_is_neither_saved_nor_loaded(stores: MakeStore) -> None:
+def test_null_block_is_neither_saved_nor_loaded(stores: MakeStore) -> None:
     store = stores()
     request = FakeRequest("r", TOKENS)
     store.scheduler.ask(request)
@@ -206,7 +209,7 @@ def test_the_null_block_is_neither_saved_nor_loaded(stores: MakeStore) -> None:
     store.settle()
 
 
-def test_a_hit_shorter_than_asked_for_is_none(stores: MakeStore) -> None:
+def test_hit_shorter_than_min_tokens_is_a_miss(stores: MakeStore) -> None:
     store = stores()
     request = FakeRequest("r", TOKENS)
     store.save(request, [1, 2, 3, 4, 5])
@@ -217,8 +220,8 @@ def test_a_hit_shorter_than_asked_for_is_none(stores: MakeStore) -> None:
         assert other.matched(again) == tokens
 
 
-class Told(LoadCostModel):
-    """What the scheduler tells; `verdict` is its answer."""
+class RecordingCostModel(LoadCostModel):
+    """Record the scheduler's calls and answer `verdict`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,14 +238,14 @@ class Told(LoadCostModel):
         return self.verdict
 
 
-def test_a_hit_that_is_slower_than_computing_is_none_and_nothing_is_saved_again(
+def test_slow_hit_is_declined_and_not_saved_again(
     stores: MakeStore,
 ) -> None:
-    worth = Told()
+    worth = RecordingCostModel()
     store, table = stores(cost_model=worth), [1, 2, 3, 4, 5]
     request = FakeRequest("r", TOKENS)
     store.save(request, table)
-    assert (worth.asked, worth.prompts) == (0, [(0, 70)])  # there was no hit to be judged
+    assert (worth.asked, worth.prompts) == (0, [(0, 70)])  # there was no hit
 
     hit = FakeRequest("s", TOKENS)
     store.scheduler.ask(hit)
@@ -263,8 +266,8 @@ def test_a_hit_that_is_slower_than_computing_is_none_and_nothing_is_saved_again(
     assert (counts.hits, counts.hits_declined, counts.hit_tokens) == (1, 1, 64)
 
 
-def test_an_engine_that_computes_for_others_does_not_wait_for_an_answer(stores: MakeStore) -> None:
-    """Requests that stay out of the store are decoded all the same."""
+def test_engine_with_other_requests_does_not_wait_for_a_lookup(stores: MakeStore) -> None:
+    """Requests that skip the store count as other requests."""
     store = stores()
     store.scheduler.step({"a stranger": 1}, dict)
     request = FakeRequest("r", TOKENS)
@@ -274,10 +277,8 @@ def test_an_engine_that_computes_for_others_does_not_wait_for_an_answer(stores: 
     assert store.scheduler._alone(store.scheduler._requests["r"])
 
 
-def test_a_reset_renews_the_epoch_of_both_sides(stores: MakeStore) -> None:
-    """R2: the ranks learn of it with their next orders, and a load ordered before brings
-    nothing.
-    """
+def test_reset_starts_a_new_epoch_on_both_sides(stores: MakeStore) -> None:
+    """R2: the ranks get the epoch with their next orders, and a load ordered before fails."""
     store = stores()
     request = FakeRequest("r", TOKENS)
     store.save(request, [1, 2, 3, 4, 5])
@@ -302,15 +303,15 @@ def test_a_reset_renews_the_epoch_of_both_sides(stores: MakeStore) -> None:
     assert store.matched(fresh) == 0
 
 
-def test_an_answers_blocks_wait_for_more_but_not_while_blocks_are_scarce(
+def test_generated_blocks_are_saved_in_batches_unless_blocks_are_scarce(
     stores: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request that is thrown out for want of blocks comes back with what is stored."""
+    """A request preempted for lack of blocks resumes with its stored blocks."""
     monkeypatch.setattr(request_module, "STAGED_BLOCKS", 4)
     store, request, table = stores(), FakeRequest("r", list(range(32))), list(range(1, 13))
     store.scheduler.ask(request)
     staged = []
-    for step in range(10):  # a block each: two of the prompt, then of the answer
+    for step in range(10):  # one block per step: two of the prompt, then the answer's
         if step >= 2:
             request.tokens += range(16)
             request.block_hashes = prefix_hashes(request.tokens, 16)
@@ -323,7 +324,7 @@ def test_an_answers_blocks_wait_for_more_but_not_while_blocks_are_scarce(
     store.scheduler.reset()
 
 
-def test_a_preempted_request_asks_again_and_an_old_answer_is_renewed(
+def test_preempted_request_repeats_its_lookup_and_old_answers_are_refreshed(
     stores: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = stores()
@@ -346,10 +347,10 @@ def test_a_preempted_request_asks_again_and_an_old_answer_is_renewed(
         offered.append(last)
         time.sleep(0.005)
     assert last == 64
-    assert offered, "the old answer stands until there is another"
+    assert offered, "the old answer was dropped before a new one came"
 
 
-def test_reports_of_ranks_add_up() -> None:
+def test_reports_of_ranks_are_summed() -> None:
     one, two = Report(5), Report(4)
     one.acknowledged[7] = 1
     two.acknowledged[7] = 1
@@ -364,8 +365,8 @@ def test_reports_of_ranks_add_up() -> None:
     )
 
 
-def test_layers_of_one_kind_are_a_group_named_for_it() -> None:
-    """A latent beside its indexer, kernel blocks smaller than blocks, layers that share memory."""
+def test_layers_of_one_kind_form_a_group_named_after_it() -> None:
+    """The pool has a latent with an indexer, small kernel blocks and shared layers."""
     latent = torch.zeros((8, 1, 16, 24), dtype=torch.bfloat16)
     views = {
         "model.layers.1.attn": torch.zeros((8, 1, 16, 24), dtype=torch.bfloat16),
@@ -384,8 +385,8 @@ def test_layers_of_one_kind_are_a_group_named_for_it() -> None:
         table_pool({"model.layers.1.attn": latent}, 5, 32)
 
 
-def test_a_view_in_any_order_of_memory_makes_the_same_page() -> None:
-    """`BLHNC` packs the layers of a block together; the page's bytes do not change."""
+def test_page_does_not_depend_on_memory_order() -> None:
+    """`BLHNC` packs the layers of a block together, but a page has the same bytes."""
     # [blocks, layers, heads, tokens, cell]
     packed = torch.randint(0, 256, (8, 2, 2, 16, 4), dtype=torch.uint8)
     views = {f"layers.{layer}": packed[:, layer] for layer in (0, 1)}

@@ -1,4 +1,4 @@
-"""Pages that travel straight between an engine's slots and the node's mapped memory."""
+"""Pages are copied directly between an engine's slots and the node's mapped memory."""
 
 import threading
 import time
@@ -37,11 +37,11 @@ def save(agent: Agent) -> None:
     assert (result.stored, result.reason) == (PAGES, None)
 
 
-def test_pages_travel_without_a_buffer(
+def test_pages_are_copied_without_a_buffer(
     agent: Agent, shm_client: Client, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a copy through a buffer")
+        raise AssertionError("a page was copied through a buffer")
 
     monkeypatch.setattr(shm_client, "put", refuse)
     monkeypatch.setattr(shm_client, "get", refuse)
@@ -60,7 +60,7 @@ def test_pages_stored_in_place_equal_those_of_other_wires(
     monkeypatch: pytest.MonkeyPatch,
     group_nbytes: int,
 ) -> None:
-    """Byte for byte and with the same checksums, however many pages one thread hashes."""
+    """Bytes and checksums are equal, however many pages one thread hashes."""
     monkeypatch.setattr(gpu_agent.transfer_path, "HASHED_NBYTES_MIN", group_nbytes)
     monkeypatch.setattr(gpu_agent.transfer_path, "HASHED_TASKS", 1 << 20)
     save(agent)
@@ -70,7 +70,7 @@ def test_pages_stored_in_place_equal_those_of_other_wires(
     assert torch.equal(pages, pages_at(token_pool, SOURCE))
 
 
-def test_pages_that_are_stored_beside_others_that_were_are_those_of_their_keys(
+def test_saved_missing_pages_have_the_right_keys(
     agent: Agent, shm_client: Client, namespace: Namespace, token_pool: KVPool
 ) -> None:
     save(agent)
@@ -82,7 +82,7 @@ def test_pages_that_are_stored_beside_others_that_were_are_those_of_their_keys(
 
 @pytest.mark.parametrize("bad", [0, 3, PAGES - 1])
 @pytest.mark.parametrize("by_layer", [False, True])
-def test_a_load_ends_before_a_damaged_page_and_the_node_drops_it(
+def test_load_ends_before_a_damaged_page_and_the_node_drops_it(
     agent: Agent,
     shm_client: Client,
     namespace: Namespace,
@@ -99,25 +99,25 @@ def test_a_load_ends_before_a_damaged_page_and_the_node_drops_it(
     assert (loaded.pages, loaded.error) == (bad, None)
     found = pages_at(token_pool, TARGET)
     assert torch.equal(found[:bad], expected[:bad])
-    assert torch.equal(found[bad:], before[bad:]), "slots behind the damaged page are untouched"
+    assert torch.equal(found[bad:], before[bad:]), "a slot after the damaged page was written"
     assert shm_client.lookup(namespace, hashes()).present == tuple(
         page != bad for page in range(PAGES)
     )
 
 
-def test_layers_are_told_in_order_when_they_are_in_place(agent: Agent, token_pool: KVPool) -> None:
+def test_layers_are_reported_in_order(agent: Agent, token_pool: KVPool) -> None:
     save(agent)
     layers: list[tuple[int, Any]] = []
-    loaded = agent.load(hashes(), TARGET, placed=lambda *told: layers.append(told)).done.result(
-        WAIT_S
-    )
+    loaded = agent.load(
+        hashes(), TARGET, placed=lambda *arguments: layers.append(arguments)
+    ).done.result(WAIT_S)
     assert loaded.pages == PAGES
     assert layers == [(layer, None) for layer in token_pool.layout.layers]
     assert torch.equal(pages_at(token_pool, TARGET), pages_at(token_pool, SOURCE))
 
 
 @pytest.mark.parametrize("move", ["gather", "scatter"])
-def test_a_move_that_breaks_leaves_no_slot_reserved_or_held(
+def test_failed_copy_leaves_no_slot_reserved_or_held(
     shm_client: Client,
     namespace: Namespace,
     token_pool: KVPool,
@@ -128,7 +128,7 @@ def test_a_move_that_breaks_leaves_no_slot_reserved_or_held(
         broken = False
 
         def gather(self, *arguments: Any, **named: Any) -> None:
-            super().gather(*arguments, **named)  # the hashes are under way
+            super().gather(*arguments, **named)  # hashing is in progress
             if self.broken and move == "gather":
                 raise RuntimeError("illegal memory access")
 
@@ -156,10 +156,10 @@ def test_a_move_that_breaks_leaves_no_slot_reserved_or_held(
         assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
 
 
-def test_no_page_is_hashed_any_more_when_its_slot_is_given_back(
+def test_hashing_ends_before_slots_are_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may be another page's by then, or the arena not mapped any more."""
+    """A freed slot may belong to another page, or the arena may be unmapped."""
     begun, ended = threading.Event(), threading.Event()
 
     def slow(part: memoryview) -> bytes:
@@ -176,7 +176,7 @@ def test_no_page_is_hashed_any_more_when_its_slot_is_given_back(
         assert ended.is_set()
 
 
-def test_a_chain_longer_than_a_batch_travels_in_several(
+def test_long_chain_is_copied_in_batches(
     agent: Agent, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)
@@ -186,11 +186,13 @@ def test_a_chain_longer_than_a_batch_travels_in_several(
         hashes(), TARGET, 3, placed=lambda layer, _: layers.append(layer)
     ).done.result(WAIT_S)
     assert loaded.pages == PAGES
-    assert layers == list(token_pool.layout.layers), "told once, with the last batch"
+    assert layers == list(token_pool.layout.layers), (
+        "layers must be reported once, with the last batch"
+    )
     assert torch.equal(pages_at(token_pool, TARGET[8:]), pages_at(token_pool, SOURCE[8:]))
 
 
-def test_the_slots_of_a_save_are_not_given_back_before_its_last_batch_is_read(
+def test_slots_of_a_save_are_freed_after_its_last_batch(
     shm_client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)
@@ -211,17 +213,15 @@ def test_the_slots_of_a_save_are_not_given_back_before_its_last_batch_is_read(
     assert given_back == [False] * 3
 
 
-def test_the_next_part_of_a_load_is_fetched_while_one_is_placed(
+def test_next_part_of_a_load_is_fetched_while_one_is_copied(
     shm_client: Client, namespace: Namespace, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One after the other, the link would be idle while the store is asked and pages are
-    verified.
-    """
+    """Without overlap the link would be idle during lookups and checksums."""
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)
     fetched = threading.Semaphore(0)
     fetch = gpu_agent.transfer_path.MappedPath.fetch
 
-    def told(path: Any, chunk: Any) -> Any:
+    def recorded_fetch(path: Any, chunk: Any) -> Any:
         found = fetch(path, chunk)
         fetched.release()
         return found
@@ -231,12 +231,12 @@ def test_the_next_part_of_a_load_is_fetched_while_one_is_placed(
 
         def scatter(self, *arguments: Any, **named: Any) -> None:
             self.parts += 1
-            if self.parts == 1:  # placed only when the second part is there as well
+            if self.parts == 1:  # wait until the second part is fetched as well
                 assert fetched.acquire(timeout=WAIT_S)
                 assert fetched.acquire(timeout=WAIT_S)
             super().scatter(*arguments, **named)
 
-    monkeypatch.setattr(gpu_agent.transfer_path.MappedPath, "fetch", told)
+    monkeypatch.setattr(gpu_agent.transfer_path.MappedPath, "fetch", recorded_fetch)
     transfer = Waiting()
     with Agent(
         shm_client, namespace, token_pool, AgentConfig(workers=1, staging_nbytes=4096), transfer
@@ -250,16 +250,14 @@ def test_the_next_part_of_a_load_is_fetched_while_one_is_placed(
 
 
 @pytest.mark.parametrize("move", ["save", "load"])
-def test_nothing_moves_while_the_nodes_memory_is_being_locked(
+def test_jobs_fail_while_the_nodes_memory_is_being_locked(
     shm_client: Client,
     namespace: Namespace,
     token_pool: KVPool,
     monkeypatch: pytest.MonkeyPatch,
     move: str,
 ) -> None:
-    """A GPU's driver would hold it up for as long as that takes, past every deadline; a terabyte
-    takes minutes.
-    """
+    """A GPU's driver would block copies until the lock is done: minutes for a terabyte."""
     monkeypatch.setattr("gpu_agent.transfer_path.SAVE_WAIT_S", 0.01)
     monkeypatch.setattr("gpu_agent.transfer_path.LOAD_WAIT_S", 0.01)
 

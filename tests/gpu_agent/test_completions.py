@@ -1,4 +1,4 @@
-"""Completions: readable exactly while something waits, and no wake-up is lost."""
+"""Completions: the descriptor is readable exactly while items wait, and no wake-up is lost."""
 
 import select
 import threading
@@ -20,7 +20,7 @@ def readable(completions: Completions[int], timeout_s: float = 0.0) -> bool:
     return bool(select.select([completions.fileno()], [], [], timeout_s)[0])
 
 
-def test_the_descriptor_is_readable_while_items_wait(completions: Completions[int]) -> None:
+def test_descriptor_is_readable_while_items_wait(completions: Completions[int]) -> None:
     assert not readable(completions)
     completions.add(1)
     completions.add(2)
@@ -30,7 +30,7 @@ def test_the_descriptor_is_readable_while_items_wait(completions: Completions[in
     assert completions.drain() == []
 
 
-def test_no_wake_up_is_lost_between_threads(completions: Completions[int]) -> None:
+def test_no_wakeup_is_lost_between_threads(completions: Completions[int]) -> None:
     count, threads = 2000, 4
 
     def produce(start: int) -> None:
@@ -42,16 +42,14 @@ def test_no_wake_up_is_lost_between_threads(completions: Completions[int]) -> No
         producer.start()
     taken: list[int] = []
     while len(taken) < count:
-        assert readable(completions, 10.0), (
-            f"{len(taken)} of {count} came, the rest without a signal"
-        )
+        assert readable(completions, 10.0), f"only {len(taken)} of {count} items were signalled"
         taken += completions.drain()
     for producer in producers:
         producer.join()
     assert sorted(taken) == list(range(count))
 
 
-def test_after_close_nothing_is_added_or_signalled(completions: Completions[int]) -> None:
+def test_closed_completions_add_and_signal_nothing(completions: Completions[int]) -> None:
     completions.add(1)
     completions.close()
     completions.add(2)

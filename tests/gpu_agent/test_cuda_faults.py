@@ -1,4 +1,4 @@
-"""A process that dies while the GPU's copy engine writes into the node's memory.
+"""A process dies while the GPU's copy engine writes into the node's memory.
 
 Needs a GPU and CuPy.
 """
@@ -26,7 +26,7 @@ PAGES = 16
 ROUNDS = 12
 WAIT_S = 30.0
 
-# Reserves slots and has the copy engine write into them, again and again, until it is killed.
+# Reserves slots and lets the copy engine write into them repeatedly, until it is killed.
 VICTIM = """
 import sys
 import torch
@@ -56,9 +56,11 @@ with client.open_put(namespace, prefix_hashes(list(range(pages)), 1)) as slots:
 """
 
 
-def test_slots_of_a_killed_process_are_free_only_when_its_copies_have_ended() -> None:
-    """The node's memory holds just the victim's pages: whoever stores next gets the same slots at
-    once when they are free. A copy of the dead process that still ran would damage them.
+def test_slots_of_a_killed_process_are_freed_after_its_copies() -> None:
+    """The node has room only for the victim's pages, so the next writer gets the same slots once
+    freed.
+
+    A copy of the dead process that is still running would damage its pages.
     """
     flags = ("--ram-bytes", str(PAGES * PAGE_NBYTES), "--extent-bytes", str(PAGE_NBYTES))
     with (
@@ -76,7 +78,7 @@ def test_slots_of_a_killed_process_are_free_only_when_its_copies_have_ended() ->
             pages = [page_content(namespace.digest, key, PAGE_NBYTES) for key in keys]
             end = time.monotonic() + WAIT_S
             while client.node_status().ram.writing_count:
-                assert time.monotonic() < end, "the dead process's slots are not freed"
+                assert time.monotonic() < end, "the dead process's slots were not freed"
             assert client.put(namespace, keys, pages) == [PutOutcome.STORED] * PAGES
             buffers = [bytearray(PAGE_NBYTES) for _ in keys]
             for _ in range(3):

@@ -1,5 +1,6 @@
-"""`make demo` with a small model: two processes, one node, equal logits, and an exit status that
-says when they are not.
+"""`make demo` with a small model: two processes, one node, equal logits.
+
+The exit status tells whether they are equal.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def module(path: Path) -> ModuleType:
-    """A script as a module; benchmarks/ is no package."""
+    """Import a script as a module, since benchmarks/ is not a package."""
     spec = importlib.util.spec_from_file_location(f"kvstore_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -44,37 +45,37 @@ def module(path: Path) -> ModuleType:
 
 @pytest.fixture
 def client(shared_node: NodeProcess) -> Iterator[Client]:
-    """Over one wire: the demo takes the one that it gets."""
+    """Connect with the default wire, as the demo does."""
     with Client(ClientConfig(address=shared_node.address)) as client:
         yield client
 
 
-def test_a_second_process_answers_the_same_from_loaded_pages(
+def test_second_process_gives_the_same_answer_from_loaded_pages(
     text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This process is the first, which saves: it has transformers already.
+    """This process is the first one, which saves, since it has imported transformers.
 
-    The second one is fresh.
+    The second one is a new process.
     """
     demo, process = module(SCRIPT), module(PROCESS)
-    fresh, roles = demo.run_child, []
+    start_child, roles = demo.run_child, []
 
     def run_child(role: str, address: str, args: argparse.Namespace) -> Any:
         roles.append(role)
         if role == "answer":
-            return fresh(role, address, args)
+            return start_child(role, address, args)
         with Client(ClientConfig(address=address)) as client:
             subject = process.Subject(args, client)
             with subject.adapter:
                 return process.save_document(subject, client)
 
     monkeypatch.setattr(demo, "run_child", run_child)
-    # A node writes all of its memory at its start
+    # Small, since a node writes all of its memory at its start.
     monkeypatch.setattr(demo, "NODE_FLAGS", ("--ram-bytes", "16MiB"))
     status = demo.main([*SMALL, "--text", str(text), "--json"])
-    said = capsys.readouterr()
-    assert (status, said.err, roles) == (0, "", ["save", "answer"]), said.out
-    result = json.loads(said.out)
+    output = capsys.readouterr()
+    assert (status, output.err, roles) == (0, "", ["save", "answer"]), output.out
+    result = json.loads(output.out)
     assert (
         result["equal"]
         is result["kv_equal"]
@@ -88,9 +89,7 @@ def test_a_second_process_answers_the_same_from_loaded_pages(
     assert result["one_shot_difference_max"] < 1e-3
 
 
-def test_a_model_on_disk_with_its_own_tokenizer_is_restored(
-    client: Client, text: Path, tmp_path: Path
-) -> None:
+def test_model_on_disk_with_its_own_tokenizer(client: Client, text: Path, tmp_path: Path) -> None:
     process = module(PROCESS)
     words = sorted({word for line in (text.read_text(), process.QUESTION) for word in line.split()})
     tokenizer = Tokenizer(
@@ -120,7 +119,7 @@ def test_a_model_on_disk_with_its_own_tokenizer_is_restored(
     "wrong",
     [{"logits_equal": False}, {"tokens_equal": False}, {"tokens_loaded": 448}, {"kv_loaded": "b"}],
 )
-def test_a_difference_is_an_exit_status(
+def test_difference_sets_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any]
 ) -> None:
     good = {
@@ -149,7 +148,7 @@ def test_a_difference_is_an_exit_status(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["equal"] is False
 
 
-def test_a_child_that_fails_ends_the_demo_with_its_words(
+def test_failed_child_ends_the_demo_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     demo = module(SCRIPT)
@@ -163,7 +162,7 @@ def test_a_child_that_fails_ends_the_demo_with_its_words(
         demo.run_child("save", "127.0.0.1:9", demo.parser().parse_args(SMALL))
 
 
-def test_too_short_a_text_fails_with_words(client: Client, tmp_path: Path) -> None:
+def test_too_short_text_fails_with_a_message(client: Client, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("hi")
     arguments = ["save", "--address", client.config.address, *SMALL, "--text", str(short)]

@@ -1,4 +1,4 @@
-"""Epochs of a process: new after each advance, the same on ranks that have the same seed."""
+"""Epochs of a process: each advance gives a new one, equal on ranks with the same seed."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from ports import free_port
 
 from gpu_agent.weights_version import WeightsVersions
 
-# Torch is imported once, before there are two: that takes longer than all else.
+# Torch is imported once, before the fork, since the import takes longer than all else.
 _RANKS = """
 import os, sys, torch.distributed as dist
 from gpu_agent.weights_version import process_epochs
@@ -24,7 +24,7 @@ if other:
 """
 
 
-def test_an_epoch_is_the_configured_one_until_the_first_advance() -> None:
+def test_epoch_is_the_configured_one_until_the_first_advance() -> None:
     epochs = WeightsVersions("seed")
     assert epochs.current(7) == 7
     epochs.advance()
@@ -32,7 +32,7 @@ def test_an_epoch_is_the_configured_one_until_the_first_advance() -> None:
     assert epochs.current(7) == epochs.current(7)
 
 
-def test_no_epoch_comes_twice() -> None:
+def test_epochs_never_repeat() -> None:
     epochs, seen = WeightsVersions("seed"), {0, 1}
     for _ in range(100):
         epochs.advance()
@@ -43,7 +43,7 @@ def test_no_epoch_comes_twice() -> None:
         seen |= now
 
 
-def test_equal_seeds_agree_and_others_do_not() -> None:
+def test_epochs_depend_on_the_seed() -> None:
     same, twin, other = WeightsVersions("a"), WeightsVersions("a"), WeightsVersions("b")
     for epochs in (same, twin, other):
         epochs.advance()

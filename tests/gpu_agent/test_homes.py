@@ -1,6 +1,4 @@
-"""Agents in the engine's process and in one of their own: the same orders, the same bytes, the same
-answers.
-"""
+"""Agents in the engine's process and in a process of their own behave the same."""
 
 import dataclasses
 import secrets
@@ -24,16 +22,16 @@ WAIT_S = 30.0
 
 
 class Rank:
-    """Two cache groups over one buffer of memory each, and a home for their agents.
+    """Two cache groups, each with its own memory, and a backend for their agents.
 
-    Blocks 0..31 are an engine's, 32..63 another's.
+    Blocks 0..31 stand for one engine, 32..63 for another one.
     """
 
     def __init__(self, kind: type[Any], address: str, device: str = "cpu", cell: int = 8) -> None:
         packed = torch.randint(
             0, 256, (BLOCKS, 2, 2, BLOCK, cell), dtype=torch.uint8, device=device
         )
-        # All layers of a block together
+        # All layers of a block are contiguous.
         self.views = [{f"layers.{i}": packed[:, i] for i in (0, 1)}]
         apart = torch.randn((2, BLOCKS, 1, BLOCK, 4), device=device).bfloat16()
         self.views.append({f"layers.{i}": apart[i] for i in (0, 1)})
@@ -87,14 +85,14 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
         pytest.param((LocalBackend, "cpu", 8), id="threads"),
         pytest.param((ProcessBackend, "cpu", 8), id="process"),
         pytest.param((ProcessBackend, "cuda", 8), id="process-gpu", marks=GPU),
-        # Pages of 1 MiB, no kernel
+        # Pages of 1 MiB, copied without a kernel.
         pytest.param((ProcessBackend, "cuda", 1 << 14), id="process-gpu-runs", marks=GPU),
     ],
 )
 def rank(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Rank]:
     kind, device, cell = request.param
     rank = Rank(kind, shared_node.address, device, cell)
-    rank.save(0, keys(1), [1])  # a process is ready when it has answered
+    rank.save(0, keys(1), [1])  # once it has answered, the process is ready
     yield rank
     assert rank.home.check() == []
     rank.home.close()
@@ -106,7 +104,7 @@ def store(shared_node: NodeProcess) -> Iterator[Client]:
         yield client
 
 
-def test_saved_blocks_come_back_in_others(rank: Rank) -> None:
+def test_saved_blocks_load_into_other_blocks(rank: Rank) -> None:
     for group, views in ((0, 0), (2, 1)):
         chain, source, target = keys(5), [3, 9, 4, 7, 8], [40, 33, 63, 50, 41]
         result = rank.save(group, chain, source)
@@ -118,7 +116,7 @@ def test_saved_blocks_come_back_in_others(rank: Rank) -> None:
         assert same(rank.content(views, [*range(32), 34]), before)
 
 
-def test_a_group_without_layers_has_no_agent(rank: Rank) -> None:
+def test_group_without_layers_has_no_agent(rank: Rank) -> None:
     assert rank.agents[1] is None
 
 
@@ -129,7 +127,7 @@ def test_stored_pages_are_not_stored_again(rank: Rank) -> None:
     assert (result.stored, result.existing, result.dropped) == (2, 2, 0)
 
 
-def test_only_the_leading_pages_are_loaded_and_later_blocks_stay(rank: Rank, store: Client) -> None:
+def test_load_stops_at_the_first_missing_page(rank: Rank, store: Client) -> None:
     chain = keys(5)
     rank.save(0, chain, [1, 2, 3, 4, 5])
     store.remove(rank.places[0].namespace, [chain[3]])
@@ -140,12 +138,11 @@ def test_only_the_leading_pages_are_loaded_and_later_blocks_stay(rank: Rank, sto
     assert same(rank.content(0, [44, 45]), before)
 
 
-def test_saves_and_loads_under_way_together_all_end(rank: Rank) -> None:
+def test_concurrent_saves_and_loads_complete(rank: Rank) -> None:
     chains = [keys(4) for _ in range(8)]
     saves = [rank.agents[0].save(chain, range(2 * i, 2 * i + 4)) for i, chain in enumerate(chains)]
     assert all(result.stored == 4 for result in rank.done(*(job.done for job in saves)))
-    # Each into blocks of its own, as an engine does: a GPU looks at what is in the blocks
-    # afterwards.
+    # Load into separate blocks, as an engine does, since a GPU checks the contents afterwards.
     loads = [
         rank.agents[0].load(chain, range(32 + 4 * i, 36 + 4 * i)) for i, chain in enumerate(chains)
     ]
@@ -157,7 +154,7 @@ def test_saves_and_loads_under_way_together_all_end(rank: Rank) -> None:
         )
 
 
-def test_orders_that_are_wrong_raise_at_once(rank: Rank) -> None:
+def test_invalid_blocks_raise_at_once(rank: Rank) -> None:
     agent, chain = rank.agents[0], keys(2)
     with pytest.raises(InvalidRequest, match=r"block 64 is named; allowed are 0\.\.63"):
         agent.save(chain, [1, 64])
@@ -167,8 +164,8 @@ def test_orders_that_are_wrong_raise_at_once(rank: Rank) -> None:
         agent.load(chain, [1])
 
 
-def test_keys_that_are_wrong_are_not_stored(rank: Rank) -> None:
-    """An agent in this process says so at once, one in another process in its answer."""
+def test_invalid_keys_are_not_stored(rank: Rank) -> None:
+    """An agent in this process raises at once; one in another process reports the error later."""
     for wrong in ([keys(1)[0]] * 2, [b"abc", b"d" * 32]):
         try:
             result = rank.save(0, wrong, [1, 2])
@@ -180,18 +177,18 @@ def test_keys_that_are_wrong_are_not_stored(rank: Rank) -> None:
         assert "twice" in reason or "3 bytes" in reason
 
 
-def test_another_epoch_is_another_namespace_and_jobs_of_the_former_end(rank: Rank) -> None:
+def test_new_epoch_is_a_new_namespace_and_old_jobs_end(rank: Rank) -> None:
     chain, old = keys(3), rank.agents
-    under_way = old[0].save(chain, range(3))
+    pending = old[0].save(chain, range(3))
     rank.agents = rank.home.agents(1 << 40)
     rank.home.retire(old)
-    rank.home.wait([under_way.done])
+    rank.home.wait([pending.done])
     assert rank.load(0, chain, [40, 41, 42]).pages == 0
     assert rank.save(0, chain, [1, 2, 3]).stored == 3
     assert rank.load(0, chain, [40, 41, 42]).pages == 3
 
 
-def test_waiting_for_a_load_ends_with_it(rank: Rank) -> None:
+def test_wait_returns_when_the_load_is_done(rank: Rank) -> None:
     chain = keys(3)
     rank.save(0, chain, [1, 2, 3])
     job = rank.agents[0].load(chain, [50, 51, 52])
@@ -200,7 +197,7 @@ def test_waiting_for_a_load_ends_with_it(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("kind", [LocalBackend])
-def test_without_a_store_a_save_is_dropped_and_a_load_brings_nothing(kind: type[Any]) -> None:
+def test_without_a_node_saves_are_dropped_and_loads_fail(kind: type[Any]) -> None:
     rank = Rank(kind, "127.0.0.1:9")
     result, loaded = rank.save(0, keys(2), [1, 2]), rank.load(0, keys(2), [40, 41])
     assert (result.stored, result.dropped) == (0, 2)
@@ -208,7 +205,7 @@ def test_without_a_store_a_save_is_dropped_and_a_load_brings_nothing(kind: type[
     rank.home.close()
 
 
-def test_places_name_the_epoch_that_is_wanted() -> None:
+def test_group_pool_returns_the_namespace_of_an_epoch() -> None:
     place = Rank(LocalBackend, "127.0.0.1:9").places[0]
     assert place.at(None) is place.namespace
     assert place.at(7) == dataclasses.replace(place.namespace, epoch=7)

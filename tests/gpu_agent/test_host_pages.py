@@ -1,4 +1,4 @@
-"""Pages of a host pool, saved and loaded by calls that wait."""
+"""Pages of a host pool are saved and loaded by blocking calls."""
 
 import time
 import uuid
@@ -57,7 +57,7 @@ def test_saved_pages_are_loaded(pages: HostPages) -> None:
     assert torch.equal(memory(pages)[target], memory(pages)[source])
 
 
-def test_a_load_ends_at_a_hole(pages: HostPages) -> None:
+def test_load_ends_at_a_missing_page(pages: HostPages) -> None:
     pages.save(HASHES[:3] + HASHES[4:], torch.arange(COUNT - 1), TIMEOUT_S)
     before = memory(pages).clone()
     assert pages.load(HASHES, torch.arange(20, 20 + COUNT), TIMEOUT_S) == [True] * 3 + [False] * 7
@@ -65,7 +65,7 @@ def test_a_load_ends_at_a_hole(pages: HostPages) -> None:
     assert torch.equal(memory(pages)[20:23], before[:3])
 
 
-def test_flat_pages_are_the_same_pages(pages: HostPages) -> None:
+def test_flat_pages_equal_pool_pages(pages: HostPages) -> None:
     flat = [torch.randint(0, 256, (pages.page_nbytes,), dtype=torch.uint8) for _ in range(COUNT)]
     assert pages.put(HASHES, flat, TIMEOUT_S) == [True] * COUNT
     assert pages.load(HASHES, torch.arange(COUNT), TIMEOUT_S) == [True] * COUNT
@@ -75,13 +75,13 @@ def test_flat_pages_are_the_same_pages(pages: HostPages) -> None:
     assert torch.equal(torch.stack(back), torch.stack(flat))
 
 
-def test_a_flat_page_of_another_size_is_no_page(pages: HostPages) -> None:
+def test_flat_page_of_another_size_is_refused(pages: HostPages) -> None:
     short = [torch.zeros(pages.page_nbytes - 1, dtype=torch.uint8)]
     assert pages.put(HASHES[:1], short, TIMEOUT_S) == [False]
     assert pages.get(HASHES[:1], short, TIMEOUT_S) == [False]
 
 
-def test_nothing_is_asked_for_nothing(pages: HostPages) -> None:
+def test_empty_calls_return_empty_lists(pages: HostPages) -> None:
     none = torch.zeros(0, dtype=torch.int64)
     assert (
         pages.save([], none, TIMEOUT_S)
@@ -92,7 +92,7 @@ def test_nothing_is_asked_for_nothing(pages: HostPages) -> None:
     assert pages.put([], [], TIMEOUT_S) == pages.get([], [], TIMEOUT_S) == []
 
 
-def test_without_a_node_everything_is_missing_at_once() -> None:
+def test_without_a_node_calls_fail_at_once() -> None:
     with Client(ClientConfig(address="127.0.0.1:9", connect_timeout_s=0.2)) as client:
         pages = made_pages(client)
         start = time.monotonic()
@@ -108,11 +108,11 @@ def test_without_a_node_everything_is_missing_at_once() -> None:
 def test_calls_end_by_their_own_deadlines(
     pages: HostPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by the agent's, which are longer; the deadline is what reaches the client."""
-    asked: list[Any] = []
+    """The deadline of a call, not the longer one of the agent, reaches the client."""
+    timeouts: list[Any] = []
 
     def late(*args: Any, **more: Any) -> None:
-        asked.append(more.get("timeout_s", args[-1]))
+        timeouts.append(more.get("timeout_s", args[-1]))
         raise DeadlineExceeded("late")
 
     for name in ("open", "lookup"):
@@ -120,14 +120,14 @@ def test_calls_end_by_their_own_deadlines(
     assert pages.save(HASHES, torch.arange(COUNT), 0.25) == [False] * COUNT
     assert pages.load(HASHES, torch.arange(COUNT), 0.5) == [False] * COUNT
     assert pages.present(HASHES, 0.75) == [False] * COUNT
-    save, after_save, load, present = asked
+    save, after_save, load, present = timeouts
     assert 0 < save <= 0.25
     assert after_save == pages.agent.config.lookup_timeout_s
     assert 0.25 < load <= 0.5
     assert present == 0.75
 
 
-def test_a_node_that_is_full_says_which_pages_it_has() -> None:
+def test_full_node_reports_which_pages_are_stored() -> None:
     with (
         NodeProcess("--ram-bytes", "64KiB", "--extent-bytes", "64KiB") as node,
         Client(ClientConfig(address=node.address, wire="shm")) as client,

@@ -1,4 +1,7 @@
-"""A compiler that leaves signals so that a waiting main thread does not see them: undone."""
+"""Restore interrupts after a compiler has changed signal handling.
+
+Regression: a waiting main thread did not see signals.
+"""
 
 import signal
 import subprocess
@@ -30,17 +33,17 @@ requests.get()
 """
 
 
-def test_a_waiting_engine_obeys_sigterm_after_kernels_were_compiled() -> None:
-    said = {}
+def test_waiting_engine_obeys_sigterm_after_kernels_were_compiled() -> None:
+    outputs = {}
     for how in ("kept", "left"):
         command = [sys.executable, "-c", textwrap.dedent(ENGINE), how, interrupts.__file__]
-        said[how] = subprocess.run(
+        outputs[how] = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=60
         ).stdout.strip()
-    assert said == {"kept": "obeyed", "left": "ignored"}
+    assert outputs == {"kept": "obeyed", "left": "ignored"}
 
 
-def test_signals_without_a_handler_in_python_are_left_alone() -> None:
+def test_signals_without_a_python_handler_are_unchanged() -> None:
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     with interrupts.interrupts_kept():
         pass

@@ -1,6 +1,6 @@
-"""The kernels' tables and their source: against `TorchTransfer`, without a GPU.
+"""The kernels' tables and source, compared with `TorchTransfer` without a GPU.
 
-The order of the work is in test_kernels_pipeline.py, what needs a GPU in test_kernels_cuda.py.
+test_kernels_pipeline.py tests the order of the work, test_kernels_cuda.py needs a GPU.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ Kernel = Callable[[str, Launch], None]
 
 
 def random_pool(seed: int) -> KVPool:
-    """Any layout over views with any order of dimensions, cut out of wider tensors at any place."""
+    """Return a pool of a random layout over views in any order of dimensions, with gaps."""
     draw = random.Random(seed)
     groups, tensors, spaces = [], {}, {}
     for name in "abc"[: draw.randint(1, 3)]:
@@ -78,7 +78,7 @@ def random_view(draw: random.Random, shape: tuple[int, ...], dtype: str) -> torc
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage, guards and neighbours included."""
+    """Return the bytes of the whole storage, including guards and neighbors."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
@@ -93,14 +93,14 @@ def random_units(pool: KVPool, pages: int) -> dict[str, torch.Tensor]:
 
 
 def slab(count: int, nbytes: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Poisoned memory, and pages in it with bytes between them that nobody may touch."""
+    """Return poisoned memory and pages in it, separated by bytes that must not be touched."""
     whole = torch.full((count, nbytes + 61), 0x5A, dtype=torch.uint8)
     return whole, [row[30 : 30 + nbytes] for row in whole]
 
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Kernel:
-    """The kernels' own source, compiled for the CPU and run a thread after the other."""
+    """Compile the kernels' source for the CPU, and run one thread after the other."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs g++ or clang++ to run transfer.cu on the CPU")
@@ -178,11 +178,11 @@ def test_quotients_are_exact_in_32_bits() -> None:
     ("shape", "strides", "unit"),
     [
         ((8, 128), (128, 1), (2048, ())),
-        ((1, 576), (9999, 1), (1152, ())),  # a dimension of one has no stride
+        ((1, 576), (9999, 1), (1152, ())),  # a dimension of size one has no stride
         ((4, 128), (256, 1), (256, ((4, 512),))),  # K heads beside V heads
         ((2, 4, 6), (64, 6, 1), (48, ((2, 128),))),
-        ((2, 4, 6), (48, 12, 1), (12, ((8, 24),))),  # two dimensions become one
-        # [H, N, C] of [N, H, C] memory
+        ((2, 4, 6), (48, 12, 1), (12, ((8, 24),))),  # two dimensions merge into one
+        # [H, N, C] of [N, H, C] memory.
         (
             (8, 16, 128),
             (128, 1024, 1),
@@ -191,7 +191,7 @@ def test_quotients_are_exact_in_32_bits() -> None:
         ((4, 3), (1, 4), (2, ((3, 8), (4, 2)))),  # transposed: rows of one element
     ],
 )
-def test_units_are_the_longest_rows_and_the_fewest_dimensions(
+def test_units_have_the_longest_rows_and_fewest_dimensions(
     shape: tuple[int, ...], strides: tuple[int, ...], unit: tuple[int, tuple[tuple[int, int], ...]]
 ) -> None:
     assert merged(shape, strides, 2) == unit
@@ -209,7 +209,7 @@ def words(*planes: Plane, page_align: int = 16, shift: int = 0) -> list[int]:
     return Plan(KVPool(layout, tensors), page_align).planes[:, 3].tolist()
 
 
-def test_words_are_as_wide_as_every_address_allows() -> None:
+def test_words_are_as_wide_as_addresses_allow() -> None:
     for nbytes, word in [
         (2048, 16),
         (576, 16),
@@ -230,7 +230,7 @@ def test_words_are_as_wide_as_every_address_allows() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_tiles_cover_the_page_once_and_spans_and_chunks_too(seed: int) -> None:
+def test_tiles_spans_and_chunks_cover_the_page_once(seed: int) -> None:
     pool = random_pool(seed)
     plan, layout = Plan(pool), pool.layout
     end = 0
@@ -262,8 +262,11 @@ def plan_of(page_tokens: int, layers: int, plane: Plane) -> Plan:
     return Plan(KVPool(layout, tensors))
 
 
-def test_the_link_waits_for_a_small_chunk_only() -> None:
-    """The first of a gather, the last of a scatter; a job that fits a buffer is one chunk."""
+def test_first_or_last_chunk_is_small() -> None:
+    """The first chunk of a gather and the last of a scatter are small, so the link waits little.
+
+    A job that fits a buffer is one chunk.
+    """
     small, large = (
         plan_of(1, 1, Plane("x", "uint8", (1024,))),
         plan_of(1, 1, Plane("x", "uint8", (6144,))),
@@ -279,7 +282,7 @@ def test_the_link_waits_for_a_small_chunk_only() -> None:
     assert sizes == [(0, 6144), (1, 6144), (2, 4096), (2, 2048)]
     one_tile = plan_of(1, 1, Plane("x", "uint8", (1600,)))
     assert [c.span.nbytes for c in one_tile.gather_chunks(4, 4096)] == [1600, 1600, 1600]
-    # The quarter is more than a page, not than its row
+    # A quarter of the buffer is more than a page, but less than a row of the buffer.
     for cut in (
         one_tile.gather_chunks,
         one_tile.scatter_chunks,
@@ -287,8 +290,8 @@ def test_the_link_waits_for_a_small_chunk_only() -> None:
         assert [c.span.nbytes for c in cut(5, 4 * 1601)] == [1600, 1600, 1600]
 
 
-def test_small_layers_travel_together() -> None:
-    tp8 = plan_of(64, 10, Plane("kv", "uint8", (512,)))  # 32 KiB a layer
+def test_small_layers_are_copied_together() -> None:
+    tp8 = plan_of(64, 10, Plane("kv", "uint8", (512,)))  # 32 KiB per layer
     assert [layers for layers, _ in tp8.layers] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
     assert [[span.nbytes for span in spans] for _, spans in tp8.layers] == [
         [128 << 10],
@@ -306,7 +309,7 @@ def test_small_layers_travel_together() -> None:
     assert [layers for layers, _ in llama.layers] == [(0,), (1,), (2,)]
 
 
-def test_units_that_32_bits_can_not_count_are_refused_by_name() -> None:
+def test_units_beyond_32_bits_are_refused_by_name() -> None:
     layout = PageLayout(1, (LayerGroup("g", (3,), (Plane("huge", "uint8", ((1 << 30) + 1,)),)),))
     pool = KVPool(layout, {("g", 3, "huge"): torch.empty(1, (1 << 30) + 1, dtype=torch.uint8)})
     with pytest.raises(
@@ -319,7 +322,7 @@ def test_units_that_32_bits_can_not_count_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_layout_moves_as_the_reference_moves_it(
+def test_any_layout_is_copied_like_the_reference(
     seed: int, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -335,7 +338,7 @@ def test_any_layout_moves_as_the_reference_moves_it(
     assert torch.equal(whole, expected)
     fresh = list(torch.randint(0, 256, (5, nbytes), dtype=torch.uint8))
     storages = [[storage_bytes(p.bits) for p in each.planes] for each in (pool, other)]
-    # The same bytes before, also between the units
+    # Both pools begin with the same bytes, also between the units.
     for mine, theirs in zip(*storages, strict=True):
         theirs.copy_(mine)
     transfer.scatter(pool, table, fresh, None, skip, placed=(lambda *_: None) if seed % 2 else None)
@@ -344,8 +347,8 @@ def test_any_layout_moves_as_the_reference_moves_it(
         assert torch.equal(mine, theirs)
 
 
-def test_pages_anywhere_are_reached_through_a_table(token_pool: KVPool, kernel: Kernel) -> None:
-    """The direct kernel: no staging, the pages themselves are the targets."""
+def test_direct_kernel_writes_pages_at_any_address(token_pool: KVPool, kernel: Kernel) -> None:
+    """The direct kernel uses no staging: it finds the pages through a table of addresses."""
     plan, units = Plan(token_pool, page_align=1), torch.randperm(96)
     (whole, pages), (expected, wanted) = slab(12, 1024), slab(12, 1024)
     addresses = torch.tensor([page.data_ptr() for page in pages])
@@ -367,7 +370,7 @@ def test_pages_anywhere_are_reached_through_a_table(token_pool: KVPool, kernel: 
 def test_offsets_beyond_2_gib(kernel: Kernel) -> None:
     layout = PageLayout(4, (LayerGroup("g", (0,), (Plane("x", "uint8", (1152,)),)),))
     slots = (5 << 30) // 1152
-    # Touched at a few places
+    # Only a few places of it are touched.
     pool = KVPool(layout, {("g", 0, "x"): torch.empty((slots, 1152), dtype=torch.uint8)})
     far = torch.tensor([slots - 1, 1_900_000, 3_800_000, 7])
     fresh = [torch.randint(0, 256, (4 * 1152,), dtype=torch.uint8)]
@@ -382,8 +385,8 @@ def test_offsets_beyond_2_gib(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("arch", ["80", "90"])
-def test_the_source_compiles_for_a_gpu(arch: str, tmp_path: Path) -> None:
-    """With the runtime compiler that CuPy uses, or nvcc."""
+def test_source_compiles_for_a_gpu(arch: str, tmp_path: Path) -> None:
+    """Compile with nvcc, or with the runtime compiler that CuPy uses."""
     nvcc = shutil.which("nvcc")
     if nvcc:
         subprocess.run(

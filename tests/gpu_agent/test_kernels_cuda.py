@@ -1,7 +1,7 @@
-"""`CudaTransfer` on a GPU, byte for byte against `TorchTransfer`; the layouts themselves are in
-test_transfer.py.
+"""`CudaTransfer` on a GPU, compared with `TorchTransfer` byte by byte.
 
-Every test draws fresh bytes and poisons what it writes to.
+The layouts themselves are tested in test_transfer.py. Every test draws fresh bytes and poisons what
+it writes to.
 """
 
 import mmap
@@ -30,7 +30,7 @@ def transfer(request: pytest.FixtureRequest) -> "cuda.CudaTransfer":
 
 @pytest.fixture(params=ROWS)
 def pool(request: pytest.FixtureRequest) -> KVPool:
-    """Three layers of K and V in one tensor each, V behind K; the slots between are guards."""
+    """Make three layers of K and V in one tensor each, V after K; slots in between are guards."""
     dtype, shape = ROWS[request.param]
     layout = PageLayout(
         64, (LayerGroup("g", (0, 1, 2), (Plane("k", dtype, shape), Plane("v", dtype, shape))),)
@@ -49,7 +49,7 @@ def pool(request: pytest.FixtureRequest) -> KVPool:
 def buffers(
     request: pytest.FixtureRequest, pool: KVPool, transfer: "cuda.CudaTransfer"
 ) -> Iterator[torch.Tensor]:
-    """`[PAGES, page + guard]`, poisoned; the pages are `pages_of` it."""
+    """Return poisoned memory `[PAGES, page + guard]` for the pages of `pages_of`."""
     shape = (PAGES, pool.layout.page_nbytes + 64)
     if request.param == "registered":
         memory = mmap.mmap(-1, shape[0] * shape[1])
@@ -63,7 +63,7 @@ def buffers(
 
 
 def pages_of(buffers: torch.Tensor, pool: KVPool) -> list[torch.Tensor]:
-    """Not in the order of their addresses."""
+    """Return the pages in another order than that of their addresses."""
     return [buffers[number, : pool.layout.page_nbytes] for number in reversed(range(len(buffers)))]
 
 
@@ -78,28 +78,28 @@ def all_bytes(pool: KVPool) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage).clone()
 
 
-def test_gather_fills_its_pages_and_nothing_else(
+def test_gather_fills_only_its_pages(
     transfer: "cuda.CudaTransfer", pool: KVPool, buffers: torch.Tensor
 ) -> None:
     units = torch.randperm(SLOTS)[: PAGES * 64]
-    told: list[object] = []
+    events: list[object] = []
     pages = pages_of(buffers, pool)
     transfer.gather(
         pool,
         pool.unit_table(units, PAGES),
         pages,
         transfer.fence(pool),
-        lambda: told.append("gathered"),
-        told.extend,
+        lambda: events.append("gathered"),
+        events.extend,
     )
     assert torch.equal(torch.stack(pages), reference(pool, units, PAGES))
     assert bool((buffers[:, pool.layout.page_nbytes :] == 0x5A).all())
-    assert sorted(told, key=str) == sorted(["gathered", *range(PAGES)], key=str)
+    assert sorted(events, key=str) == sorted(["gathered", *range(PAGES)], key=str)
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("skip_tokens", [0, 37])
-def test_scatter_fills_its_slots_and_nothing_else(
+def test_scatter_fills_only_its_slots(
     transfer: "cuda.CudaTransfer",
     pool: KVPool,
     buffers: torch.Tensor,
@@ -121,7 +121,7 @@ def test_scatter_fills_its_slots_and_nothing_else(
 
     def place(layer: int, event: torch.cuda.Event) -> None:
         engine.wait_event(event)
-        with torch.cuda.stream(engine):  # a layer that computes while later ones travel
+        with torch.cuda.stream(engine):  # a layer computes while later ones are copied
             seen[layer] = torch.stack(
                 [p.bits[units[skip_tokens:].cuda()] for p in pool.planes if p.piece.layer == layer]
             )
@@ -137,11 +137,11 @@ def test_scatter_fills_its_slots_and_nothing_else(
         assert torch.equal(values, torch.stack(planes))
 
 
-def test_a_gather_begins_behind_the_engine(pool: KVPool) -> None:
+def test_gather_starts_after_the_engines_work(pool: KVPool) -> None:
     transfer = cuda.CudaTransfer()
     units = torch.arange(64)
     pages = torch.zeros((1, pool.layout.page_nbytes), dtype=torch.uint8)
-    torch.cuda._sleep(200_000_000)  # a tenth of a second of the engine's stream
+    torch.cuda._sleep(200_000_000)  # a tenth of a second on the engine's stream
     for plane in pool.planes:
         plane.bits.fill_(0x11)
     transfer.gather(pool, pool.unit_table(units, 1), list(pages), transfer.fence(pool))
@@ -149,13 +149,11 @@ def test_a_gather_begins_behind_the_engine(pool: KVPool) -> None:
 
 
 def test_wait_for_the_engine_uses_no_cpu() -> None:
-    """As an agents' process does for most of a step: in a loop it would slow the engine by a third
-    (vLLM, H200).
-    """
+    """An agents' process mostly waits; polling slowed the engine by a third (vLLM, H200)."""
     device = cuda.CudaTransfer().device
     for _ in range(3):
         torch.cuda._sleep(400_000_000)
-        mark = torch.cuda.Event()  # not one that says how it wants to be waited for
+        mark = torch.cuda.Event()  # without flags for how to wait
         mark.record()
         began, used = time.monotonic(), time.thread_time()
         device.wait(mark)
@@ -186,7 +184,7 @@ def test_offsets_beyond_4_gib() -> None:
     assert torch.equal(back, fresh)
 
 
-def test_saves_and_loads_of_several_threads_share_one_transfer(pool: KVPool) -> None:
+def test_threads_share_one_transfer(pool: KVPool) -> None:
     transfer = cuda.CudaTransfer(buffer_nbytes=1 << 20)
     slots = torch.randperm(SLOTS)
     source, wrong = slots[: 12 * 64], list[object]()
@@ -213,7 +211,7 @@ def test_saves_and_loads_of_several_threads_share_one_transfer(pool: KVPool) -> 
     assert wrong == []
 
 
-def test_unsupported_pool_is_named() -> None:
+def test_unsupported_pool_and_options_are_refused() -> None:
     transfer = cuda.CudaTransfer(buffer_nbytes=64 << 10)
     layout = PageLayout(4, (LayerGroup("g", (0,), (Plane("x", "uint8", (4,)),)),))
     pool = KVPool(layout, {("g", 0, "x"): torch.empty((8, 4), dtype=torch.uint8)})
@@ -225,10 +223,8 @@ def test_unsupported_pool_is_named() -> None:
         cuda.CudaTransfer(blocks=0)
 
 
-def test_memory_is_registered_once_and_known_by_its_range() -> None:
-    """What we know ourselves CUDA is not asked for: a refused call of the runtime is an error to
-    its tools.
-    """
+def test_memory_is_registered_once_by_its_range() -> None:
+    """Overlaps are detected without CUDA, since its tools report each refused call as an error."""
     host, whole = cuda.CudaTransfer(buffer_nbytes=64 << 10).device.host, mmap.mmap(-1, 1 << 20)
     address = torch.frombuffer(whole, dtype=torch.uint8).data_ptr()
     start, half = address + (1 << 18), 1 << 19
@@ -251,7 +247,7 @@ def test_memory_is_registered_once_and_known_by_its_range() -> None:
     assert not host.locked([start + half - 4095], 4096)
     host.unregister(start)
     assert not host.locked([start], 4096)
-    host.register(start + 8192, 4096)  # beside it, and where it was
+    host.register(start + 8192, 4096)  # next to the freed range and at its place
     host.register(start, 4096)
     for first in (start + 8192, start):
         host.unregister(first)

@@ -1,6 +1,6 @@
-"""The order of the pipeline's work, on a device that runs its streams in every order CUDA allows.
+"""The order of the pipeline's work, on a device that runs streams in every order CUDA allows.
 
-A wait that is missing is a wrong byte, or a hook that comes too early, for some seed.
+A missing wait gives a wrong byte, or an early call of a hook, for some seed.
 """
 
 import ctypes
@@ -25,9 +25,7 @@ WAIT_S = 30.0
 
 
 def slab(count: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Poisoned memory, and pages of the token pool in it with bytes between them that nobody may
-    touch.
-    """
+    """Return poisoned memory and pages of the token pool in it, separated by guard bytes."""
     whole = torch.full((count, 1024 + 61), 0x5A, dtype=torch.uint8)
     return whole, [row[30 : 30 + 1024] for row in whole]
 
@@ -38,10 +36,10 @@ def gathered_by_torch(pool: KVPool, units: torch.Tensor, count: int) -> torch.Te
     return whole
 
 
-# ---- what is enqueued --------------------------------------------------------------------
+# ---- enqueued work -----------------------------------------------------------------------
 
 
-def test_whole_pages_travel_in_one_call_per_buffer(token_pool: KVPool) -> None:
+def test_whole_pages_are_copied_in_one_call_per_buffer(token_pool: KVPool) -> None:
     device = SimulatedDevice(0)
     transfer = StagedTransfer(device, buffer_nbytes=8192)
     _, pages = slab(12)
@@ -51,7 +49,7 @@ def test_whole_pages_travel_in_one_call_per_buffer(token_pool: KVPool) -> None:
     assert (device.launches, device.copies) == (4, 4 + 2)
 
 
-def test_a_transfer_refuses_what_it_can_not_serve(token_pool: KVPool) -> None:
+def test_unsupported_pool_and_buffer_are_refused(token_pool: KVPool) -> None:
     with pytest.raises(ConfigError, match="buffer_nbytes=100 must be at least 4096"):
         StagedTransfer(SimulatedDevice(0), buffer_nbytes=100)
     layout = PageLayout(4, (LayerGroup("g", (0,), (Plane("x", "uint8", (4,)),)),))
@@ -68,8 +66,11 @@ def test_a_transfer_refuses_what_it_can_not_serve(token_pool: KVPool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_slots_are_free_when_gathered_and_no_sooner(seed: int, token_pool: KVPool) -> None:
-    """Also when another job takes a lane's turn in between: a landing page starts one."""
+def test_slots_are_freed_after_the_gather_only(seed: int, token_pool: KVPool) -> None:
+    """The slots are freed in time even if another job takes a lane's turn in between.
+
+    A landing page starts such a job.
+    """
     transfer, units = (
         StagedTransfer(SimulatedDevice(seed), buffer_nbytes=4096),
         torch.randint(0, 96, (30 * 8,)),
@@ -95,10 +96,8 @@ def test_slots_are_free_when_gathered_and_no_sooner(seed: int, token_pool: KVPoo
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_slots_are_touched_behind_what_the_engine_had_enqueued(
-    seed: int, token_pool: KVPool
-) -> None:
-    """A save reads what it was still to write, a load leaves it what it was still to read."""
+def test_slots_are_accessed_after_the_engines_enqueued_work(seed: int, token_pool: KVPool) -> None:
+    """A save reads what the engine had still to write; a load keeps what it had still to read."""
     device, table = SimulatedDevice(seed), token_pool.unit_table(torch.arange(96), 12)
     transfer, pages = (
         StagedTransfer(device, 4096),
@@ -124,10 +123,10 @@ def test_slots_are_touched_behind_what_the_engine_had_enqueued(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_layers_event_covers_both_lanes(
+def test_layer_event_covers_both_lanes(
     seed: int, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three chunks a layer; the next layer's travel while the engine reads this one."""
+    """A layer has three chunks; the next layer is copied while the engine reads this one."""
     monkeypatch.setattr(plans, "FRAGMENT_NBYTES_MIN", 1)
     transfer, table = (
         StagedTransfer(SimulatedDevice(seed), 4096),
@@ -150,7 +149,7 @@ def test_a_layers_event_covers_both_lanes(
     assert placed == [0, 1]
 
 
-def test_layers_that_travel_together_share_an_event(token_pool: KVPool) -> None:
+def test_layers_copied_together_share_an_event(token_pool: KVPool) -> None:
     events: list[object] = []
     transfer, table = StagedTransfer(SimulatedDevice(0)), token_pool.unit_table(torch.arange(8), 1)
     transfer.scatter(
@@ -167,7 +166,7 @@ def test_layers_that_travel_together_share_an_event(token_pool: KVPool) -> None:
 def test_jobs_of_many_chunks_in_several_threads(
     seed: int, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More chunks than may be ahead, both directions and more jobs than tickets at once."""
+    """Run more chunks than may be ahead, both directions, and more jobs than tickets at once."""
     monkeypatch.setattr(pipeline, "CHUNKS_AHEAD", 5)
     count = 4 * 5 * 2 + 9  # four pages to a buffer of 4 KiB
     transfer = StagedTransfer(SimulatedDevice(seed), buffer_nbytes=4096)
@@ -199,15 +198,13 @@ def test_jobs_of_many_chunks_in_several_threads(
 
 
 class Toy:
-    """A job without pages: notes what has happened to its chunks, and the first index that a fill
-    reads.
-    """
+    """A job without pages that records its chunks and the first index read by each fill."""
 
     def __init__(self, count: int, **hooks: Callable[..., None]) -> None:
         self.filled: list[int] = []
         self.drained: list[int] = []
         self.read: set[int] = set()
-        self.drained_before: list[int] = []  # when a chunk was enqueued
+        self.drained_before: list[int] = []  # number drained when each chunk was enqueued
         chunks = [Chunk(number, 1, Span(0, 0, 0, 0)) for number in range(count)]
         self.job = Job([torch.full((8,), 77)], chunks, self.fill, self.drain, **hooks)
 
@@ -227,20 +224,18 @@ class Toy:
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("hooked", [False, True])
-def test_a_job_is_complete_when_another_has_taken_a_turn(
-    seed: int, turn: int, hooked: bool
-) -> None:
-    """Its last chunks may share a lane, its first two as well.
+def test_job_completes_while_another_job_blocks_a_turn(seed: int, turn: int, hooked: bool) -> None:
+    """Two of the job's chunks in a row may use the same lane, first or last.
 
-    The other one stands still behind chunk `turn`: nothing that it waits for helps the first.
+    The other job blocks after chunk `turn`, and its waits do not help the first job.
     """
     lanes, taken, gate = Pipeline(SimulatedDevice(seed), 4096), threading.Event(), threading.Event()
 
-    def stand_still(*_: object) -> None:
+    def block(*_: object) -> None:
         taken.set()
         assert gate.wait(WAIT_S)
 
-    other = Toy(1, queued=stand_still)
+    other = Toy(1, queued=block)
     beside = threading.Thread(target=lanes.run, args=(other.job,))
 
     def queued(chunk: Chunk, _: object) -> None:
@@ -262,7 +257,7 @@ def test_a_job_is_complete_when_another_has_taken_a_turn(
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_nothing_is_under_way_when_a_hook_has_raised(seed: int) -> None:
+def test_hook_that_raises_leaves_no_work_pending(seed: int) -> None:
     def fail(chunk: Chunk, _: object) -> None:
         if chunk.page_first == 3:
             raise KeyError("mine")
@@ -273,7 +268,7 @@ def test_nothing_is_under_way_when_a_hook_has_raised(seed: int) -> None:
     assert sorted(toy.drained) == [0, 1, 2, 3]
 
 
-def test_a_job_is_never_further_ahead_than_its_events() -> None:
+def test_job_is_never_further_ahead_than_its_events() -> None:
     toy = Toy(3 * CHUNKS_AHEAD)
     Pipeline(SimulatedDevice(0), 4096).run(toy.job)
     assert all(
@@ -281,8 +276,8 @@ def test_a_job_is_never_further_ahead_than_its_events() -> None:
     )
 
 
-def test_a_buffer_has_one_owner_from_fill_to_drain() -> None:
-    """Whatever the jobs, the halves in one stream alternate."""
+def test_buffer_has_one_owner_from_fill_to_drain() -> None:
+    """Fills and drains of a buffer alternate, whatever the jobs."""
     halves: dict[int, list[str]] = {}
 
     def half(name: str) -> Callable[[Chunk, int, int, Stream], None]:
@@ -303,7 +298,7 @@ def test_a_buffer_has_one_owner_from_fill_to_drain() -> None:
     assert len(halves) == pipeline.LANES
 
 
-def test_a_job_s_indices_lie_one_behind_the_other_in_memory_that_has_room_for_them() -> None:
+def test_indices_of_a_job_are_contiguous_in_large_enough_memory() -> None:
     waiter = _Ticket(SimulatedDevice(0))
     for count in (3, pipeline.SLOTS_NBYTES // 8 - 4, pipeline.SLOTS_NBYTES // 8, 3):
         tables = [torch.arange(4), torch.arange(100, 100 + count)]

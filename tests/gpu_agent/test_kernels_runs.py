@@ -1,6 +1,4 @@
-"""Pages that are one run of bytes in the engine's memory: the copy engine moves them, no kernel
-runs.
-"""
+"""Pages that are contiguous in memory are copied by the copy engine, without a kernel."""
 
 import pytest
 import torch
@@ -18,10 +16,10 @@ def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "RUN_NBYTES_MIN", 1)
 
 
-# A page is 2304 bytes: cut, or several together
+# A page has 2304 bytes, so chunks hold a part of a page or several pages.
 @pytest.mark.parametrize("chunk_nbytes", [4096, 9000, 1 << 20])
 @pytest.mark.parametrize("count", [1, 2, 11])
-def test_blocks_are_copied_as_they_lie(
+def test_contiguous_blocks_are_copied_without_a_kernel(
     chunk_nbytes: int, count: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged, "RUN_CHUNK_NBYTES", chunk_nbytes)
@@ -31,16 +29,16 @@ def test_blocks_are_copied_as_they_lie(
     expected, others = blocks_at(pool, source), blocks_at(pool, torch.arange(BLOCKS))
     pages = torch.full((count, pool.layout.page_nbytes), 0x5A, dtype=torch.uint8)
     landed: list[int] = []
-    told: list[bool] = []
+    complete: list[bool] = []
 
     def gathered() -> None:
-        told.append(torch.equal(pages, expected))
+        complete.append(torch.equal(pages, expected))
 
     transfer.gather(
         pool, pool.unit_table(source, count), list(pages), None, gathered, landed.extend
     )
     assert torch.equal(pages, expected)
-    assert told == [True]  # the slots are read when their bytes are elsewhere, not before
+    assert complete == [True]  # slots are reported as read only after their bytes were copied
     assert landed == list(range(count))
 
     ready: list[int] = []
@@ -51,7 +49,7 @@ def test_blocks_are_copied_as_they_lie(
     assert device.launches == 0
 
 
-def test_a_page_larger_than_a_chunk_is_copied_in_pieces(
+def test_page_larger_than_a_chunk_is_copied_in_pieces(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged, "RUN_CHUNK_NBYTES", 4096)
@@ -66,10 +64,8 @@ def test_a_page_larger_than_a_chunk_is_copied_in_pieces(
     assert (device.launches, device.copies > 4) == (0, True)
 
 
-def test_units_that_the_engine_has_are_not_written(token_pool: KVPool, seed: int) -> None:
-    """Part of a page goes by a kernel, and so does a page that is put together from
-    several places.
-    """
+def test_skipped_units_are_not_written(token_pool: KVPool, seed: int) -> None:
+    """A kernel copies a part of a page, and a page that is not contiguous."""
     device = SimulatedDevice(seed)
     assert run_of(token_pool) is None
     pages = list(torch.randint(0, 256, (2, token_pool.layout.page_nbytes), dtype=torch.uint8))
@@ -90,8 +86,8 @@ def test_units_that_the_engine_has_are_not_written(token_pool: KVPool, seed: int
     assert torch.equal(blocks_at(pool, torch.arange(BLOCKS)), expected)
 
 
-def test_small_pages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """A copy of its own for each would take longer than its bytes."""
+def test_small_pages_are_copied_by_a_kernel(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """A separate copy of each page would take longer than its bytes."""
     monkeypatch.setattr(staged, "RUN_NBYTES_MIN", 1 << 20)
     pool, device = packed_pool(), SimulatedDevice(seed)
     assert run_of(pool) is not None
@@ -103,7 +99,7 @@ def test_small_pages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch, seed: int) 
     assert device.launches > 0
 
 
-def test_layers_one_by_one_are_copied_too(seed: int) -> None:
+def test_layer_by_layer_load_of_contiguous_blocks(seed: int) -> None:
     pool, device = packed_pool(), SimulatedDevice(seed)
     pages = torch.randint(0, 256, (3, pool.layout.page_nbytes), dtype=torch.uint8)
     layers: list[int] = []

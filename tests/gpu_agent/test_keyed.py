@@ -1,6 +1,4 @@
-"""An agent of a keyed namespace: nothing travels in place, and a page without its seal
-ends a load.
-"""
+"""An agent of a namespace with a page key: no in-place copies, and a forged page ends a load."""
 
 import uuid
 from collections.abc import Iterator
@@ -45,7 +43,7 @@ def save(agent: Agent) -> None:
     assert (result.stored, result.reason) == (PAGES, None)
 
 
-def test_pages_are_sealed_and_known_again(agent: Agent, client: Client, token_pool: KVPool) -> None:
+def test_round_trip_of_sealed_pages(agent: Agent, client: Client, token_pool: KVPool) -> None:
     agent.prepare()
     save(agent)
     assert client.wire_name == client.config.wire
@@ -55,16 +53,16 @@ def test_pages_are_sealed_and_known_again(agent: Agent, client: Client, token_po
     assert agent.stats.pages_forged == 0
 
 
-def test_a_load_ends_at_a_page_of_a_writer_without_the_key(
+def test_load_ends_at_a_page_of_a_writer_without_the_key(
     agent: Agent, shared_node: NodeProcess, namespace: Namespace, token_pool: KVPool
 ) -> None:
-    """It had stored it first."""
+    """A writer without the key stored the page first."""
     stranger_config = ClientConfig(
         shared_node.address, connect_timeout_s=20.0, timeout_s=30.0, page_key="6b" * 32
     )
     with Client(stranger_config) as stranger:
         assert stranger._page_keys is not None
-        stranger._page_keys.key_id = namespace.key_id  # a lie
+        stranger._page_keys.key_id = namespace.key_id  # pretend to have the key
         stranger.put(namespace, hashes()[2:3], [bytes(namespace.layout.page_nbytes)])
     result = agent.save(hashes(), SOURCE).done.result(WAIT_S)
     assert (result.stored, result.existing) == (PAGES - 1, 1)
@@ -80,7 +78,7 @@ def test_a_load_ends_at_a_page_of_a_writer_without_the_key(
     assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
 
 
-def test_with_a_key_namespaces_are_keyed(
+def test_page_key_makes_namespaces_keyed(
     token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = read_options({"model": "m"})
@@ -96,7 +94,7 @@ def test_with_a_key_namespaces_are_keyed(
         read_options({"model": "m"}).identity.namespace(token_pool.layout, "facts")
 
 
-def test_a_secret_among_an_engines_arguments_is_refused() -> None:
+def test_secret_in_an_engines_arguments_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"page_key is a secret, and everybody .* set KVSTORE_PAGE_KEY"
     ) as refused:

@@ -1,4 +1,4 @@
-"""Known layouts: learned from use and from the node, asked for seldom, bounded."""
+"""Known layouts are learned from use and from the node, refreshed rarely, and bounded."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ class Clock:
         return self.now
 
 
-def test_a_layout_is_known_when_it_was_used() -> None:
+def test_used_layout_is_known() -> None:
     known = KnownLayouts(FakeClient())  # type: ignore[arg-type]
     assert known.of(SCOPE) == []
     small = known.namespace(SCOPE, opaque_layout(10))
@@ -41,7 +41,7 @@ def test_a_layout_is_known_when_it_was_used() -> None:
     assert [namespace.layout.page_nbytes for namespace in known.of(SCOPE)] == [10, 20]
 
 
-def test_the_node_is_asked_seldom() -> None:
+def test_refresh_is_rate_limited() -> None:
     client, clock = FakeClient(), Clock()
     known = KnownLayouts(client, clock)  # type: ignore[arg-type]
     client.stored = [replace(SCOPE, layout=opaque_layout(7)), Namespace("other", opaque_layout(8))]
@@ -68,5 +68,5 @@ def test_both_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         known.namespace(replace(SCOPE, revision=revision), opaque_layout(1))
     assert known.of(SCOPE)
     known.namespace(replace(SCOPE, revision="4"), opaque_layout(1))
-    assert known.of(SCOPE) == []  # learned again when it is used again
+    assert known.of(SCOPE) == []  # learned again when used again
     assert known.of(replace(SCOPE, revision="4"))

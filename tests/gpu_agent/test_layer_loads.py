@@ -1,4 +1,4 @@
-"""Loads layer by layer of which a page is gone: no layer is said to be in place."""
+"""A layer-by-layer load with a missing page reports no layer as placed."""
 
 import uuid
 
@@ -19,7 +19,7 @@ NAMES = prefix_hashes(list(range(8 * PAGES)), 8)
 def test_placed_with_a_page_gone_is_not_called(
     client: Client, token_pool: KVPool, gone: int, in_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is told of every layer takes the slots of the missing page for loaded."""
+    """A receiver of `placed` takes the slots of the missing page for loaded."""
     nbytes = PAGES * token_pool.layout.page_nbytes if in_one else 4096
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", nbytes)
     namespace = Namespace(model=f"layer-loads-{uuid.uuid4()}", layout=token_pool.layout)
@@ -27,9 +27,9 @@ def test_placed_with_a_page_gone_is_not_called(
     with Agent(client, namespace, token_pool, AgentConfig(staging_nbytes=nbytes)) as agent:
         agent.save(NAMES, source).done.result(WAIT_S)
         assert client.remove(namespace, [NAMES[gone]]) == [True]
-        told: list[int] = []
-        result = agent.load(NAMES, target, placed=lambda layer, _: told.append(layer)).done.result(
-            WAIT_S
-        )
+        placed: list[int] = []
+        result = agent.load(
+            NAMES, target, placed=lambda layer, _: placed.append(layer)
+        ).done.result(WAIT_S)
     assert result.pages == gone
-    assert told == []
+    assert placed == []

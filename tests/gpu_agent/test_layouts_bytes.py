@@ -1,8 +1,8 @@
-"""Every engine's pool, read and written where the engine's own addressing says.
+"""Every engine's pool, read and written at the addresses that the engine uses.
 
 A case allocates what the engine allocates, as flat bytes between guards, and makes a pool of it.
-Its `runs` say in plain Python, from the engine's formula and not from the pool's views, which bytes
-a page consists of. Row sizes are the engines' real ones; layers and slots are few.
+Its `runs` list the bytes of a page in plain Python, by the engine's formula rather than the pool's
+views. Row sizes are the engines' real ones; layers and slots are few.
 """
 
 import math
@@ -22,10 +22,7 @@ Units = dict[str, list[int]]
 
 
 class Run(NamedTuple):
-    """Bytes of a page, in page order.
-
-    `token`: the first one of the unit they are of.
-    """
+    """A run of a page's bytes, in page order; `token` is the first token of its unit."""
 
     buffer: int
     offset: int
@@ -37,13 +34,11 @@ class Case(NamedTuple):
     pool: KVPool
     buffers: list[torch.Tensor]
     runs: Callable[[Units], Iterator[Run]]
-    overlaid: bool = (
-        False  # the spaces name the same memory: a number belongs to one of them at a time
-    )
+    overlaid: bool = False  # the spaces share memory: a number belongs to one of them at a time
 
 
 class Memory:
-    """What an engine allocates: random bytes, with guards around."""
+    """Allocate memory as an engine does: random bytes with guards around."""
 
     def __init__(self) -> None:
         self.buffers: list[torch.Tensor] = []
@@ -63,8 +58,7 @@ def case(build: Callable[[], Case]) -> Callable[[], Case]:
     return build
 
 
-# ---- LightLLM: buffer b is [layers, slots + 1] rows
-# --------------------------------------------------
+# ---- LightLLM: a buffer is [layers, slots + 1] rows -------------------------------------------
 
 
 def lightllm_runs(layers: int, slots: int, *row_nbytes: int) -> Callable[[Units], Iterator[Run]]:
@@ -128,8 +122,7 @@ for _name, (_row, _dtype) in LATENT_ROWS.items():
     CASES[f"lightllm_{_name}"] = _latent
 
 
-# ---- SGLang: a buffer per layer, K before V
-# ----------------------------------------------------------
+# ---- SGLang: a buffer per layer, K before V -------------------------------------------------
 
 
 def slot_runs(
@@ -142,7 +135,7 @@ def slot_runs(
 
 @case
 def sglang_mha() -> Case:
-    """K longer than V."""
+    """K is longer than V."""
     memory = Memory()
     k = [memory.tensor(40, 2, 24, dtype=torch.bfloat16) for _ in range(3)]
     v = [memory.tensor(40, 2, 16, dtype=torch.bfloat16) for _ in range(3)]
@@ -157,7 +150,7 @@ def sglang_mha() -> Case:
 
 @case
 def sglang_window() -> Case:
-    """Layers 0 and 2 attend to everything, 1 to a window with fewer slots and other heads."""
+    """Layers 0 and 2 have full attention, layer 1 a window with fewer slots and other heads."""
     memory = Memory()
     k, v = ([memory.tensor(64, 2, 8, dtype=torch.bfloat16) for _ in range(2)] for _ in "kv")
     window_k, window_v = [memory.tensor(28, 1, 12)], [memory.tensor(28, 1, 12)]
@@ -199,16 +192,13 @@ def sglang_dsa_with_an_indexer_in_some_layers() -> Case:
     return Case(sglang.dsa_pool(latents, pages, 128), memory.buffers, runs)
 
 
-# ---- vLLM: one buffer; strides from the order of the dimensions in memory
-# ----------------------------
+# ---- vLLM: one buffer; strides follow from the order of dimensions in memory --------------------
 
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
 class Dims(NamedTuple):
-    """Layers, blocks, heads, tokens, cell: their sizes, or the elements from one index
-    to the next.
-    """
+    """Sizes or strides of layers, blocks, heads, tokens and cells; strides count elements."""
 
     L: int
     B: int
@@ -225,14 +215,14 @@ def strides(order: str, sizes: Dims) -> Dims:
 
 
 def view(flat: torch.Tensor, step: Dims, sizes: Dims, layer: int) -> torch.Tensor:
-    """`[B, H, N, C]` of one layer."""
+    """Return `[B, H, N, C]` of one layer."""
     return flat.as_strided(sizes[1:], step[1:], flat.storage_offset() + layer * step.L)
 
 
 def cell_runs(
     step: Dims, sizes: Dims, item: int, blocks: list[int], block_tokens: int, start: int = 0
 ) -> Iterator[Run]:
-    """Cell by cell of all layers of one buffer: block, kernel block, head, token."""
+    """Yield the cells of all layers of one buffer, by block, kernel block, head and token."""
     ratio = block_tokens // sizes.N
     for layer in range(sizes.L):
         for unit, block in enumerate(blocks):
@@ -272,8 +262,11 @@ for _name, (_sizes, _dtype, _block_tokens) in VLLM.items():
 
 
 def sparse_attention(order: str, latent_block: int, indexer_block: int, indexer_at: int) -> Case:
-    """Latents (bf16) and indexer rows (132 bytes) of three layers in one buffer, by one block
-    table. In bytes: from block to block of either, and where the indexer begins.
+    """Return latents (bf16) and indexer rows (132 bytes) of three layers in one buffer and block
+    table.
+
+    `latent_block` and `indexer_block` are strides in bytes from block to block, `indexer_at` is the
+    start of the indexer.
     """
     memory, latent, row = Memory(), Dims(3, 9, 1, 4, 576), Dims(3, 9, 1, 4, 132)
     flat = memory.tensor(3 * 9 * 4 * (1152 + 132))
@@ -300,7 +293,7 @@ CASES["vllm_dsa_BLHNC"] = lambda: sparse_attention(
 
 @case
 def vllm_window_over_the_same_bytes() -> Case:
-    """Layers 0, 1 and 2, 3 have the same addresses; each group has a block table of its own."""
+    """Layers 0, 1 and 2, 3 share addresses, but each group has its own block table."""
     memory, sizes = Memory(), Dims(2, 20, 2, 4, 16)
     step = strides("LBNHC", sizes)
     flat = memory.tensor(math.prod(sizes), dtype=torch.bfloat16)
@@ -319,7 +312,7 @@ def vllm_window_over_the_same_bytes() -> Case:
 
 @case
 def vllm_groups_of_other_shapes_and_dtypes() -> Case:
-    """Small and large blocks, other heads and dtypes, one after the other in one buffer."""
+    """Groups with small and large blocks, other heads and dtypes are contiguous in one buffer."""
     memory = Memory()
     flat = memory.tensor(6000)
     a, b = Dims(2, 8, 2, 4, 12), Dims(1, 5, 3, 8, 20)
@@ -335,12 +328,11 @@ def vllm_groups_of_other_shapes_and_dtypes() -> Case:
     return Case(vllm.block_pool(groups, 8), memory.buffers, runs)
 
 
-# ---- the tests
-# ---------------------------------------------------------------------------------------
+# ---- tests ----------------------------------------------------------------------------------
 
 
 def random_units(case: Case, seed: int) -> Units:
-    """Distinct numbers in random order for all pages, neighbours seldom."""
+    """Return distinct numbers in random order for all pages."""
     draw, taken, units = random.Random(seed), set[int](), {}
     for name, space in case.pool.spaces.items():
         free = sorted(set(range(space.slots)) - taken)
@@ -350,7 +342,7 @@ def random_units(case: Case, seed: int) -> Units:
 
 
 def page_runs(case: Case, units: Units, page: int) -> Iterator[Run]:
-    """Runs of one page; tokens counted over all pages."""
+    """Yield the runs of one page; tokens count over all pages."""
     count = {name: len(numbers) // PAGES for name, numbers in units.items()}
     own = {
         name: numbers[page * count[name] : (page + 1) * count[name]]
@@ -373,7 +365,7 @@ def gathered(case: Case, units: Units) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_page_is_the_bytes_at_the_engines_addresses(name: str) -> None:
+def test_page_has_the_bytes_at_the_engines_addresses(name: str) -> None:
     case = CASES[name]()
     units = random_units(case, 1)
     pages = gathered(case, units)
@@ -388,10 +380,8 @@ def test_a_page_is_the_bytes_at_the_engines_addresses(name: str) -> None:
 
 @pytest.mark.parametrize("skipped_units", [0, 1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_pages_reach_other_slots_of_another_pool_and_nothing_else(
-    name: str, skipped_units: int
-) -> None:
-    source, target = CASES[name](), CASES[name]()  # other random bytes in each
+def test_scatter_writes_only_the_slots_of_its_pages(name: str, skipped_units: int) -> None:
+    source, target = CASES[name](), CASES[name]()  # different random bytes
     pages = gathered(source, random_units(source, 1))
     units = random_units(target, 2)
     skip = skipped_units * max(space.unit_tokens for space in target.pool.spaces.values())
@@ -409,8 +399,8 @@ def test_pages_reach_other_slots_of_another_pool_and_nothing_else(
         assert bytes(buffer.tolist()) == want
 
 
-def test_the_orders_have_the_strides_that_the_engine_reports() -> None:
-    """vLLM's own planning, 4 layers, 10 blocks of 16 tokens, 8 heads of 128, bf16."""
+def test_orders_have_the_strides_of_the_engine() -> None:
+    """The strides are vLLM's: 4 layers, 10 blocks of 16 tokens, 8 heads of 128, bf16."""
     sizes = Dims(4, 10, 8, 16, 256)
     assert strides("LBNHC", sizes) == (327680, 32768, 256, 2048, 1)
     assert strides("LBHNC", sizes) == (327680, 32768, 4096, 256, 1)
@@ -419,7 +409,7 @@ def test_the_orders_have_the_strides_that_the_engine_reports() -> None:
 
 @pytest.mark.parametrize("name", VLLM)
 def test_pools_of_all_stride_orders_share_their_pages(name: str) -> None:
-    """What one order saved, every other loads: each cell comes back where it was."""
+    """Pages saved in one order load in every other one, each cell to its place."""
     sizes, dtype, block_tokens = VLLM[name]
     source = vllm_case("LBNHC", sizes, dtype, block_tokens)
     units = random_units(source, 1)
@@ -433,7 +423,7 @@ def test_pools_of_all_stride_orders_share_their_pages(name: str) -> None:
             assert torch.equal(ours.bits[units["block"]], theirs.bits[units["block"]])
 
 
-def test_a_block_of_all_layers_in_one_run_is_the_page() -> None:
+def test_contiguous_block_of_all_layers_is_the_page() -> None:
     memory, sizes = Memory(), Dims(3, 7, 2, 4, 16)
     flat = memory.tensor(math.prod(sizes))
     views = {layer: view(flat, strides("BLHNC", sizes), sizes, layer) for layer in range(3)}

@@ -1,4 +1,4 @@
-"""Which pools share a layout, and what a constructor refuses: with the name of the tensor."""
+"""Which pools share a layout, and which are refused with the tensor's name."""
 
 from collections.abc import Callable
 
@@ -19,21 +19,21 @@ def blocks(*shape: int, block_tokens: int = 4, dtype: torch.dtype = torch.bfloat
     return vllm.Blocks({0: rows(*shape, dtype=dtype), 1: rows(*shape, dtype=dtype)}, block_tokens)
 
 
-def test_heads_in_one_plane_and_in_two_are_not_interchangeable() -> None:
+def test_heads_in_one_plane_and_in_two_differ() -> None:
     one = lightllm.heads_pool(rows(2, 17, 8, 16), 4).layout
     two = sglang.mha_pool([rows(16, 4, 16)] * 2, [rows(16, 4, 16)] * 2, 4).layout
     assert one.page_nbytes == two.page_nbytes
     assert one.fingerprint != two.fingerprint
 
 
-def test_dtype_and_page_size_are_part_of_a_layout_and_the_number_of_slots_is_not() -> None:
+def test_layout_covers_dtype_and_page_size_but_not_slots() -> None:
     latent = lightllm.latent_pool(rows(2, 17, 1, 576), 4).layout
     assert latent == lightllm.latent_pool(rows(2, 99, 1, 576), 4).layout
     assert latent != lightllm.latent_pool(rows(2, 17, 1, 576, dtype=torch.float16), 4).layout
     assert latent != lightllm.latent_pool(rows(2, 17, 1, 576), 8).layout
 
 
-def test_another_range_of_layers_is_another_layout() -> None:
+def test_layout_covers_the_range_of_layers() -> None:
     first = sglang.mla_pool([rows(16, 1, 576)] * 2, 4)
     second = sglang.mla_pool([rows(16, 1, 576)] * 2, 4, first_layer=2)
     assert (first.layout.layers, second.layout.layers) == ((0, 1), (2, 3))
@@ -48,7 +48,7 @@ def test_another_range_of_layers_is_another_layout() -> None:
     assert (indexer.name, indexer.layers) == ("indexer", (3,))
 
 
-def test_the_order_of_groups_and_layers_in_a_mapping_is_no_part_of_a_layout() -> None:
+def test_layout_ignores_the_order_of_groups_and_layers() -> None:
     a, b = blocks(8, 2, 4, 16), blocks(8, 1, 4, 32)
     turned = vllm.Blocks(dict(reversed(a.views.items())), 4)
     assert (
@@ -57,16 +57,14 @@ def test_the_order_of_groups_and_layers_in_a_mapping_is_no_part_of_a_layout() ->
     )
 
 
-def test_the_shapes_alone_give_the_layout() -> None:
+def test_layout_follows_from_shapes_alone() -> None:
     real = [rows(9, 2, 8)] * 2
     shaped = [torch.empty(16, 2, 8, dtype=torch.bfloat16, device="meta")] * 2
     assert sglang.mha_pool(shaped, shaped, 4).layout == sglang.mha_pool(real, real, 4).layout
 
 
-def test_a_shard_is_a_pool_of_its_local_heads() -> None:
-    """The heads of a rank in a tensor of their own and as a slice of all heads give the
-    same page.
-    """
+def test_shard_equals_a_slice_of_all_heads() -> None:
+    """A rank's heads in a tensor of their own give the same page as a slice of all heads."""
     whole = [torch.randn(32, 4, 8) for _ in range(4)]
     units = torch.randperm(32)[:16]
     for rank in range(2):
@@ -80,13 +78,13 @@ def test_a_shard_is_a_pool_of_its_local_heads() -> None:
         assert pages[0].any()
 
 
-def test_shards_of_split_heads_never_hit_each_other() -> None:
+def test_shards_of_split_heads_have_separate_namespaces() -> None:
     layout = sglang.mha_pool([rows(16, 4, 16)], [rows(16, 4, 16)], 4).layout
     shards = {Namespace("llama", layout, tp_rank=rank, tp_size=8).digest for rank in range(8)}
     assert len(shards) == 8
 
 
-def test_the_slot_that_lightllm_keeps_for_padding_is_refused() -> None:
+def test_lightllms_padding_slot_is_refused() -> None:
     pool = lightllm.scaled_pool(rows(2, 17, 4, 16), rows(2, 17, 4, 2), 4)
     pool.unit_table(torch.tensor([15, 0, 3, 9]), 1)
     with pytest.raises(InvalidRequest, match=r"name slot 16; allowed are 0\.\.15"):
@@ -98,7 +96,7 @@ def test_blocks_of_several_kernel_blocks_are_indexed_by_block() -> None:
     assert {name: tuple(space) for name, space in pool.spaces.items()} == {"block": (16, 9)}
 
 
-def test_tables_of_their_own_have_slots_of_their_own() -> None:
+def test_separate_block_tables_have_separate_slots() -> None:
     window = blocks(6, 2, 4, 16)._replace(space="window")
     pool = vllm.block_pool({"full": blocks(8, 2, 4, 16), "window": window}, 8)
     assert {name: tuple(space) for name, space in pool.spaces.items()} == {

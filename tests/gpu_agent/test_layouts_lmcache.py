@@ -1,5 +1,6 @@
-"""LMCache's keys and shapes as names and layouts: everything that tells two objects apart is in the
-name.
+"""LMCache's keys and shapes as names and layouts.
+
+A name covers everything that distinguishes two objects.
 """
 
 from dataclasses import replace
@@ -23,7 +24,7 @@ def space_of(naming: Naming, text: str) -> tuple[bytes, bytes]:
     return name.scope.digest, name.prefix_hash
 
 
-def test_the_fields_of_a_key_are_fields_of_the_namespace() -> None:
+def test_key_fields_become_namespace_fields() -> None:
     name = Naming(IDENTITY, "bf16").of_text(GOLDEN, LAYOUT)
     assert name.prefix_hash == bytes.fromhex(H0)
     assert name.scope == Namespace(
@@ -37,13 +38,13 @@ def test_the_fields_of_a_key_are_fields_of_the_namespace() -> None:
     )
 
 
-def test_text_and_object_form_name_the_same() -> None:
+def test_text_and_object_keys_give_the_same_name() -> None:
     naming = Naming(IDENTITY, "bf16")
     assert parse_key(GOLDEN) == ObjectKey("m", 0x02010201, 3, bytes.fromhex(H0), "tenantA")
     assert naming.of_text(GOLDEN, None) == naming.of(parse_key(GOLDEN), None)
 
 
-def test_whatever_differs_makes_another_name() -> None:
+def test_any_difference_makes_another_name() -> None:
     keys = [
         GOLDEN,
         f"m@02010201@3@{H0}",
@@ -78,8 +79,8 @@ def test_whatever_differs_makes_another_name() -> None:
     assert [space_of(naming, key) for naming in namings for key in keys] == found
 
 
-def test_running_numbers_for_ranks_share_a_namespace() -> None:
-    """As LMCache's bench has them: a namespace each would be a round trip each."""
+def test_consecutive_ranks_share_a_namespace() -> None:
+    """LMCache's bench numbers its ranks; a namespace for each would cost a round trip each."""
     naming = Naming(IDENTITY, "bf16")
     names = [
         naming.of(ObjectKey("bench-model", i, 0, i.to_bytes(16, "big")), LAYOUT) for i in range(200)
@@ -88,7 +89,7 @@ def test_running_numbers_for_ranks_share_a_namespace() -> None:
     assert len({name.prefix_hash for name in names}) == 200
 
 
-def test_a_listed_object_gets_its_key_back() -> None:
+def test_key_is_restored_from_a_listed_object() -> None:
     naming = Naming(IDENTITY, "bf16")
     for text in (GOLDEN, f"m@02010201@3@{H0}", f"m@08070807@a@{H0}@a b%=c"):
         name = naming.of_text(text, None)
@@ -100,7 +101,7 @@ def test_a_listed_object_gets_its_key_back() -> None:
     assert naming.key_of(Namespace("m", LAYOUT, salt="vllm backend=CPU"), bytes(32)) is None
 
 
-def test_options_that_can_not_name_anything_end_the_start() -> None:
+def test_incomplete_options_fail_the_start() -> None:
     with pytest.raises(ConfigError, match="give the option revision"):
         Naming(Identity(), "bf16")
     with pytest.raises(ConfigError, match="give the option kv_format"):
@@ -109,7 +110,7 @@ def test_options_that_can_not_name_anything_end_the_start() -> None:
         Naming(Identity(revision="r", salt="x" * 1000), "bf16")
 
 
-def test_shapes_and_dtypes_are_the_layout() -> None:
+def test_layout_follows_from_shapes_and_dtypes() -> None:
     shapes, dtypes = [(2, 4, 256, 1024), (2, 4, 256, 256)], [torch.float16, torch.uint8]
     nbytes = 2 * 4 * 256 * (1024 * 2 + 256)
     layout = object_layout([torch.Size(shape) for shape in shapes], dtypes, nbytes)
@@ -121,7 +122,7 @@ def test_shapes_and_dtypes_are_the_layout() -> None:
     assert same_width.fingerprint != layout.fingerprint
 
 
-def test_unknown_shapes_are_runs_of_bytes() -> None:
+def test_unknown_shapes_give_an_opaque_layout() -> None:
     assert object_layout([(4, 4)], [torch.float16], 31) == opaque_layout(31)
     assert object_layout([], [], 31) == opaque_layout(31)
     assert shapes_layout((), ()) is None

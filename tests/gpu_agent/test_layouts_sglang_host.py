@@ -1,4 +1,4 @@
-"""SGLang's host pools as pools of pages, from stand-ins that answer as its own classes do."""
+"""SGLang's host pools as pools of pages, with stand-ins for its own classes."""
 
 from typing import Any
 
@@ -11,8 +11,7 @@ from gpu_agent.layouts.sglang import host_pool, page_numbers
 from kvstore.errors import InvalidRequest
 
 PAGE, PAGES, LAYERS, HEADS, DIM = 4, 6, 3, 2, 8
-# layout -> (shape of the memory, dimension that slots or pages are counted in, slots of it per
-# page)
+# Layout -> (shape of the memory, dimension of slots or pages, size of a page in that dimension).
 ORDERS = {
     "layer_first": ((2, LAYERS, PAGE * PAGES, HEADS, DIM), 2, PAGE),
     "page_first": ((2, PAGE * PAGES, LAYERS, HEADS, DIM), 1, PAGE),
@@ -23,7 +22,7 @@ ORDERS = {
 
 
 class Views:
-    """Describes pages as views of one tensor."""
+    """A host pool that returns pages as views of one tensor."""
 
     page_size, size = PAGE, PAGE * PAGES
 
@@ -39,7 +38,7 @@ class Views:
 
 
 class Segments:
-    """Describes pages by addresses: K and V of different widths, in memory of their own."""
+    """A host pool that gives addresses of pages: K and V of different widths in separate memory."""
 
     page_size, size = PAGE, PAGE * PAGES
 
@@ -60,7 +59,7 @@ class Segments:
 
 
 class Copies(Segments):
-    """Its pages are views of nothing: every call makes a copy."""
+    """A host pool whose pages are copies, not views of its memory."""
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
         return torch.cat([part[index // PAGE][:8] for part in self.parts])
@@ -82,7 +81,7 @@ def gathered(pool: KVPool, page: int) -> bytes:
 
 
 @pytest.mark.parametrize("layout", ORDERS)
-def test_a_view_of_a_page_is_the_engines_flat_page(layout: str) -> None:
+def test_page_equals_the_engines_flat_page(layout: str) -> None:
     host = Views(layout)
     pool, flat = host_pool(host)
     assert flat
@@ -93,7 +92,7 @@ def test_a_view_of_a_page_is_the_engines_flat_page(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ORDERS)
-def test_scattered_pages_are_in_the_engines_memory(layout: str) -> None:
+def test_scattered_page_equals_the_engines_flat_page(layout: str) -> None:
     host = Views(layout)
     pool, _ = host_pool(host)
     page = torch.randint(0, 256, (pool.layout.page_nbytes,), dtype=torch.uint8)
@@ -102,7 +101,7 @@ def test_scattered_pages_are_in_the_engines_memory(layout: str) -> None:
 
 
 @pytest.mark.parametrize("host", [Segments(), Segments(gap=8), Copies()])
-def test_segments_follow_each_other(host: Any) -> None:
+def test_segments_of_a_page_are_concatenated(host: Any) -> None:
     pool, flat = host_pool(host)
     assert not flat
     assert pool.layout.page_nbytes == 64
@@ -114,12 +113,12 @@ def test_segments_follow_each_other(host: Any) -> None:
         assert gathered(pool, page) == expected
 
 
-def test_orders_of_one_size_are_layouts_of_their_own() -> None:
+def test_orders_of_equal_size_have_different_layouts() -> None:
     layouts = {host_pool(Views(layout))[0].layout.fingerprint for layout in ORDERS}
     assert len(layouts) == len(ORDERS)
 
 
-def test_a_pool_that_describes_no_pages_is_refused() -> None:
+def test_pool_without_page_views_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"Nothing describes no pages: unsupported layout"):
         host_pool(Nothing())
 
@@ -134,6 +133,6 @@ def test_slots_are_numbered_by_page() -> None:
     ("slots", "count"),
     [([0, 1, 2, 4], 1), ([2, 3, 4, 5], 1), ([0, 1, 2], 1), ([0, 1, 2, 3], 2), ([3, 2, 1, 0], 1)],
 )
-def test_slots_that_are_no_whole_pages_are_refused(slots: list[int], count: int) -> None:
+def test_slots_of_incomplete_pages_are_refused(slots: list[int], count: int) -> None:
     with pytest.raises(InvalidRequest):
         page_numbers(torch.tensor(slots), 4, count)

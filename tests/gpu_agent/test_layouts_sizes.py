@@ -1,7 +1,6 @@
 """Bytes per page of real models, from tensors of the real shapes without memory.
 
-The expected figures are the engines' own (size functions and page buffers) or arithmetic on their
-documents.
+Expected sizes come from the engines' size functions and page buffers, or from their documents.
 """
 
 import pathlib
@@ -44,8 +43,9 @@ def lightllm_latent(row: int, dtype: torch.dtype = BF16) -> Callable[[int], KVPo
 
 
 def lightllm_hybrid(page: int) -> KVPool:
-    """Every fourth of 48 layers attends: 2 heads of 256; the others have 16 k and 32 v heads of
-    128.
+    """Return a pool of 48 layers: every fourth has attention with 2 heads of 256.
+
+    The others have 16 k and 32 v heads of 128.
     """
     kv, conv = tensor(12, SLOTS + 1, 2 * 2, 256), tensor(36, 1000, (16 + 16 + 32) * 128, 3)
     return lightllm.hybrid_pool(
@@ -91,7 +91,7 @@ def vllm_blocks(**groups: vllm.Blocks) -> Callable[[int], KVPool]:
     return lambda page: vllm.block_pool(groups, page)
 
 
-# engine, variant and example of docs/layouts.md -> pool for a page size
+# Engine, variant and example in docs/layouts.md -> pool for a page size.
 DOCUMENTED: dict[tuple[str, str, str], Callable[[int], KVPool]] = {
     ("LightLLM", "`MemoryManager`", "Llama-3-8B"): lightllm_heads(32),
     ("LightLLM", "PPL INT8", "Llama-3-8B"): lightllm_scaled(32, 128),
@@ -131,7 +131,7 @@ DOCUMENTED: dict[tuple[str, str, str], Callable[[int], KVPool]] = {
 }
 
 
-def test_the_documents_table_is_what_the_constructors_make() -> None:
+def test_documented_sizes_equal_those_of_the_constructors() -> None:
     rows = [
         [cell.strip() for cell in line.split("|")] for line in DOCUMENT.read_text().splitlines()
     ]
@@ -173,14 +173,14 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("pool", "sizes"), SIZES)
-def test_pages_of_real_models_have_the_engines_sizes(
+def test_page_sizes_of_real_models_equal_the_engines(
     pool: Callable[[int], KVPool], sizes: dict[int, int]
 ) -> None:
     assert {page: pool(page).layout.page_nbytes for page in sizes} == sizes
 
 
-def test_the_parts_of_a_page_lie_where_a_load_by_layer_looks() -> None:
-    """DeepSeek-V3.2: a layer's latents in the first group, its indexer page in the second."""
+def test_layer_ranges_of_a_page() -> None:
+    """DeepSeek-V3.2 has a layer's latents in the first group and its indexer page in the second."""
     layout = sglang_sparse(61, 656, UINT8, 61)(64).layout
     assert layout.layer_ranges(0) == ((0, 41_984), (2_561_024, 8_448))
     assert layout.layer_ranges(60) == ((60 * 41_984, 41_984), (2_561_024 + 60 * 8_448, 8_448))

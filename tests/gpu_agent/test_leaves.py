@@ -1,7 +1,6 @@
-"""Leaves of checksums that are made where pages are moved: of what leaves an engine's memory, of
-what arrives there.
+"""Leaves of checksums are computed where pages are copied, when saving and when loading.
 
-On a simulated GPU, whose copies can damage what they carry; `test_leaves_cuda.py` has the kernel.
+A simulated GPU's copies can damage pages; test_leaves_cuda.py tests the kernel.
 """
 
 import ctypes
@@ -37,9 +36,7 @@ from kvstore.tools.node_process import NodeProcess
 
 
 class Damaging(SimulatedDevice):
-    """Flips a bit of what arrives, in the copy of this number from now on that is a
-    page's or more.
-    """
+    """Flip a bit at the target of copy number `spoilt`, counting copies of a page or more."""
 
     spoilt = -1
 
@@ -86,9 +83,7 @@ def test_leaves_match_the_bytes(
     assert torch.equal(blocks_at(pool, target), expected)
 
 
-def test_a_page_that_the_engine_has_in_part_is_looked_at_as_a_whole(
-    token_pool: KVPool, seed: int
-) -> None:
+def test_partly_skipped_page_is_hashed_as_a_whole(token_pool: KVPool, seed: int) -> None:
     transfer = StagedTransfer(SimulatedDevice(seed), 4096)
     pages = torch.randint(0, 256, (3, token_pool.layout.page_nbytes), dtype=torch.uint8)
     found: list[bytes] = []
@@ -101,9 +96,9 @@ def test_a_page_that_the_engine_has_in_part_is_looked_at_as_a_whole(
     ("cell", "buffer_nbytes", "made"),
     [
         (24, 4096, True),
-        (64, 4096, False),  # a page is cut into pieces
+        (64, 4096, False),  # pages are copied in pieces
         (64, 1 << 20, True),
-        (1, 4096, False),  # a page of 96 bytes: XXH3 is another function there
+        (1, 4096, False),  # 96 bytes: XXH3 uses another function
     ],
 )
 def test_leaves_on_the_gpu_where_supported(cell: int, buffer_nbytes: int, made: bool) -> None:
@@ -111,7 +106,7 @@ def test_leaves_on_the_gpu_where_supported(cell: int, buffer_nbytes: int, made: 
     assert StagedTransfer(SimulatedDevice(0), buffer_nbytes).makes_leaves(pool) == made
 
 
-def test_not_of_runs_that_begin_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unaligned_runs_have_no_gpu_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged, "RUN_NBYTES_MIN", 1)
     memory = torch.zeros(4 * 424 + 8, dtype=torch.uint8)
     for start, stride, made in ((0, 424, True), (8, 424, True), (4, 424, False), (0, 420, False)):
@@ -121,7 +116,7 @@ def test_not_of_runs_that_begin_between_words(monkeypatch: pytest.MonkeyPatch) -
         assert StagedTransfer(SimulatedDevice(0), 4096).makes_leaves(pool) == made
 
 
-def test_jobs_at_a_time_have_memory_of_their_own_for_them() -> None:
+def test_concurrent_jobs_have_separate_memory_for_leaves() -> None:
     device, kept = SimulatedDevice(0), list[Any]()
     first = staged._Sums(device, kept, 4096, 3)
     other = staged._Sums(device, kept, 4096, 3)
@@ -133,8 +128,8 @@ def test_jobs_at_a_time_have_memory_of_their_own_for_them() -> None:
     assert staged._Sums(device, kept, 4096, count)._memory.nbytes >= 8 * count
 
 
-def test_not_of_pages_that_are_no_words() -> None:
-    # 416 bytes a page, every second at a multiple of 8
+def test_pages_of_partial_words_have_no_gpu_leaves() -> None:
+    # 416 bytes per page; every second page starts at a multiple of 8.
     memory = torch.zeros((4, 1, 2, 16, 13), dtype=torch.uint8)
     pool = table_pool({"layers.0": memory[:, 0]}, 4, 16)
     assert pool.layout.page_nbytes % 8 == 0
@@ -165,13 +160,13 @@ def agent(shm_client: Client, token_pool: KVPool, device: Damaging) -> Iterator[
 @pytest.fixture
 def _no_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> bytes:
-        raise AssertionError("a core hashes a page")
+        raise AssertionError("a page was hashed on a CPU")
 
     monkeypatch.setattr("gpu_agent.transfer_path.leaf", refuse)
 
 
 @pytest.mark.usefixtures("_no_hashing")
-def test_pages_are_saved_and_loaded_without_a_core_that_hashes(
+def test_pages_are_saved_and_loaded_without_hashing_on_a_cpu(
     agent: Agent, token_pool: KVPool
 ) -> None:
     assert agent.save(hashes(), SOURCE).done.result(WAIT_S).stored == PAGES
@@ -191,12 +186,10 @@ def test_gpu_leaves_verify_on_other_wires(
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_bit_that_flips_on_the_way_to_the_node_is_found_by_every_reader(
+def test_bit_flipped_on_the_way_to_the_node_is_a_miss(
     agent: Agent, shared_node: NodeProcess, device: Damaging, token_pool: KVPool, at: int
 ) -> None:
-    """The node has other bytes than the GPU's memory had: what it was told are the leaves of the
-    latter.
-    """
+    """The node's bytes differ from the GPU's memory, whose leaves it received."""
     device.spoilt = at
     assert agent.save(hashes(), SOURCE).done.result(WAIT_S).stored == PAGES
     pages = torch.empty((PAGES, token_pool.layout.page_nbytes), dtype=torch.uint8)
@@ -211,10 +204,10 @@ def test_a_bit_that_flips_on_the_way_to_the_node_is_found_by_every_reader(
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_bit_that_flips_on_the_way_to_the_gpu_ends_the_load_there(
+def test_bit_flipped_on_the_way_to_the_gpu_ends_the_load(
     agent: Agent, shm_client: Client, device: Damaging, token_pool: KVPool, at: int
 ) -> None:
-    """The node's copy is good and stays: the next load has it."""
+    """The node's copy is intact and stays, so the next load succeeds."""
     agent.save(hashes(), SOURCE).done.result(WAIT_S)
     device.spoilt = at
     loaded = agent.load(hashes(), TARGET).done.result(WAIT_S)
@@ -230,19 +223,17 @@ def test_a_bit_that_flips_on_the_way_to_the_gpu_ends_the_load_there(
 
 @pytest.mark.parametrize("bad", [0, 3, PAGES - 1])
 @pytest.mark.parametrize("by_layer", [False, True])
-def test_a_page_that_is_damaged_in_the_node_ends_the_load_and_goes(
+def test_page_damaged_in_the_node_ends_the_load_and_is_dropped(
     agent: Agent, shm_client: Client, token_pool: KVPool, bad: int, by_layer: bool
 ) -> None:
-    """Layer by layer, nothing is written before all is known to be intact, and no layer is said to
-    be in place.
-    """
+    """With `by_layer`, no layer is reported and nothing is written before all is verified."""
     agent.save(hashes(), SOURCE).done.result(WAIT_S)
     before = pages_at(token_pool, TARGET)
     damage(shm_client, agent.namespace, bad)
-    told: list[int] = []
-    placed = (lambda layer, _: told.append(layer)) if by_layer else None
+    reported: list[int] = []
+    placed = (lambda layer, _: reported.append(layer)) if by_layer else None
     assert agent.load(hashes(), TARGET, placed=placed).done.result(WAIT_S).pages == bad
-    assert told == []
+    assert reported == []
     found = pages_at(token_pool, TARGET)
     assert torch.equal(found[:bad], pages_at(token_pool, SOURCE)[:bad])
     if by_layer:
@@ -252,10 +243,10 @@ def test_a_page_that_is_damaged_in_the_node_ends_the_load_and_goes(
     )
 
 
-def test_parts_of_a_load_travel_side_by_side(
+def test_parts_of_a_load_are_copied_concurrently(
     agent: Agent, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second is on its way before the first has arrived."""
+    """The second part is being copied before the first one has arrived."""
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 3 * token_pool.layout.page_nbytes)
     agent.save(hashes(), SOURCE).done.result(WAIT_S)
     both, scatter = threading.Barrier(2), agent._transfer.scatter
@@ -271,7 +262,7 @@ def test_parts_of_a_load_travel_side_by_side(
 
 
 @pytest.mark.parametrize("bad", range(PAGES))
-def test_a_load_ends_before_a_damaged_page_though_later_parts_are_on_their_way(
+def test_load_ends_before_a_damaged_page_despite_later_parts(
     agent: Agent, shm_client: Client, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, bad: int
 ) -> None:
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", token_pool.layout.page_nbytes)
@@ -293,13 +284,13 @@ def test_a_load_ends_before_a_damaged_page_though_later_parts_are_on_their_way(
     assert (loaded.pages, loaded.error) == (bad, None)
     assert torch.equal(pages_at(token_pool, TARGET)[:bad], pages_at(token_pool, SOURCE)[:bad])
     wait_until(lambda: left)
-    assert left == [0], "pages are read after a load has ended"
-    # Nothing answers a release: the node may hear of it a little after the load has ended.
+    assert left == [0], "a page was read after the load had ended"
+    # The node handles a release asynchronously, possibly a little after the load has ended.
     wait_until(lambda: shm_client.stat(agent.namespace, hashes()[-1:])[0].holds == 0)
 
 
 @pytest.mark.parametrize("made", [0, 2])
-def test_a_page_whose_leaves_nobody_made_is_not_loaded(
+def test_page_without_leaves_is_not_loaded(
     agent: Agent, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, made: int
 ) -> None:
     agent.save(hashes(), SOURCE).done.result(WAIT_S)
@@ -312,12 +303,10 @@ def test_a_page_whose_leaves_nobody_made_is_not_loaded(
     assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == made
 
 
-def test_leaves_of_the_job_before_do_not_pass_for_those_of_this_one(
+def test_leaves_of_an_earlier_job_are_not_reused(
     agent: Agent, device: Damaging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that is used again holds the right ones, of the same pages, though the kernel does not
-    run.
-    """
+    """Reused memory holds correct leaves of the same pages, even if the kernel does not run."""
     agent.save(hashes(), SOURCE).done.result(WAIT_S)
     assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == PAGES
     launch = device.launch
@@ -327,14 +316,14 @@ def test_leaves_of_the_job_before_do_not_pass_for_those_of_this_one(
     assert agent.load(hashes(), TARGET).done.result(WAIT_S).pages == 0
 
 
-def test_memory_of_leaves_is_used_again_by_jobs_that_fit(
+def test_memory_of_leaves_is_reused_by_jobs_that_fit(
     token_pool: KVPool, device: Damaging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged, "SUMS_NBYTES", 2 * checksums.LEAF_SUM_NBYTES)
-    transfer, asked = StagedTransfer(device, 4096), list[int]()
+    transfer, allocated = StagedTransfer(device, 4096), list[int]()
     host_memory = device.host_memory
     monkeypatch.setattr(
-        device, "host_memory", lambda nbytes: asked.append(nbytes) or host_memory(nbytes)
+        device, "host_memory", lambda nbytes: allocated.append(nbytes) or host_memory(nbytes)
     )
     for count in (1, 2, 3, 3, 2):
         pages, out = (
@@ -344,7 +333,7 @@ def test_memory_of_leaves_is_used_again_by_jobs_that_fit(
         table = token_pool.unit_table(torch.arange(8 * count), count)
         transfer.gather(token_pool, table, list(pages), None, summed=out.extend)
         assert out == of(pages)
-    assert asked == [16, 24]
+    assert allocated == [16, 24]
 
 
 def test_miss_with_a_skip_inside_the_first_page_is_no_error(

@@ -1,6 +1,4 @@
-"""The kernel in leaves.cu against the xxHash library, on fresh random bytes, into
-poisoned memory.
-"""
+"""The kernel in leaves.cu, compared with the xxHash library on random bytes."""
 
 import uuid
 
@@ -19,7 +17,7 @@ if not torch.cuda.is_available():
 cuda = pytest.importorskip("gpu_agent.kernels.cuda", reason="needs cupy")
 
 MIB = LEAF_NBYTES
-# Around everything that the kernel counts by: stripes, blocks, turns of 60 blocks, parts.
+# Sizes around everything the kernel counts in: stripes, blocks, turns of 60 blocks, parts.
 SIZES = [
     248,
     256,
@@ -48,7 +46,7 @@ SLOTS = 9
 
 
 def pool_of(nbytes: int, gap: int = 0) -> KVPool:
-    """Pages of one unit of `nbytes` bytes, in GPU memory, `gap` bytes between them."""
+    """Return a pool of pages of `nbytes` bytes in GPU memory, with `gap` bytes in between."""
     layout = PageLayout(1, (LayerGroup("g", (0,), (Plane("x", "uint8", (nbytes,)),)),))
     memory = torch.randint(0, 256, (SLOTS, nbytes + gap), dtype=torch.uint8, device="cuda")
     return KVPool(layout, {("g", 0, "x"): memory[:, :nbytes]})
@@ -61,7 +59,7 @@ def transfer() -> "cuda.CudaTransfer":
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where leaves are to be written, that is not what they are."""
+    """Poison the memory to which leaves are written."""
     memory = cuda.CudaDevice.host_memory
     monkeypatch.setattr(
         cuda.CudaDevice, "host_memory", lambda device, nbytes: memory(device, nbytes).fill_(0xEE)
@@ -70,7 +68,7 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("as_runs", [True, False])
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_leaves_are_those_of_the_library(
+def test_leaves_equal_those_of_the_library(
     transfer: "cuda.CudaTransfer", nbytes: int, as_runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staged, "RUN_NBYTES_MIN", 1 if as_runs else 1 << 40)
@@ -94,7 +92,7 @@ def test_leaves_are_those_of_the_library(
     assert torch.equal(pool.planes[0].bits[slots.cuda()].cpu(), pages)
 
 
-def test_a_flipped_bit_anywhere_is_another_leaf(transfer: "cuda.CudaTransfer") -> None:
+def test_any_flipped_bit_changes_its_leaf(transfer: "cuda.CudaTransfer") -> None:
     pool, nbytes = pool_of(2 * MIB + 264), 2 * MIB + 264
     table, pages = (
         pool.unit_table(torch.tensor([4]), 1),
@@ -130,7 +128,7 @@ def test_a_flipped_bit_anywhere_is_another_leaf(transfer: "cuda.CudaTransfer") -
 
 @pytest.mark.parametrize("nbytes", [4096, 3 * MIB])
 @pytest.mark.parametrize("bad", [None, 0, 3])
-def test_an_agent_finds_a_page_that_was_damaged_in_the_node(
+def test_load_ends_at_a_page_damaged_in_the_node(
     shm_client: Client,
     shared_node: NodeProcess,
     transfer: "cuda.CudaTransfer",

@@ -1,6 +1,4 @@
-"""What LightLLM's module `light_mem` promises, without LightLLM: its namespace, and that nothing
-raises.
-"""
+"""The module `light_mem` without LightLLM: its namespace, and that no call raises."""
 
 import json
 import subprocess
@@ -68,13 +66,12 @@ def checkpoint(folder: Path, config: dict[str, Any] = CONFIG, weights: bytes = b
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> Arguments:
-    """LightLLM's start arguments; those named have other values."""
+    """Return a function that gives LightLLM's start arguments, with changes."""
     model_dir = checkpoint(tmp_path / "model")
     return lambda **changed: {**ARGUMENTS, "model_dir": model_dir, **changed}
 
 
-# ---- the namespace; what changes it: tests/gpu_agent/identity
-# -------------------------------------------
+# ---- the namespace; the facts that change it are in tests/gpu_agent/identity ------------------
 
 
 def space_of(arguments: dict[str, Any]) -> Namespace:
@@ -84,10 +81,10 @@ def space_of(arguments: dict[str, Any]) -> Namespace:
 @pytest.mark.parametrize(
     "changed", [{"tp": 4}, {"port": 9000}, {"linear_att_hash_page_size": 256}], ids=str
 )
-def test_options_that_keep_the_bytes_are_not_in_the_namespace(
+def test_options_without_effect_on_bytes_keep_the_namespace(
     arguments: Arguments, changed: dict[str, Any]
 ) -> None:
-    """A page of CPU memory holds the heads of all ranks."""
+    """A page of CPU memory holds the heads of all ranks, so their number does not matter."""
     assert space_of(arguments(**changed)).digest == space_of(arguments()).digest
 
 
@@ -96,20 +93,20 @@ def test_options_that_keep_the_bytes_are_not_in_the_namespace(
     [{"tp": 4}, {"linear_att_hash_page_size": 256}, {"linear_att_ssm_data_type": "bfloat16"}],
     ids=str,
 )
-def test_a_hybrid_models_states_lie_rank_by_rank(
+def test_hybrid_namespace_covers_ranks_and_states(
     arguments: Arguments, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     hybrid = checkpoint(tmp_path / "hybrid", HYBRID)
     kept = space_of(arguments(model_dir=hybrid))
     assert space_of(arguments(model_dir=hybrid, **changed)).digest != kept.digest
-    same = space_of(arguments(model_dir=hybrid, tp=4, dp=2))  # two ranks a replica, as before
+    same = space_of(arguments(model_dir=hybrid, tp=4, dp=2))  # two ranks per replica, as before
     assert same.digest == kept.digest
 
 
-def test_a_named_revision_does_not_hide_another_configuration(
+def test_configuration_is_read_even_with_a_revision(
     arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a revision the checkpoint is not read, its configuration is."""
+    """With a revision the checkpoint is not read, but its configuration is."""
     monkeypatch.setenv("KVSTORE_REVISION", "r1")
     first = space_of(arguments())
     rope = space_of(
@@ -123,10 +120,10 @@ def test_a_named_revision_does_not_hide_another_configuration(
 
 
 @pytest.mark.parametrize("argument", ["kv_quant_calibration_config_path", "quant_cfg"])
-def test_a_file_counts_by_its_content(arguments: Arguments, tmp_path: Path, argument: str) -> None:
-    """fp8 pages have their scales in such a file: the same bytes mean other values under other
-    scales.
-    """
+def test_quantization_file_is_identified_by_its_content(
+    arguments: Arguments, tmp_path: Path, argument: str
+) -> None:
+    """The file has the scales of fp8 pages, so equal bytes may mean other values."""
     for name, text in [("one", "scales 1"), ("two", "scales 2"), ("copy", "scales 1")]:
         (tmp_path / name).write_text(text)
     one, two, copy, none = (
@@ -142,7 +139,7 @@ def test_a_file_counts_by_its_content(arguments: Arguments, tmp_path: Path, argu
 @pytest.mark.parametrize(
     "variable", ["KVSTORE_TENANT", "KVSTORE_SALT", "KVSTORE_MODEL", "KVSTORE_REVISION"]
 )
-def test_users_words_are_in_the_namespace(
+def test_namespace_covers_identity_options(
     arguments: Arguments, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = space_of(arguments())
@@ -158,23 +155,22 @@ def test_users_words_are_in_the_namespace(
         ({"run_mode": "decode"}, "--enable_disk_cache"),
     ],
 )
-def test_a_server_whose_pages_can_not_be_told_apart_does_not_start(
+def test_server_with_indistinguishable_pages_does_not_start(
     arguments: Arguments, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], remedy: str
 ) -> None:
-    """Weights that change while it runs; images, which two servers number alike and a page's hash
-    does not show.
+    """A server may change its weights while it runs, or serve images.
+
+    Servers number different images alike, and page hashes do not cover their content.
     """
     monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments(**changed)))
     with pytest.raises(ConfigError, match=remedy):
         PyLocalCacheService(MEMORY)
 
 
-def test_the_variable_that_stretches_positions_is_in_the_namespace(
+def test_namespace_covers_the_ntk_alpha_variable(
     arguments: Arguments, shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LightLLM reads LIGHTLLM_NTK_ALPHA where it makes rotary embeddings; its arguments do not show
-    it.
-    """
+    """LightLLM reads LIGHTLLM_NTK_ALPHA for its rotary embeddings; its arguments lack it."""
     monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments()))
     monkeypatch.setenv("KVSTORE_ADDRESS", shared_node.address)
     found = set()
@@ -186,8 +182,7 @@ def test_the_variable_that_stretches_positions_is_in_the_namespace(
     assert len(found) == 2
 
 
-# ---- the service
-# -------------------------------------------------------------------------------------
+# ---- the service ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -201,7 +196,7 @@ def service(
     monkeypatch.setenv("KVSTORE_ADDRESS", shared_node.address)
     monkeypatch.setenv("KVSTORE_AGENT_LOOKUP_TIMEOUT_S", "10")  # the machine may be busy
     monkeypatch.setenv("KVSTORE_AGENT_LOAD_TIMEOUT_S", "10")
-    monkeypatch.setenv("KVSTORE_SALT", request.node.name)  # other tests store under the same hashes
+    monkeypatch.setenv("KVSTORE_SALT", request.node.name)  # other tests use the same hashes
     made = PyLocalCacheService(
         kvcache_tensor=torch.randint(0, 256, (8, 4096), dtype=torch.uint8),
         file="/nowhere/cache_file",
@@ -221,8 +216,8 @@ def rows(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def settled(task: Any) -> None:
-    """As LightLLM waits; until then no page is called anything but on its way."""
+def wait_ready(task: Any) -> None:
+    """Wait as LightLLM does; until the task is ready all its pages are WORKING."""
     deadline = time.monotonic() + 20
     while not task.ready():
         states = set(task.state())
@@ -232,7 +227,7 @@ def settled(task: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", "no JSON", "[1]", "{}"])
-def test_a_start_without_start_arguments_says_so(
+def test_start_without_start_arguments_is_refused(
     monkeypatch: pytest.MonkeyPatch, value: str | None
 ) -> None:
     monkeypatch.delenv("LIGHTLLM_START_ARGS", raising=False)
@@ -250,7 +245,7 @@ def test_a_start_without_start_arguments_says_so(
         torch.zeros(2, 8, dtype=torch.uint8)[:, :4],
     ],
 )
-def test_the_pool_must_be_what_the_original_asks_for(
+def test_unsupported_pool_memory_is_refused(
     arguments: Arguments, monkeypatch: pytest.MonkeyPatch, memory: torch.Tensor
 ) -> None:
     monkeypatch.setenv("LIGHTLLM_START_ARGS", json.dumps(arguments()))
@@ -258,7 +253,7 @@ def test_the_pool_must_be_what_the_original_asks_for(
         PyLocalCacheService(memory)
 
 
-def test_a_call_of_an_engine_that_names_no_request_has_an_id_of_its_own(
+def test_each_call_has_its_own_id(
     service: PyLocalCacheService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = []
@@ -274,9 +269,9 @@ def test_a_call_of_an_engine_that_names_no_request_has_an_id_of_its_own(
     assert service.create(hash_128s=[1], kv_page_indexer=rows(0), mode="w").ready()
     assert all(len(bytes.fromhex(one)) == tracing.TRACE_NBYTES for one in ids)
     assert len(set(ids)) == 2
-    said = ("a query failed", "a task of mode 'w' failed at its start")
+    lines = ("a query failed", "a task of mode 'w' failed at its start")
     assert caplog.messages == [
-        f"{line} [request {one}]" for line, one in zip(said, ids, strict=True)
+        f"{line} [request {one}]" for line, one in zip(lines, ids, strict=True)
     ]
     assert tracing.current() is None
 
@@ -284,7 +279,7 @@ def test_a_call_of_an_engine_that_names_no_request_has_an_id_of_its_own(
 def test_states_of_tasks(service: PyLocalCacheService) -> None:
     hashes = [1 << 127, 2, (1 << 128) - 1]
     write = service.create(hash_128s=hashes, kv_page_indexer=rows(0, 1, 2), mode="w", start_pos=0)
-    settled(write)
+    wait_ready(write)
     assert write.data_safe()
     assert write.state() == [PyState.Finished] * 3
     assert write.page_already_list == []
@@ -294,7 +289,7 @@ def test_states_of_tasks(service: PyLocalCacheService) -> None:
     read = service.create(
         hash_128s=[*hashes, 9], kv_page_indexer=rows(0, 5, 6, 7), mode="r", start_pos=1
     )
-    settled(read)
+    wait_ready(read)
     assert read.state() == [PyState.Finished, PyState.Finished, PyState.Aborted]
     assert [state.value for state in PyState] == [0, 1, 2, 3]
 
@@ -317,14 +312,14 @@ def test_states_of_tasks(service: PyLocalCacheService) -> None:
         ([1, 2], rows(0, 1), "x"),
     ],
 )
-def test_a_wrong_call_gets_a_task_that_is_over_and_has_failed(
+def test_invalid_call_returns_a_failed_task(
     service: PyLocalCacheService,
     hashes: list[Any],
     indexer: Any,
     mode: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """An exception here would end LightLLM's writer, or a request that nobody hears of again."""
+    """An exception would end LightLLM's writer thread, or lose a request."""
     task = service.create(hash_128s=hashes, kv_page_indexer=indexer, mode=mode)
     assert task.ready()
     assert task.data_safe()
@@ -335,14 +330,14 @@ def test_a_wrong_call_gets_a_task_that_is_over_and_has_failed(
 
 
 @pytest.mark.parametrize("hashes", [[-1], [1 << 128], ["x"], [3, 3], [None]])
-def test_a_wrong_query_finds_nothing(
+def test_invalid_query_finds_nothing(
     service: PyLocalCacheService, hashes: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert service.query(hashes) == [False] * len(hashes)
     assert "a query failed" in caplog.text
 
 
-def test_a_fault_of_ours_is_a_miss(
+def test_internal_error_is_a_miss(
     service: PyLocalCacheService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
@@ -361,21 +356,19 @@ def test_a_fault_of_ours_is_a_miss(
 def test_active_threads_counts_until_a_task_is_done(service: PyLocalCacheService) -> None:
     assert (service.active_threads("r"), service.active_threads("w")) == (0, 0)
     task = service.create(hash_128s=[11, 12], kv_page_indexer=rows(0, 1), mode="w")
-    settled(task)
+    wait_ready(task)
     assert (service.active_threads("r"), service.active_threads("w")) == (0, 0)
 
 
-def test_the_module_is_found_in_the_folder_that_the_command_prints() -> None:
-    """The command is the one behind `python -m`; torch, which takes seconds to import, plays no
-    part.
-    """
+def test_command_prints_the_folder_of_light_mem() -> None:
+    """The command is run as by `python -m`, but without torch, which takes seconds to import."""
     code = """
 import contextlib, io, runpy, sys
 from unittest.mock import MagicMock
 sys.modules["torch"] = MagicMock()
-with contextlib.redirect_stdout(io.StringIO()) as said:
+with contextlib.redirect_stdout(io.StringIO()) as output:
     runpy.run_module("gpu_agent.engines.lightllm", run_name="__main__", alter_sys=True)
-folder = said.getvalue().strip()
+folder = output.getvalue().strip()
 assert "light_mem" not in sys.modules
 sys.path.insert(0, folder)
 import light_mem

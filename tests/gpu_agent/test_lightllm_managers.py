@@ -1,6 +1,7 @@
-"""Every memory manager of LightLLM as a pool: objects with the attributes and shapes of its
-classes, saved from scattered token slots into a real node and loaded into other slots of another,
-poisoned, one.
+"""Every memory manager of LightLLM as a pool.
+
+The managers are objects with the attributes and shapes of LightLLM's classes. Pages are saved from
+scattered token slots into a real node, and loaded into other slots of another, poisoned manager.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def manager(
     padding: int = 1,
     device: str = "cpu",
 ) -> Any:
-    """`kv`: rows and width of a token in a layer; `scale`: width of the scale buffer."""
+    """Make a manager of `kv` (rows, width, dtype) and `scale` (width, dtype) per token."""
     rows, width, dtype = kv
     made = SimpleNamespace(
         size=SLOTS,
@@ -50,7 +51,7 @@ def manager(
     return made
 
 
-# Name in LightLLM -> how to make one, and its bytes per token and layer with 8 KV heads of 128.
+# LightLLM's name -> (constructor, bytes per token and layer with 8 KV heads of 128).
 MANAGERS: dict[str, tuple[Callable[..., Any], int]] = {
     "MemoryManager": (lambda **more: manager((2 * HEADS, DIM, BF16), **more), 4096),
     "PPLINT8KVMemoryManager": (
@@ -93,7 +94,7 @@ def hybrid(
     attending: int = 2,
     device: str = "cpu",
 ) -> Any:
-    """`Qwen3NextMemManager` of 8 layers, every fourth of which attends to all tokens."""
+    """Return a `Qwen3NextMemManager` of 8 layers, every fourth of which has full attention."""
     lead = (checkpoints, 6) if checkpoints_first else (6, checkpoints)
     return SimpleNamespace(
         size=SLOTS,
@@ -126,7 +127,7 @@ def agent(client: Client, request: pytest.FixtureRequest) -> Any:
 
 
 def buffers(made: Any) -> list[torch.Tensor]:
-    """What a token's slot holds: `[layers, slots, bytes]` each."""
+    """Return the bytes of all token slots, as `[layers, slots, bytes]` per buffer."""
     found = [made.kv_buffer, *([made.scale_buffer] if hasattr(made, "scale_buffer") else [])]
     return [buffer.flatten(2).view(torch.uint8) for buffer in found]
 
@@ -140,7 +141,7 @@ HASHES = [bytes([number]) * 16 for number in range(PAGES)]
 
 @pytest.mark.parametrize("padding", [1, PAGE_TOKENS])
 @pytest.mark.parametrize("name", MANAGERS)
-def test_tokens_come_back_into_other_slots(agent: Make, name: str, padding: int) -> None:
+def test_saved_tokens_load_into_other_slots(agent: Make, name: str, padding: int) -> None:
     make, nbytes = MANAGERS[name]
     ours, theirs = make(padding=padding), make(padding=padding)
     before = [buffer.clone() for buffer in buffers(theirs)]
@@ -159,9 +160,7 @@ def test_tokens_come_back_into_other_slots(agent: Make, name: str, padding: int)
 
 
 @pytest.mark.parametrize("checkpoints_first", [False, True])
-def test_a_hybrid_models_states_travel_with_their_pages(
-    agent: Make, checkpoints_first: bool
-) -> None:
+def test_hybrid_states_are_saved_with_their_pages(agent: Make, checkpoints_first: bool) -> None:
     ours, theirs = (hybrid(checkpoints_first=checkpoints_first) for _ in range(2))
     axis = 0 if checkpoints_first else 1
     source, target = (
@@ -194,7 +193,7 @@ def test_a_hybrid_models_states_travel_with_their_pages(
             )
 
 
-def test_a_hybrid_page_is_the_tokens_of_attending_layers_then_the_states_of_the_others() -> None:
+def test_hybrid_page_has_attention_tokens_then_states() -> None:
     made = hybrid()
     pool = manager_pool(made, PAGE_TOKENS)
     slots, checkpoint = scattered(PAGE_TOKENS, SLOTS), 3
@@ -213,7 +212,7 @@ def test_a_hybrid_page_is_the_tokens_of_attending_layers_then_the_states_of_the_
     )
 
 
-def test_a_hybrid_models_layers_have_the_models_numbers() -> None:
+def test_hybrid_layers_are_numbered_like_the_models() -> None:
     layout = manager_pool(
         hybrid(attending=3, device="meta"), PAGE_TOKENS
     ).layout  # one layer of a draft model
@@ -240,8 +239,8 @@ def test_hybrid_states_must_fit_the_model() -> None:
         manager_pool(hybrid(checkpoints=6, device="meta"), PAGE_TOKENS)
 
 
-def test_no_two_managers_have_one_layout() -> None:
-    """Except those that differ only in scales outside the cache, which the salt tells apart."""
+def test_managers_have_different_layouts() -> None:
+    """Only managers that differ in scales outside the cache share a layout; the salt differs."""
     layouts = {
         name: manager_pool(make(device="meta"), 64).layout for name, (make, _) in MANAGERS.items()
     }
@@ -256,7 +255,7 @@ def test_no_two_managers_have_one_layout() -> None:
     assert sizes == {name: nbytes for name, (_, nbytes) in MANAGERS.items()}
 
 
-def test_static_scales_are_told_by_their_values() -> None:
+def test_static_scales_are_identified_by_their_values() -> None:
     salts = [
         static_scales(MANAGERS[name][0]())
         for name in (
@@ -276,14 +275,14 @@ def test_static_scales_are_told_by_their_values() -> None:
     )
 
 
-def test_the_dummy_slots_are_refused() -> None:
+def test_padding_slots_are_refused() -> None:
     for padding in (1, PAGE_TOKENS):
         pool = manager_pool(MANAGERS["MemoryManager"][0](padding=padding), PAGE_TOKENS)
         with pytest.raises(InvalidRequest, match=f"slot {SLOTS}"):
             pool.unit_table(torch.arange(SLOTS + 1 - PAGE_TOKENS, SLOTS + 1), 1)
 
 
-def test_a_manager_with_a_buffer_that_nobody_knows_is_refused() -> None:
+def test_manager_with_an_unknown_buffer_is_refused() -> None:
     made = MANAGERS["Deepseek2MemoryManager"][0]()
     made.indexer_k_buffer = filled(LAYERS, SLOTS + 1, 1, 132, dtype=UINT8)
     with pytest.raises(InvalidRequest, match="indexer_k_buffer"):

@@ -1,5 +1,6 @@
-"""LMCache's releases as our `plugin` adapter sees them, without LMCache: its base class asks for
-one method more in 0.5.7. The releases themselves: `make test-lmcache`.
+"""Our `plugin` adapter with two releases of LMCache, without LMCache.
+
+The base class of 0.5.7 has one more abstract method. `make test-lmcache` tests the real releases.
 """
 
 import abc
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-# Abstract methods of L2AdapterInterface, as the releases have them.
+# The abstract methods of L2AdapterInterface in each release.
 METHODS_056 = (
     "close",
     "get_load_event_fd",
@@ -66,9 +67,7 @@ def base_class(methods: tuple[str, ...]) -> type:
 
 
 def release(monkeypatch: pytest.MonkeyPatch, methods: tuple[str, ...], **api: Any) -> Any:
-    """Our adapter's module, imported beside a release with these abstract methods and names in
-    `api`.
-    """
+    """Import our adapter's module with a release of these abstract methods and `api` names."""
     names: dict[str, dict[str, Any]] = {
         "lmcache": {},
         "lmcache.lmcache_native": {"Bitmap": object},
@@ -94,7 +93,7 @@ def release(monkeypatch: pytest.MonkeyPatch, methods: tuple[str, ...], **api: An
 
 
 @pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
+def _unload_adapter() -> Iterator[None]:
     yield
     sys.modules.pop(MODULE, None)
 
@@ -103,7 +102,7 @@ def adapter(module: Any) -> Any:
     return module.NodeAdapter({"address": "127.0.0.1:9", "revision": "r", "kv_format": "f"})
 
 
-def test_an_adapter_of_057_is_made_and_says_that_it_is_remote_storage(
+def test_adapter_for_057_reports_remote_storage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     api = {"MemorySegment": Segment, "MemoryResidency": Residency, "MemoryTags": Tags}
@@ -114,7 +113,7 @@ def test_an_adapter_of_057_is_made_and_says_that_it_is_remote_storage(
         made.close()
 
 
-def test_an_adapter_of_056_needs_no_names_that_only_057_has(
+def test_adapter_for_056_needs_no_names_of_057(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = adapter(release(monkeypatch, METHODS_056))

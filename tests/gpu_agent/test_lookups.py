@@ -1,4 +1,4 @@
-"""Background lookups: polls never wait, deadlines hold, the store is asked once."""
+"""Background lookups: polls never block, deadlines hold, and each request makes one lookup."""
 
 import concurrent.futures
 import threading
@@ -22,7 +22,7 @@ def namespace(name: str, epoch: int = 0) -> Namespace:
 
 
 class FakeClient:
-    """Answers from a table; `gate` holds its calls up."""
+    """Answer lookups from a table; `gate` blocks them."""
 
     def __init__(self, stored: dict[str, set[bytes]]) -> None:
         self.stored = stored
@@ -64,8 +64,8 @@ def fake() -> FakeClient:
     return FakeClient({"a": set(KEYS[:3]), "b": set(KEYS[1:])})
 
 
-def test_a_block_is_there_if_every_shard_has_it(fake: FakeClient) -> None:
-    """R4: no rank's shard counts alone."""
+def test_block_hits_only_if_every_shard_has_it(fake: FakeClient) -> None:
+    """R4: the shard of a single rank is no hit."""
     lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a"), namespace("b")], KEYS), ([namespace("a")], KEYS[:2])])
     assert answered(lookups, "r") == (b"\0\1\1\0", b"\1\1")
@@ -73,13 +73,13 @@ def test_a_block_is_there_if_every_shard_has_it(fake: FakeClient) -> None:
     lookups.close()
 
 
-def test_polls_do_not_wait_and_do_not_ask_again(fake: FakeClient) -> None:
+def test_polls_do_not_block_or_repeat_the_lookup(fake: FakeClient) -> None:
     fake.gate.clear()
     lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a")], KEYS)])
     assert [lookups.answer("r") for _ in range(100)] == [None] * 100
     time.sleep(0.02)
-    assert lookups.age_s("r") == 0.0  # of an answer, not of a question
+    assert lookups.age_s("r") == 0.0  # the age of an answer, not of a lookup
     fake.gate.set()
     assert answered(lookups, "r") == (b"\1\1\1\0",)
     assert all(lookups.answer("r") for _ in range(100))
@@ -92,10 +92,8 @@ def test_polls_do_not_wait_and_do_not_ask_again(fake: FakeClient) -> None:
     lookups.close()
 
 
-def test_an_old_answer_stands_until_there_is_another(fake: FakeClient) -> None:
-    """An engine that were told "not known yet" would let others pass a request that waits for its
-    blocks.
-    """
+def test_old_answer_is_kept_until_a_new_one_comes(fake: FakeClient) -> None:
+    """Without an answer an engine would let others overtake a request that waits for blocks."""
     lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a")], KEYS)])
     old = answered(lookups, "r")
@@ -112,10 +110,8 @@ def test_an_old_answer_stands_until_there_is_another(fake: FakeClient) -> None:
     lookups.close()
 
 
-def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
-    """R7: a store that hangs costs a request its deadline, and requests after it next to
-    nothing.
-    """
+def test_r7_lookup_past_its_deadline_is_a_miss(fake: FakeClient) -> None:
+    """R7: a hung store costs one request its deadline, and later requests almost nothing."""
     fake.gate.clear()
     lookups = Lookups(ThreadLookups(fake), 2.0)  # type: ignore[arg-type]
     began = time.monotonic()
@@ -138,8 +134,8 @@ def test_r7_after_the_deadline_nothing_is_stored(fake: FakeClient) -> None:
     lookups.close()
 
 
-def test_a_request_does_not_wait_for_the_chains_of_those_that_ended(fake: FakeClient) -> None:
-    """A batch of requests ends together, and each chain is touched."""
+def test_lookup_does_not_wait_for_touches_of_ended_requests(fake: FakeClient) -> None:
+    """Requests of a batch end together, and each of their chains is touched."""
     fake.touch_gate.clear()
     lookups = Lookups(ThreadLookups(fake), 9.0)  # type: ignore[arg-type]
     for _ in range(20):
@@ -150,12 +146,10 @@ def test_a_request_does_not_wait_for_the_chains_of_those_that_ended(fake: FakeCl
     lookups.close()
 
 
-def test_questions_that_waited_for_each_other_are_no_outage(
+def test_lookups_queued_past_their_deadline_are_no_outage(
     fake: FakeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their deadline passed before the store was asked: those behind them still wait for its
-    answer.
-    """
+    """Their deadlines passed before the store was asked, so later requests still wait for it."""
     fake.gate.clear()
     lookups = Lookups(ThreadLookups(fake), 0.2)  # type: ignore[arg-type]
     for number in range(10):
@@ -171,7 +165,7 @@ def test_questions_that_waited_for_each_other_are_no_outage(
     lookups.close()
 
 
-def test_an_outage_is_a_miss_and_is_logged_once(
+def test_outage_is_a_miss_and_is_logged_once(
     fake: FakeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
@@ -181,7 +175,7 @@ def test_an_outage_is_a_miss_and_is_logged_once(
         assert answered(lookups, f"r{number}") == (bytes(4),)
     fake.error = None
     end = time.monotonic() + 10
-    # Until an answer came, a request waits OUTAGE_WAIT_S only: it may miss
+    # May miss: until the first answer, requests wait only OUTAGE_WAIT_S.
     while lookups._outage.error:
         assert time.monotonic() < end
         lookups.ask("s", [([namespace("a")], KEYS)])
@@ -196,8 +190,8 @@ def test_an_outage_is_a_miss_and_is_logged_once(
     assert lookups.take_counts().lookups_failed == 5
 
 
-def test_an_outage_names_the_request_that_met_it(caplog: pytest.LogCaptureFixture) -> None:
-    """A process that asks is heard when the next request is asked about."""
+def test_outage_names_the_request_that_failed(caplog: pytest.LogCaptureFixture) -> None:
+    """A lookup process may report the outage only during the lookup of the next request."""
     first: concurrent.futures.Future[Any] = concurrent.futures.Future()
     questions = [first, concurrent.futures.Future[Any]()]
 
@@ -215,7 +209,9 @@ def test_an_outage_names_the_request_that_met_it(caplog: pytest.LogCaptureFixtur
     assert f"nobody is there [request {named('one').request_id}]" in caplog.text
 
 
-def test_a_bug_in_a_lookup_is_a_miss(fake: FakeClient, caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_error_in_a_lookup_is_a_miss(
+    fake: FakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
     lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     fake.error = ZeroDivisionError()
     lookups.ask("r", [([namespace("a")], KEYS)])
@@ -224,7 +220,7 @@ def test_a_bug_in_a_lookup_is_a_miss(fake: FakeClient, caplog: pytest.LogCapture
     assert "a lookup failed" in caplog.text
 
 
-def test_too_many_waiting_requests_are_told_nothing(
+def test_too_many_pending_lookups_are_misses(
     fake: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpu_agent.blocks.lookups.PENDING_MAX", 3)
@@ -237,7 +233,7 @@ def test_too_many_waiting_requests_are_told_nothing(
     lookups.close()
 
 
-def test_dropped_answers_do_not_come_back(fake: FakeClient) -> None:
+def test_dropped_lookups_have_no_answer(fake: FakeClient) -> None:
     fake.gate.clear()
     lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a")], KEYS)])
@@ -247,7 +243,7 @@ def test_dropped_answers_do_not_come_back(fake: FakeClient) -> None:
     assert lookups.answer("r") == ()
 
 
-def test_an_empty_question_asks_nobody(fake: FakeClient) -> None:
+def test_empty_lookup_makes_no_call(fake: FakeClient) -> None:
     lookups = Lookups(ThreadLookups(fake), 5.0)  # type: ignore[arg-type]
     lookups.ask("r", [([namespace("a")], [])])
     assert lookups.answer("r") == (b"",)
@@ -255,7 +251,7 @@ def test_an_empty_question_asks_nobody(fake: FakeClient) -> None:
     assert fake.calls == []
 
 
-def test_a_real_node_is_asked_over_every_wire(client: Client) -> None:
+def test_lookup_of_a_real_node_on_every_wire(client: Client) -> None:
     name, page = namespace(f"lookups {client.config.wire}"), bytes(4096)
     client.put(name, KEYS[:2], [page, page])
     lookups = Lookups(ThreadLookups(client), 5.0)
@@ -266,7 +262,7 @@ def test_a_real_node_is_asked_over_every_wire(client: Client) -> None:
     lookups.close()
 
 
-def test_a_node_that_is_not_there_is_a_miss(shared_node: NodeProcess) -> None:
+def test_unreachable_node_is_a_miss(shared_node: NodeProcess) -> None:
     with Client(ClientConfig(address="127.0.0.1:1")) as client:
         lookups = Lookups(ThreadLookups(client), 1.0)
         lookups.ask("r", [([namespace("a")], KEYS)])

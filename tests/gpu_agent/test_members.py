@@ -1,4 +1,4 @@
-"""An agent whose client talks to a cluster: what a member that hangs costs."""
+"""An agent with a client of a cluster: the cost of a member that hangs."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ SAVE_S = 2.0
 
 @pytest.fixture
 def fleet() -> Iterator[list[NodeProcess]]:
-    """Two members, of which the first may be near."""
+    """Start two members, the first of which may be a near node."""
     with ExitStack() as stack:
         ports = free_ports(2)
         text = "static:fleet/" + ",".join(
@@ -42,7 +42,7 @@ def fleet() -> Iterator[list[NodeProcess]]:
         ]
 
 
-def test_a_save_beside_a_member_that_hangs(fleet: list[NodeProcess], token_pool: KVPool) -> None:
+def test_save_with_a_hung_member_is_partial(fleet: list[NodeProcess], token_pool: KVPool) -> None:
     namespace = Namespace(model="cluster", layout=token_pool.layout)
     first, second = ([bytes([tag, number]) * 16 for number in range(12)] for tag in (1, 2))
     slots = torch.arange(96)
@@ -59,7 +59,7 @@ def test_a_save_beside_a_member_that_hangs(fleet: list[NodeProcess], token_pool:
 
 
 @pytest.mark.parametrize("what", ["load", "save"])
-def test_a_job_whose_near_node_begins_to_hang_goes_on_with_the_owners(
+def test_job_continues_with_the_owners_when_the_near_node_hangs(
     fleet: list[NodeProcess], token_pool: KVPool, what: str
 ) -> None:
     namespace = Namespace(model="goes on", layout=token_pool.layout)
@@ -91,8 +91,10 @@ def test_a_job_whose_near_node_begins_to_hang_goes_on_with_the_owners(
         os.kill(fleet[0].pid, signal.SIGCONT)
 
 
-def test_jobs_beside_a_near_node_that_hangs(fleet: list[NodeProcess], token_pool: KVPool) -> None:
-    """Until its breaker let the next one try, all failed at once, though the owners answer."""
+def test_jobs_with_a_hung_near_node_use_the_owners(
+    fleet: list[NodeProcess], token_pool: KVPool
+) -> None:
+    """Regression: all jobs failed at once until the near node's circuit breaker let one try."""
     namespace = Namespace(model="near", layout=token_pool.layout)
     config = ClientConfig(address=fleet[0].address, connect_timeout_s=5.0, backoff_s_max=600.0)
     with (
@@ -120,7 +122,7 @@ def test_jobs_beside_a_near_node_that_hangs(fleet: list[NodeProcess], token_pool
 
 @pytest.mark.parametrize(("step", "before"), [(4, 2), (8, 1)])
 @pytest.mark.parametrize("what", ["load", "save"])
-def test_a_job_whose_near_node_is_near_no_more_goes_on_with_the_owners(
+def test_job_continues_with_the_owners_when_the_near_node_is_drained(
     fleet: list[NodeProcess],
     token_pool: KVPool,
     monkeypatch: pytest.MonkeyPatch,
@@ -128,9 +130,9 @@ def test_a_job_whose_near_node_is_near_no_more_goes_on_with_the_owners(
     step: int,
     before: int,
 ) -> None:
-    """It is drained, and the client hears of that between two parts.
+    """The client learns of the drained node between two parts.
 
-    The chain is touched as a whole all the same.
+    The chain is still touched as a whole.
     """
     namespace = Namespace(model="near no more", layout=token_pool.layout)
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", step * token_pool.layout.page_nbytes)

@@ -1,5 +1,6 @@
-"""A call of objects in parts: how many there are, what became of it when some failed, and whose
-fault that was.
+"""A call on several objects is split into parts.
+
+The tests check the number of parts, the result when some of them fail, and the reported cause.
 """
 
 import threading
@@ -44,14 +45,14 @@ def parts_of(count: int) -> list[ObjectPart]:
     return cut(names_of(count), [memoryview(bytearray(NBYTES))] * count, space, Deadline(5.0))
 
 
-def test_a_large_call_has_no_more_than_so_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_call_has_a_limited_number_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpu_agent.objects.parts.PART_NBYTES", 2 * NBYTES)
     assert [len(part.hashes) for part in parts_of(5)] == [2, 2, 1]
     assert len(parts_of(64 * PARTS_MAX)) == PARTS_MAX
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_part_that_failed_is_told_whichever_ends_last(order: tuple[int, int]) -> None:
+def test_failed_part_is_reported_in_any_order(order: tuple[int, int]) -> None:
     parts = [ObjectPart(SCOPE, [i], [b"k" * 32], [], Deadline(5.0)) for i in range(2)]
     ended = [Ended(parts[0], [None], "the node is away"), Ended(parts[1], [True], "")]
     batch: Batch[bool | None] = Batch(2, 2, None)
@@ -62,11 +63,11 @@ def test_a_part_that_failed_is_told_whichever_ends_last(order: tuple[int, int]) 
 def test_local_timeout_does_not_mark_the_node_as_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor is the node asked."""
-    asked, gate = list[Any](), threading.Event()
+    """The node is not called either."""
+    calls, gate = list[Any](), threading.Event()
 
     def put(namespace: Namespace, hashes: list[bytes], views: Any, timeout_s: float) -> Any:
-        asked.append(hashes)
+        calls.append(hashes)
         assert gate.wait(20.0)
         raise Unavailable("away")
 
@@ -74,19 +75,20 @@ def test_local_timeout_does_not_mark_the_node_as_failed(
     config = AgentConfig(workers=1, save_timeout_s=0.2)
     store = ObjectStore(SimpleNamespace(put=put), config)  # type: ignore[arg-type]
     monkeypatch.setattr(store.outage, "report", reported.append)
-    calls = [store.put(names_of(1), [bytearray(NBYTES)]) for _ in range(2)]
+    results = [store.put(names_of(1), [bytearray(NBYTES)]) for _ in range(2)]
     threading.Event().wait(0.3)
     gate.set()
-    assert [call.result(20.0).values for call in calls] == [[None]] * 2
+    assert [call.result(20.0).values for call in results] == [[None]] * 2
     store.close()
-    assert len(asked) == len(reported) == 1
+    assert len(calls) == len(reported) == 1
 
 
-def test_requests_and_deadlines_of_object_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts age a chain piece by piece, so the whole of it is touched at the end; every question
-    has a deadline.
+def test_parts_touch_the_whole_chain_and_have_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts age a chain piece by piece, so it is touched as a whole at the end.
+
+    Every call to the node has a deadline.
     """
-    touched, asked, reported = threading.Event(), list[Any](), list[Any]()
+    touched, calls, reported = threading.Event(), list[Any](), list[Any]()
     outcomes = iter([PutOutcome.FULL, PutOutcome.AWAY, PutOutcome.BUSY])
 
     def put(
@@ -95,11 +97,11 @@ def test_requests_and_deadlines_of_object_parts(monkeypatch: pytest.MonkeyPatch)
         return [next(outcomes) for _ in hashes]
 
     def lookup(namespace: Namespace, hashes: list[bytes], touch: bool, timeout_s: float) -> None:
-        asked.append((hashes, touch, timeout_s))
+        calls.append((hashes, touch, timeout_s))
         touched.set()
 
     def remove(namespace: Namespace, hashes: list[bytes], timeout_s: float) -> list[bool]:
-        asked.append((hashes, None, timeout_s))
+        calls.append((hashes, None, timeout_s))
         return [True] * len(hashes)
 
     monkeypatch.setattr("gpu_agent.objects.parts.PART_NBYTES", NBYTES)
@@ -110,10 +112,10 @@ def test_requests_and_deadlines_of_object_parts(monkeypatch: pytest.MonkeyPatch)
     assert touched.wait(20.0)
     assert store.remove(names[:1]).result(20.0).values == [NBYTES]
     store.close()
-    assert [(hashes, touch) for hashes, touch, _ in asked] == [
+    assert [(hashes, touch) for hashes, touch, _ in calls] == [
         ([name.prefix_hash for name in names], True),
         ([names[0].prefix_hash], None),
     ]
-    assert all(0.0 < timeout_s <= 0.7 for *_, timeout_s in asked)
+    assert all(0.0 < timeout_s <= 0.7 for *_, timeout_s in calls)
     assert (store.stats.refused, store.stats.existing) == (2, 1)
     assert reported == [None] * 5

@@ -1,5 +1,6 @@
-"""Objects through a real node: batches with holes come back byte by byte; what goes wrong is a
-value. What goes wrong while bytes arrive: test_objects_arrive.py.
+"""Objects through a real node: batches with holes round-trip, and failures are values.
+
+test_objects_arrive.py tests failures while bytes arrive.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from gpu_agent.objects.store import ANY, ObjectStore
 from kvstore import Client, ClientConfig, InvalidRequest, Namespace, PutOutcome, opaque_layout
 from kvstore.tools.node_process import NodeProcess
 
-NBYTES = 100_001  # no multiple of anything
+NBYTES = 100_001  # not a multiple of any size
 WAIT_S = 20.0
 CONFIG = AgentConfig(
     staging_nbytes=1 << 20, lookup_timeout_s=1.0, load_timeout_s=5.0, save_timeout_s=5.0
@@ -58,7 +59,7 @@ def empty(count: int, nbytes: int = NBYTES) -> list[torch.Tensor]:
     return list(torch.zeros((count, nbytes), dtype=torch.uint8))
 
 
-def test_a_batch_with_holes_comes_back_byte_by_byte(store: ObjectStore, scope: Namespace) -> None:
+def test_round_trip_of_a_batch_with_holes(store: ObjectStore, scope: Namespace) -> None:
     names, sources = names_of(scope, 7), contents(7)
     put = store.put(names[::2], sources[::2]).result(WAIT_S)
     assert (put.values, put.error) == ([PutOutcome.STORED] * 4, "")
@@ -76,10 +77,10 @@ def test_a_batch_with_holes_comes_back_byte_by_byte(store: ObjectStore, scope: N
     )
 
 
-def test_objects_of_many_sizes_and_scopes_travel_in_one_call(
+def test_round_trip_of_many_sizes_and_scopes_in_one_call(
     store: ObjectStore, scope: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of a few objects, an object larger than a part among them."""
+    """Parts have a few objects each, and one object is larger than a part."""
     monkeypatch.setattr(parts, "PART_NBYTES", 3000)
     monkeypatch.setattr(parts, "PARTS_MAX", 1 << 20)
     other = Namespace(scope.model, ANY, revision="2")
@@ -97,7 +98,7 @@ def test_objects_of_many_sizes_and_scopes_travel_in_one_call(
     assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
 
 
-def test_storing_again_moves_nothing(store: ObjectStore, scope: Namespace) -> None:
+def test_storing_again_transfers_nothing(store: ObjectStore, scope: Namespace) -> None:
     names, sources = names_of(scope, 3), contents(3)
     store.put(names, sources).result(WAIT_S)
     again = store.put([*names, names[0]], [*contents(3), sources[0]]).result(WAIT_S)
@@ -107,7 +108,7 @@ def test_storing_again_moves_nothing(store: ObjectStore, scope: Namespace) -> No
     assert torch.equal(torch.stack(targets), torch.stack(sources))
 
 
-def test_another_length_is_a_miss(store: ObjectStore, scope: Namespace) -> None:
+def test_object_of_another_length_is_a_miss(store: ObjectStore, scope: Namespace) -> None:
     store.put(names_of(scope, 2), contents(2)).result(WAIT_S)
     for nbytes in (NBYTES - 1, NBYTES + 1):
         targets = empty(2, nbytes)
@@ -125,7 +126,7 @@ def test_object_of_another_process_is_found_without_its_size(
     other.put(names_of(scope, 3, 77)[2:], contents(1, 77)).result(WAIT_S)
     other.close()
     end = time.monotonic() + WAIT_S
-    # Asked for at most every two seconds
+    # The node is asked for new objects at most every two seconds.
     while store.exists(unknown).result(WAIT_S).values != [True] * 3:
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -134,13 +135,13 @@ def test_object_of_another_process_is_found_without_its_size(
     assert store.remove(unknown).result(WAIT_S).values == [0] * 3
 
 
-def test_an_empty_call_is_answered(store: ObjectStore) -> None:
+def test_empty_call_returns_an_empty_result(store: ObjectStore) -> None:
     assert store.put([], []).result(WAIT_S).values == []
     assert store.get([], []).result(WAIT_S).values == []
     assert store.exists([]).result(WAIT_S).values == []
 
 
-def test_a_callers_mistake_raises_at_once(store: ObjectStore, scope: Namespace) -> None:
+def test_invalid_call_raises_at_once(store: ObjectStore, scope: Namespace) -> None:
     for names, views in (
         (names_of(scope, 2), contents(1)),
         (names_of(scope, 1), contents(1, NBYTES - 1)),
@@ -152,10 +153,10 @@ def test_a_callers_mistake_raises_at_once(store: ObjectStore, scope: Namespace) 
         store.get(names_of(scope, 1, 3), [b"abc"])
 
 
-def test_a_damaged_object_is_a_miss(shared_node: NodeProcess, scope: Namespace) -> None:
-    """In place: the slot's bytes change after they were stored.
+def test_damaged_object_is_a_miss(shared_node: NodeProcess, scope: Namespace) -> None:
+    """In place, the slot's bytes are changed after they were stored.
 
-    Over the others: requirement 5.
+    Requirement 5 covers the other wires.
     """
     names, sources = names_of(scope, 3), contents(3)
     layout = opaque_layout(NBYTES)
@@ -167,12 +168,16 @@ def test_a_damaged_object_is_a_miss(shared_node: NodeProcess, scope: Namespace) 
             slots.arena.memory[slots.offsets[0] + 50_000] ^= 1
         targets = empty(3)
         assert store.get(names, targets).result(WAIT_S).values == [True, False, True]
-        assert store.exists(names).result(WAIT_S).values == [True, False, True]  # the node was told
+        assert store.exists(names).result(WAIT_S).values == [
+            True,
+            False,
+            True,
+        ]  # the node has dropped the object
         store.close()
 
 
 class HeldClient:
-    """A client whose loads do not return before the gate is open."""
+    """A client whose loads block until the gate is open."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -199,7 +204,7 @@ def test_close_returns_when_nothing_can_touch_a_view(client: Client, scope: Name
     closing = threading.Thread(target=store.close)
     closing.start()
     closing.join(0.2)
-    assert closing.is_alive()  # a thread is still at work
+    assert closing.is_alive()  # a thread is still working
     held.gate.set()
     closing.join(WAIT_S)
     assert not closing.is_alive()
@@ -209,8 +214,8 @@ def test_close_returns_when_nothing_can_touch_a_view(client: Client, scope: Name
     assert store.exists(names).result(0).values == [False] * 2
 
 
-def test_a_hung_node_costs_deadlines_and_a_killed_one_nothing(scope: Namespace) -> None:
-    """Over two wires, one after the other; each has objects of its own."""
+def test_hung_node_costs_deadlines_and_killed_node_nothing(scope: Namespace) -> None:
+    """The test runs over two wires in turn, each with objects of its own."""
     config = AgentConfig(
         staging_nbytes=1 << 20, lookup_timeout_s=0.3, load_timeout_s=0.5, save_timeout_s=0.5
     )
@@ -226,7 +231,7 @@ def test_a_hung_node_costs_deadlines_and_a_killed_one_nothing(scope: Namespace) 
         scopes = [dataclasses.replace(scope, revision=wire) for wire in wires]
         objects = [(store, names_of(mine, 4)) for store, mine in zip(stores, scopes, strict=True)]
         for store, names in objects:
-            hung(node, store, names)
+            check_hung_node(node, store, names)
         node.kill()
         for store, names in objects:
             assert store.exists(names).result(WAIT_S).error
@@ -238,11 +243,11 @@ def test_a_hung_node_costs_deadlines_and_a_killed_one_nothing(scope: Namespace) 
             assert torch.equal(torch.stack(targets), torch.stack(sources))
 
 
-def hung(node: NodeProcess, store: ObjectStore, names: list[ObjectName]) -> None:
+def check_hung_node(node: NodeProcess, store: ObjectStore, names: list[ObjectName]) -> None:
     sources, targets = contents(4), empty(4)
     store.put(names, sources).result(WAIT_S)
     signal_node(node, signal.SIGSTOP)
-    assert eventually(lambda: stands_still(node))
+    assert eventually(lambda: all_threads_stopped(node))
     start = time.monotonic()
     calls = [store.get(names, targets), store.put(names, sources), store.exists(names)]
     calls += [store.get(names, targets) for _ in range(40)]
@@ -255,8 +260,8 @@ def hung(node: NodeProcess, store: ObjectStore, names: list[ObjectName]) -> None
     assert eventually(lambda: all(store.get(names, targets).result(WAIT_S).values))
 
 
-def stands_still(node: NodeProcess) -> bool:
-    """All its threads: a signal takes a moment to reach each."""
+def all_threads_stopped(node: NodeProcess) -> bool:
+    """Return whether all threads of the node have stopped; that takes a moment after a signal."""
     threads = Path(f"/proc/{node.pid}/task").iterdir()
     return all(
         (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads

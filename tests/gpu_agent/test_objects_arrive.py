@@ -1,7 +1,7 @@
-"""Objects are received in the caller's own memory.
+"""Objects are received directly in the caller's memory.
 
-What goes wrong while they arrive is no hit, and when the call has its result, or was given up,
-nothing comes into that memory any more.
+Failures while they arrive are misses. Once a call has its result or was given up, nothing is
+written to that memory any more.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ from kvstore.tools.node_process import NodeProcess
 
 NBYTES = 1 << 20
 HALF = NBYTES // 2
-TIME_S = 0.5  # of a load that is going to fail
+TIME_S = 0.5  # of a load that will fail
 
 
 class Stored:
-    """Three objects in the node, and a store whose loads have little time."""
+    """Three objects in the node, and a store whose loads have a short timeout."""
 
     def __init__(self, client: Client) -> None:
         scope = Namespace(uuid.uuid4().hex, ANY, revision="1")
@@ -49,7 +49,7 @@ class Stored:
         return self.objects.get(self.names, self.targets).result(WAIT_S).values
 
     def reuse(self) -> None:
-        """As by a caller to whom the memory belongs again."""
+        """Overwrite the memory, as a caller does once it owns the memory again."""
         for target in self.targets:
             target.zero_()
 
@@ -67,15 +67,15 @@ def stored(relayed: tuple[Client, Relay]) -> Iterator[Stored]:
 
 
 def untouched(stored: Stored, relay: Relay) -> bool:
-    """Whether memory that was given back stays as it is when the node's bytes come after all."""
+    """Return whether memory stays unchanged after the call, when the node's bytes arrive late."""
     stored.reuse()
     relay.go_on.set()
-    threading.Event().wait(0.3)  # where they would be received
+    threading.Event().wait(0.3)  # in which they would be received
     return not stored.written
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_matching_objects_are_in_the_callers_memory(shared_node: NodeProcess, wire: str) -> None:
+def test_objects_are_received_in_the_callers_memory(shared_node: NodeProcess, wire: str) -> None:
     with Client(ClientConfig(address=shared_node.address, wire=wire)) as client:
         stored = Stored(client)
         assert stored.objects.get(stored.names, stored.targets).result(WAIT_S).values == [True] * 3
@@ -83,18 +83,18 @@ def test_matching_objects_are_in_the_callers_memory(shared_node: NodeProcess, wi
         stored.objects.close()
 
 
-def test_a_node_that_stalls_in_the_middle_of_a_page_writes_nothing_after_the_result(
+def test_stalled_page_writes_nothing_after_the_result(
     stored: Stored, relayed: tuple[Client, Relay]
 ) -> None:
     relay = relayed[1]
     relay.pass_on(NBYTES + HALF, "stall")
     assert stored.get() == [None] * 3
     assert relay.stalled.is_set()
-    assert stored.written, "the page was to stall in its middle"
+    assert stored.written, "the page did not stall in its middle"
     assert untouched(stored, relay)
 
 
-def test_close_returns_when_a_page_that_stalled_can_not_come_any_more(
+def test_close_returns_once_a_stalled_page_can_not_arrive(
     stored: Stored, relayed: tuple[Client, Relay]
 ) -> None:
     relay = relayed[1]
@@ -106,7 +106,7 @@ def test_close_returns_when_a_page_that_stalled_can_not_come_any_more(
     assert untouched(stored, relay)
 
 
-def test_an_interrupted_call_writes_nothing_afterwards(
+def test_interrupted_call_writes_nothing_afterwards(
     stored: Stored, relayed: tuple[Client, Relay]
 ) -> None:
     client, relay = relayed
@@ -137,19 +137,17 @@ def test_an_interrupted_call_writes_nothing_afterwards(
     assert untouched(stored, relay)
 
 
-def test_a_node_that_sends_too_little_and_closes_is_no_hit(
-    stored: Stored, relayed: tuple[Client, Relay]
-) -> None:
+def test_truncated_answer_is_a_miss(stored: Stored, relayed: tuple[Client, Relay]) -> None:
     relayed[1].pass_on(NBYTES + HALF, "close")
     results = stored.objects.get(stored.names, stored.targets).result(WAIT_S)
     assert results.values == [None] * 3
     assert results.error
 
 
-def test_bytes_that_do_not_match_are_a_miss_and_the_others_hits(
+def test_damaged_object_is_a_miss_and_others_are_hits(
     stored: Stored, relayed: tuple[Client, Relay]
 ) -> None:
-    """Each is told by its own checksum; the node, whose copy is intact, keeps it."""
+    """Each object is verified by its own checksum, and the node keeps its intact copy."""
     relayed[1].pass_on(NBYTES + HALF, "flip")
     assert stored.get() == [True, False, True]
     assert torch.equal(stored.targets[0], stored.sources[0])
@@ -158,10 +156,10 @@ def test_bytes_that_do_not_match_are_a_miss_and_the_others_hits(
     assert relayed[0].stats.corrupt_pages == 1
 
 
-def test_bytes_behind_the_last_page_are_in_no_callers_memory(
+def test_bytes_after_the_last_page_are_discarded(
     stored: Stored, relayed: tuple[Client, Relay]
 ) -> None:
-    """The answer is as it should be; what follows is nobody's, and ends the connection."""
+    """The answer itself is correct; bytes after it end the connection."""
     relay = relayed[1]
     accepted = relay.accepted
     relay.pass_on(3 * NBYTES, "more")

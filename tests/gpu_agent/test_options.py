@@ -1,4 +1,4 @@
-"""What an adapter reads from its engine's configuration."""
+"""Which options an adapter reads from its engine's configuration."""
 
 import ast
 from dataclasses import replace
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 LAYOUT = PageLayout(16, (LayerGroup("full", (0, 1), (Plane("k", "float16", (2, 8)),)),))
 
 
-def test_options_are_told_apart_by_whose_they_are() -> None:
+def test_options_are_split_by_their_owner() -> None:
     options = read_options(
         {"address": "store:7440", "tenant": "a", "load_timeout_s": "3", "flavour": "sweet"},
         own=("flavour", "other"),
@@ -34,19 +34,19 @@ def test_options_are_told_apart_by_whose_they_are() -> None:
         ({"load_timeout_s": "soon"}, "load_timeout_s='soon' is no number"),
     ],
 )
-def test_a_wrong_option_is_named(values: dict[str, object], message: str) -> None:
+def test_wrong_option_is_refused_by_name(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_options(values)
 
 
-def test_facts_are_readable_and_long_ones_still_tell_apart() -> None:
+def test_facts_are_readable_and_long_ones_differ() -> None:
     assert facts_text("vllm", backend="FLASH", kv_dtype="fp8") == "vllm backend=FLASH kv_dtype=fp8"
     one, other = (facts_text("vllm", a="x" * 2000, z=z) for z in "ab")
     assert one != other
     assert max(len(one), len(other)) <= 512
 
 
-def test_a_fact_does_not_pass_for_two_nor_for_a_salt() -> None:
+def test_fact_is_not_mistaken_for_other_facts_or_a_salt() -> None:
     texts = [
         facts_text("vllm", a="x b=y", b="z"),
         facts_text("vllm", a="x", b="y b=z"),
@@ -63,7 +63,7 @@ def test_a_fact_does_not_pass_for_two_nor_for_a_salt() -> None:
     assert len({weighed.digest, salted.digest, quoted.digest}) == 3
 
 
-def test_every_field_of_an_identity_makes_another_namespace() -> None:
+def test_namespace_covers_all_fields_of_an_identity() -> None:
     identity = Identity(tenant="t", model="m", revision="r", salt="s", epoch=1)
     spaces = [identity] + [
         replace(identity, **{name: value})
@@ -81,7 +81,7 @@ def test_every_field_of_an_identity_makes_another_namespace() -> None:
     assert len(digests) == 8
 
 
-def test_the_environment_wins_over_an_adapters_defaults_and_loses_to_the_users_values(
+def test_environment_overrides_defaults_but_not_user_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     defaults = {"workers": 1, "lookup_timeout_s": 0.3, "load_timeout_s": 0.7, "wire": "bulk"}
@@ -105,10 +105,8 @@ def test_the_environment_wins_over_an_adapters_defaults_and_loses_to_the_users_v
 ENGINES = ROOT / "gpu_agent" / "engines"
 
 
-def test_no_adapter_passes_its_defaults_off_as_the_users_values() -> None:
-    """The environment would be nothing to it: SGLang's adapters did not read
-    KVSTORE_AGENT_LOAD_TIMEOUT_S.
-    """
+def test_adapters_pass_defaults_separately_from_user_values() -> None:
+    """Regression: SGLang's adapters ignored KVSTORE_AGENT_LOAD_TIMEOUT_S for their defaults."""
     for path in ENGINES.glob("*.py"):
         for call in (
             node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)

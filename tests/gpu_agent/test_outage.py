@@ -1,4 +1,4 @@
-"""Outages in the log: begin and end, not every request."""
+"""Outages in the log: their start and end, not every request."""
 
 import logging
 
@@ -17,7 +17,7 @@ from kvstore import (
 )
 
 
-def test_an_outage_is_two_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_outage_is_logged_in_two_lines(caplog: pytest.LogCaptureFixture) -> None:
     outage = OutageLog()
     with caplog.at_level(logging.INFO):
         for error in (
@@ -36,7 +36,7 @@ def test_an_outage_is_two_lines(caplog: pytest.LogCaptureFixture) -> None:
     assert outage.error is None
 
 
-def test_a_store_that_fails_and_answers_by_turns_is_told_of_seldom(
+def test_intermittent_outages_are_logged_rarely(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = [100.0]
@@ -50,7 +50,7 @@ def test_a_store_that_fails_and_answers_by_turns_is_told_of_seldom(
             now[0] += 0.1
         outage.report(Unavailable("down"))
         now[0] += OUTAGES_S
-        outage.report(Unavailable("still down"))  # one that began in silence and lasts
+        outage.report(Unavailable("still down"))  # an outage that was not logged at its start
         outage.report(None)
     assert [record.message for record in caplog.records] == [
         "the store failed, the engine recomputes until it is back: down",
@@ -61,9 +61,10 @@ def test_a_store_that_fails_and_answers_by_turns_is_told_of_seldom(
     ]
 
 
-def test_a_lack_of_room_is_no_answer(caplog: pytest.LogCaptureFixture) -> None:
-    """Our own threads may be busy with waiting for the node: "the store answers again" was said of
-    one that hung.
+def test_exhausted_queue_does_not_end_an_outage(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: "the store answers again" was logged for a hung node.
+
+    Our own threads may be busy waiting for it.
     """
     outage = OutageLog()
     for error in (Unavailable("down"), Exhausted("too many lookups"), DeadlineExceeded("late")):
@@ -72,7 +73,7 @@ def test_a_lack_of_room_is_no_answer(caplog: pytest.LogCaptureFixture) -> None:
     assert "answers again" not in caplog.text
 
 
-def test_a_refusal_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_request_is_no_outage(caplog: pytest.LogCaptureFixture) -> None:
     outage = OutageLog()
     for _ in range(5):
         outage.report(InvalidRequest("too large"))
@@ -93,11 +94,12 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize(
     "refusal", [Unauthenticated("who"), ConfigError("no file"), Forbidden("of team-b")], ids=repr
 )
-def test_a_refused_engine_is_told_of_once_until_a_request_is_served(
+def test_refused_engine_is_logged_once_until_served(
     refusal: KVStoreError, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Between two refusals the breaker is open: every second refusal ended "the outage" of the
-    pause before it.
+    """Regression: every second refusal was logged as the end of an outage.
+
+    Between two refusals the circuit breaker is open.
     """
     now = [100.0]
     outage = OutageLog(lambda: now[0])
@@ -113,7 +115,7 @@ def test_a_refused_engine_is_told_of_once_until_a_request_is_served(
     assert outage.error is None
 
 
-def test_a_store_that_comes_back_and_refuses_does_not_answer_again(
+def test_store_that_returns_but_refuses_is_not_logged_as_answering(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = [100.0]
@@ -122,7 +124,7 @@ def test_a_store_that_comes_back_and_refuses_does_not_answer_again(
     outage.report(Unavailable("down"))
     for error in (InvalidRequest("too large"), Unauthenticated("who"), Forbidden("not that")):
         outage.report(error)
-        assert outage.error is not None, "nothing was served"
+        assert outage.error is not None, "the outage ended although nothing was served"
     now[0] += OUTAGES_S
     outage.report(Unauthenticated("who"))
     outage.report(None)
@@ -134,7 +136,7 @@ def test_a_store_that_comes_back_and_refuses_does_not_answer_again(
     ]
 
 
-def test_a_reader_whose_saves_are_refused_is_served_all_the_same(
+def test_reader_with_refused_saves_counts_as_served(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = [100.0]
@@ -147,7 +149,7 @@ def test_a_reader_whose_saves_are_refused_is_served_all_the_same(
     assert lines_of(caplog) == ["the store refused a request: put asks for write"] * 2
 
 
-def test_a_start_without_the_store_says_whether_it_was_refused() -> None:
+def test_startup_warning_distinguishes_refusals() -> None:
     assert (
         startup_warning(Unavailable("x"))
         == "the store does not answer yet, the engine starts without it: x"

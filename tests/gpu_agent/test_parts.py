@@ -1,6 +1,4 @@
-"""The parts of a load: whatever ends it, nothing moves any more then, and nothing that was fetched
-is held.
-"""
+"""The parts of a load: when a load ends for any reason, no copy runs and no page is held."""
 
 import contextlib
 import threading
@@ -26,9 +24,9 @@ from kvstore.errors import Unavailable
 
 
 class RecordedPath:
-    """A `TransferPath` with a page per chunk.
+    """A `TransferPath` with one page per chunk that records its calls.
 
-    It holds what is fetched, and places pages by `place`.
+    It holds fetched pages and copies them by `place`.
     """
 
     asks_first = overlaps = True
@@ -71,7 +69,7 @@ def load_task(pool: KVPool, count: int, ahead: ThreadPoolExecutor) -> LoadTask:
 def test_load_that_ends_early_waits_for_the_next_part_and_releases_it(
     in_parallel: bool, token_pool: KVPool
 ) -> None:
-    """In turn the next part was fetched ahead; in parallel it is on its way to the slots."""
+    """In turn, the next part is fetched ahead; in parallel, it is already being copied."""
     first, second = hashes(2)
 
     def place(key: bytes) -> int:
@@ -91,11 +89,12 @@ def test_load_that_ends_early_waits_for_the_next_part_and_releases_it(
 
 
 @pytest.mark.parametrize("in_parallel", [False, True])
-def test_parts_without_a_thread_move_once_in_the_callers_thread(
+def test_parts_without_a_thread_are_copied_once_by_the_caller(
     in_parallel: bool, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool keeps what it can start no thread for: a part was moved once more, into slots that
-    were others' then.
+    """Regression: a part was copied once more, into slots that belonged to others by then.
+
+    A thread pool keeps a task that it could start no thread for.
     """
     path = RecordedPath(in_parallel, lambda _: 1)
 
@@ -107,13 +106,13 @@ def test_parts_without_a_thread_move_once_in_the_callers_thread(
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             assert task.run(path)
-        ahead.submit(lambda: None).result(WAIT_S)  # what was queued before has had its turn
+        ahead.submit(lambda: None).result(WAIT_S)  # runs after everything queued before
     assert task.result == LoadResult(4, 4)
     assert path.fetched == path.placed == hashes(4)
 
 
 @pytest.mark.parametrize("in_parallel", [False, True])
-def test_load_goes_on_along_another_path_after_the_last_page_in_place(
+def test_load_continues_on_another_path_after_the_last_loaded_page(
     in_parallel: bool, token_pool: KVPool
 ) -> None:
     class LostPath(RecordedPath):
@@ -135,10 +134,10 @@ def test_load_goes_on_along_another_path_after_the_last_page_in_place(
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_a_load_without_threads_for_its_parts_ends_well_and_writes_nothing_later(
+def test_load_without_threads_succeeds_and_writes_nothing_later(
     gpu: bool, shm_client: Client, token_pool: KVPool, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """It failed, and a part of it was moved into the slots when they were another request's."""
+    """Regression: the load failed, and a part was later copied into another request's slots."""
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", 2 * token_pool.layout.page_nbytes)
     namespace = Namespace(model=f"parts-{uuid.uuid4()}", layout=token_pool.layout)
     transfer: Any = StagedTransfer(SimulatedDevice(seed), 4096) if gpu else TorchTransfer()
@@ -159,6 +158,6 @@ def test_a_load_without_threads_for_its_parts_ends_well_and_writes_nothing_later
         assert (result.pages, result.error) == (PAGES, None)
         for plane in token_pool.planes:
             plane.bits[TARGET] = 0
-        agent._ahead.submit(lambda: None).result(WAIT_S)  # what was queued before has had its turn
+        agent._ahead.submit(lambda: None).result(WAIT_S)  # runs after everything queued before
         agent._ahead.shutdown()
         assert not any(plane.bits[TARGET].any() for plane in token_pool.planes)

@@ -1,4 +1,4 @@
-"""A pool names what is wrong with a tensor or an index before anything moves."""
+"""A pool names the invalid tensor or index before anything is copied."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def good_tensors() -> dict[tuple[str, int, str], torch.Tensor]:
         ),
     ],
 )
-def test_a_wrong_tensor_is_named_by_group_layer_and_plane(
+def test_invalid_tensor_is_named_by_group_layer_and_plane(
     tensor: torch.Tensor, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
@@ -70,8 +70,8 @@ def test_missing_and_unknown_tensors_are_named() -> None:
         KVPool(LAYOUT, good_tensors(), {("full", "scale"): "token"})
 
 
-def test_a_view_of_other_bytes_is_another_layout() -> None:
-    """fp8 that an engine shows as uint8 needs a uint8 layout: the layout is the identity."""
+def test_tensor_of_another_dtype_is_refused() -> None:
+    """An engine that stores fp8 as uint8 needs a uint8 layout, since the layout is the identity."""
     layout = PageLayout(1, (LayerGroup("g", (0,), (Plane("k", "float8_e4m3fn", (4,)),)),))
     raw = torch.zeros(8, 4, dtype=torch.uint8)
     with pytest.raises(InvalidRequest, match="the layout says float8_e4m3fn"):
@@ -98,7 +98,7 @@ def test_planes_of_different_units_need_different_spaces() -> None:
     }
 
 
-def test_a_space_is_as_large_as_its_smallest_tensor() -> None:
+def test_index_space_is_limited_by_its_smallest_tensor() -> None:
     pool = KVPool(
         LAYOUT, good_tensors() | {("full", 0, "v"): torch.zeros(9, 2, 4, dtype=torch.bfloat16)}
     )
@@ -120,14 +120,14 @@ def test_a_space_is_as_large_as_its_smallest_tensor() -> None:
         (torch.zeros(16, dtype=torch.int64, device="meta"), "are on meta; allowed are cpu and cpu"),
     ],
 )
-def test_wrong_units_are_refused(units: torch.Tensor, message: str) -> None:
+def test_invalid_units_are_refused(units: torch.Tensor, message: str) -> None:
     pool = KVPool(LAYOUT, good_tensors())
     given = units if isinstance(units, torch.Tensor) else {"token": units}
     with pytest.raises(InvalidRequest, match=message):
         pool.unit_table(given, 2)
 
 
-def test_a_pool_of_two_spaces_wants_units_for_both(mixed_pool: KVPool) -> None:
+def test_pool_of_two_spaces_needs_units_for_both(mixed_pool: KVPool) -> None:
     with pytest.raises(InvalidRequest, match="index spaces token, block: give units as a mapping"):
         mixed_pool.unit_table(torch.arange(8), 1)
     with pytest.raises(InvalidRequest, match="units: lacks 'block'"):
@@ -140,7 +140,7 @@ def test_a_pool_of_two_spaces_wants_units_for_both(mixed_pool: KVPool) -> None:
     assert table.flat("block").tolist() == [7, 2]
 
 
-def test_units_are_copied_because_engines_reuse_their_buffers(token_pool: KVPool) -> None:
+def test_units_are_copied(token_pool: KVPool) -> None:
     mine = torch.arange(16)
     table = token_pool.unit_table(mine, 2)
     mine.fill_(0)
@@ -158,7 +158,7 @@ def test_units_are_copied_because_engines_reuse_their_buffers(token_pool: KVPool
         (6, "no multiple of 4, the tokens of a unit in space 'block'"),
     ],
 )
-def test_a_skip_must_be_whole_units_inside_the_pages(
+def test_skip_must_be_whole_units_within_the_pages(
     mixed_pool: KVPool, skip_tokens: int, message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):

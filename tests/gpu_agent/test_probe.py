@@ -1,6 +1,4 @@
-"""What is said of a GPU, with none: CUDA itself is tried by `kvstore doctor --gpu` where there is
-one.
-"""
+"""The findings about a GPU, on a machine without one; `kvstore doctor --gpu` tests a real one."""
 
 import sys
 from typing import Any
@@ -39,7 +37,7 @@ def test_without_a_gpu_the_rest_is_skipped(monkeypatch: pytest.MonkeyPatch) -> N
     }
 
 
-def test_without_cupy_pages_are_moved_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cupy_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "CudaDevice", None)
     monkeypatch.setattr(probe, "_missing", "No module named 'cupy'", raising=False)
     monkeypatch.setattr(probe.torch.version, "cuda", "13.0")
@@ -48,7 +46,7 @@ def test_without_cupy_pages_are_moved_by_torch(monkeypatch: pytest.MonkeyPatch) 
     assert locking.state is FindingState.SKIPPED
 
 
-def test_kernels_that_can_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_kernels_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(device: Any) -> None:
         raise RuntimeError("no nvrtc")
 
@@ -59,7 +57,7 @@ def test_kernels_that_can_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_memory_that_can_not_be_page_locked() -> None:
+def test_failed_page_lock_is_a_warning() -> None:
     locks = Locks()
     assert probe._locking(locks).state is FindingState.OK
     assert locks.registered == []
@@ -71,17 +69,15 @@ CPU = torch.device("cpu")
 
 
 def other(text: str) -> list[str]:
-    """The other process, played by a program of the test."""
+    """Return the command of a stand-in for the other process."""
     return [sys.executable, "-X", "faulthandler", "-c", text]
 
 
 SEGV = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
 
 
-def test_another_process_maps_and_reads_memory_of_this_one() -> None:
-    """The whole way, with memory of a CPU: two processes, the description, the marks,
-    what is read.
-    """
+def test_other_process_maps_and_reads_memory() -> None:
+    """Run the whole check with CPU memory: two processes, the description, the marks, the read."""
     found = probe._ipc(CPU)
     assert (found.state, found.found) == (
         FindingState.OK,
@@ -89,20 +85,20 @@ def test_another_process_maps_and_reads_memory_of_this_one() -> None:
     )
 
 
-def test_a_process_that_reads_and_then_breaks_has_mapped_the_memory() -> None:
+def test_process_that_crashes_after_reading_is_ok() -> None:
     found = probe._ipc(CPU, other(f"print({probe.READ!r}, flush=True); {SEGV}"))
     assert found.state is FindingState.OK
     assert "SIGSEGV, after it had read them" in found.found
 
 
-def test_a_process_that_dies_before_it_has_read_is_a_failure_that_names_the_signal() -> None:
+def test_process_that_crashes_before_reading_fails_with_the_signal() -> None:
     found = probe._ipc(CPU, other(SEGV))
     assert found.state is FindingState.FAIL
     assert "it was ended by SIGSEGV before it had read it: File" in found.found
     assert "-11" not in found.found
 
 
-def test_a_process_that_can_not_map_says_why() -> None:
+def test_process_that_cannot_map_reports_the_reason() -> None:
     found = probe._ipc(CPU, other("raise SystemExit('invalid device context')"))
     assert (found.state, found.found.rpartition(": ")[2]) == (
         FindingState.FAIL,
@@ -111,20 +107,18 @@ def test_a_process_that_can_not_map_says_why() -> None:
     assert "one container" in found.remedy
 
 
-def test_a_process_that_ends_well_and_says_nothing_has_not_read() -> None:
+def test_silent_process_is_a_failure() -> None:
     assert probe._ipc(CPU, other("pass")).state is FindingState.FAIL
 
 
-def test_memory_that_holds_something_else_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_memory_content_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "VALUE", 0x5B)  # here, not in the other process
     found = probe._ipc(CPU)
     assert (found.state, "holds something else" in found.found) == (FindingState.FAIL, True)
 
 
-def test_cuda_is_initialised_before_its_memory_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch does not do it by itself when a storage comes from another process, and dies of it by
-    SIGSEGV.
-    """
+def test_cuda_is_initialized_before_its_memory_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch does not initialize CUDA for a storage of another process, and dies of SIGSEGV."""
     done: list[str] = []
 
     def opened(*_: Any) -> torch.UntypedStorage:
@@ -137,7 +131,7 @@ def test_cuda_is_initialised_before_its_memory_is_opened(monkeypatch: pytest.Mon
     assert done == ["init", "opened"]
 
 
-def test_without_cuda_memory_of_a_gpu_is_refused_in_words() -> None:
+def test_gpu_memory_without_cuda_is_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a torch without CUDA, or no GPU")
     with pytest.raises(ConfigError, match="CUDA can not be used here"):

@@ -1,6 +1,4 @@
-"""What `kvstore doctor --gpu` says of this machine's GPU, held against what the agents' process
-finds there.
-"""
+"""The findings of `kvstore doctor --gpu` here, compared with those of the agents' process."""
 
 import time
 
@@ -22,8 +20,8 @@ LONG_S = 180.0
 GPU = torch.device("cuda", 0)
 
 
-def test_the_doctor_finds_what_the_agents_process_finds() -> None:
-    """The same memory, mapped by both: they can not disagree."""
+def test_doctor_agrees_with_the_agents_process() -> None:
+    """Both map memory in the same way."""
     views = {"layers.0": torch.zeros((8, 2, 16, 8), dtype=torch.uint8, device=GPU)}
     pool = table_pool(views, 8, 16)
     home = ProcessBackend(
@@ -47,7 +45,7 @@ def test_the_doctor_finds_what_the_agents_process_finds() -> None:
     )
 
 
-def test_all_that_the_doctor_says_of_a_gpu_is_well() -> None:
+def test_doctor_finds_no_failure() -> None:
     found = list(probed("GPU", "gpu_agent.worker.probe", [], LONG_S, "another Python"))
     assert [finding.name for finding in found] == [
         "torch",
@@ -60,7 +58,7 @@ def test_all_that_the_doctor_says_of_a_gpu_is_well() -> None:
     assert bad == []
 
 
-def test_memory_of_a_gpu_that_holds_something_else_is_a_failure(
+def test_wrong_gpu_memory_content_is_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(probe, "VALUE", 0x5B)  # here, not in the other process

@@ -1,5 +1,6 @@
-"""Where agents and lookups live: processes on GPUs, threads on CPUs and where memory can not be
-shared.
+"""Where agents and lookups run: in processes on GPUs, in threads on CPUs.
+
+They also run in threads where memory can not be shared.
 """
 
 import sys
@@ -44,14 +45,14 @@ def places_on(device: str) -> Any:
         ("cuda", "threads", LocalBackend),
     ],
 )
-def test_agents_live_beside_an_engine_on_a_gpu(
+def test_agents_run_in_a_process_on_a_gpu(
     device: str, where: str, expected: type[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choice, "ProcessBackend", Process)
     assert isinstance(choice.agent_backend_for(places_on(device), CLIENT, CONFIG, where), expected)
 
 
-def test_memory_that_can_not_be_shared_leaves_them_inside_and_says_so(
+def test_agents_run_in_threads_if_memory_cannot_be_shared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choice, "ProcessBackend", Refused)
@@ -63,7 +64,7 @@ def test_memory_that_can_not_be_shared_leaves_them_inside_and_says_so(
         choice.agent_backend_for(places_on("cuda"), CLIENT, CONFIG, "process")
 
 
-def test_lookups_live_beside_an_engine_on_a_gpu(
+def test_lookups_run_in_a_process_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choice, "ProcessLookups", Process)
@@ -76,7 +77,7 @@ def test_lookups_live_beside_an_engine_on_a_gpu(
     assert "is not ready after 15 s" in caplog.text
 
 
-def test_a_process_for_lookups_that_can_not_start_leaves_them_inside(
+def test_lookups_run_in_threads_if_the_process_cannot_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(_: Any) -> None:
@@ -88,8 +89,8 @@ def test_a_process_for_lookups_that_can_not_start_leaves_them_inside(
         choice.lookup_backend_for(CLIENT, True, "process")
 
 
-def test_an_interpreter_without_a_file_asks_from_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine starts without the process, and is only slower."""
+def test_lookups_run_in_threads_without_an_executable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without sys.executable the engine still starts, only slower."""
     monkeypatch.setattr(sys, "executable", None)
     asker = choice.lookup_backend_for(CLIENT, True, "auto")
     assert isinstance(asker, ThreadLookups)

@@ -1,7 +1,7 @@
-"""The agents' process is killed, stopped, or talks nonsense; the engine's dies.
+"""The agents' process is killed, stopped or sends garbage, or the engine's process dies.
 
-The engine's calls return at once, its orders end, nothing touches its blocks afterwards, and
-nothing is left behind.
+The engine's calls return at once, its orders end, its blocks are not accessed afterwards, and
+nothing leaks.
 """
 
 import concurrent.futures
@@ -35,7 +35,7 @@ from kvstore.tools.node_process import NodeProcess
 
 BLOCK, BLOCKS = 16, 32
 WAIT_S = 120.0  # three starts of torch on a busy machine
-# Agents that stand still before they touch a block, as long as a file is there.
+# Agents that wait before each copy while a file exists.
 GATED = """
 import os, sys, time
 from gpu_agent.transfer import TorchTransfer
@@ -52,8 +52,7 @@ TorchTransfer.gather = behind_gate(TorchTransfer.gather)
 TorchTransfer.scatter = behind_gate(TorchTransfer.scatter)
 main(int(sys.argv[2]))
 """
-# Something that is no agents' process: it sends its arguments but the last, in hex, and falls
-# silent.
+# A stand-in for an agents' process that sends its arguments but the last one, in hex, then nothing.
 TALKER = """
 import socket, sys, time
 channel = socket.socket(fileno=int(sys.argv[-1]))
@@ -62,7 +61,7 @@ for data in sys.argv[1:-1]:
     time.sleep(0.3)
 time.sleep(60)
 """
-READY = "0800000011" + "00" * 8  # since when: long ago
+READY = "0800000011" + "00" * 8  # ready since long ago
 
 
 def until(reached: Callable[[], bool], home: ProcessBackend | None = None) -> None:
@@ -72,7 +71,7 @@ def until(reached: Callable[[], bool], home: ProcessBackend | None = None) -> No
         if home is not None:
             began = time.monotonic()
             home.poll()
-            # Never as long as anything that it could wait for
+            # Shorter than any timeout that poll could wait for.
             assert time.monotonic() - began < 5.0
         time.sleep(0.05)
 
@@ -95,7 +94,7 @@ def content(place: GroupPool, blocks: list[int]) -> list[torch.Tensor]:
 
 
 IMPATIENT = WorkerTimeouts(grace_s=0.2, restart_s=0.05, close_s=2.0)
-# The next process does not start while a test runs.
+# With this restart pause the next process does not start during a test.
 ALONE = replace(IMPATIENT, restart_s=60.0)
 MakeHome = Callable[..., tuple[ProcessBackend, GroupPool]]
 
@@ -121,7 +120,7 @@ def homes() -> Iterator[MakeHome]:
         assert home.check() == []
 
 
-def test_killed_while_it_reads_and_stopped_while_it_writes(
+def test_process_killed_in_a_save_and_stopped_in_a_load(
     homes: MakeHome,
     shared_node: NodeProcess,
     tmp_path: pathlib.Path,
@@ -137,7 +136,7 @@ def test_killed_while_it_reads_and_stopped_while_it_writes(
     with Client(ClientConfig(address=shared_node.address)) as store:
         save = agent.save(chain, blocks)
         until(lambda: store.node_status().ram.writing_count > 0, home)
-        assert not save.gathered.done()  # it may be reading
+        assert not save.gathered.done()  # the process may be reading
         os.kill(home._child.pid, signal.SIGKILL)
         until(save.done.done, home)
         assert (save.gathered.done(), save.done.result().dropped) == (True, 3)
@@ -145,12 +144,12 @@ def test_killed_while_it_reads_and_stopped_while_it_writes(
         assert store.lookup(where.namespace, chain).prefix_pages == 0
 
         gate.unlink()
-        until(lambda: home._child.ready, home)  # another one
+        until(lambda: home._child.ready, home)  # the next process
         save = agent.save(chain, blocks)
         until(save.done.done, home)
         assert save.done.result().stored == 3
 
-        home._child.timeouts = ALONE  # nobody waits for a third one
+        home._child.timeouts = ALONE  # no third process starts
         gate.touch()
         before = content(where, [11, 12, 13])
         load = agent.load(chain, [11, 12, 13])
@@ -164,12 +163,12 @@ def test_killed_while_it_reads_and_stopped_while_it_writes(
 
 
 @pytest.mark.parametrize(
-    "said",
+    "data",
     [
-        "ffffffff11",  # longer than anything
+        "ffffffff11",  # longer than allowed
         "0000000063",  # of an unknown kind
-        "0000000003",  # what only the engine says
-        "0800000012" + "63" * 8,  # an order that was not given
+        "0000000003",  # sent only by the engine
+        "0800000012" + "63" * 8,  # an unknown order
         "0300000012" + "00" * 3,  # too short
         "1400000013"
         + "0100000000000000"
@@ -179,17 +178,17 @@ def test_killed_while_it_reads_and_stopped_while_it_writes(
         "0800000012" + "0100000000000000" + "0800000012" + "0100000000000000",  # read twice
     ],
 )
-def test_nonsense_ends_the_process_and_its_orders(
-    homes: MakeHome, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_garbage_ends_the_process_and_its_orders(
+    homes: MakeHome, data: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    home, _ = homes("127.0.0.1:9", [sys.executable, "-c", TALKER, READY, said], ALONE)
+    home, _ = homes("127.0.0.1:9", [sys.executable, "-c", TALKER, READY, data], ALONE)
     (agent,) = home.agents(None)
     save = agent.save(keys(2), [1, 2])
     until(lambda: home._child.ready, home)
     until(save.done.done, home)
     assert (save.done.result().stored, save.done.result().dropped) == (0, 2)
     assert "the next one starts in" in caplog.text
-    load = agent.load(keys(1), [1])  # at once, for nobody is there
+    load = agent.load(keys(1), [1])  # fails at once: no process is ready
     assert (load.done.result(0).pages, load.done.result(0).error) == (
         0,
         "the agents' process is not ready",
@@ -198,7 +197,7 @@ def test_nonsense_ends_the_process_and_its_orders(
 
 
 @pytest.mark.parametrize(("pages", "loaded"), [(3, 2), (2, 3), (1, 2)])
-def test_a_load_that_brought_more_than_was_ordered_is_none(pages: int, loaded: int) -> None:
+def test_load_result_larger_than_its_order_is_refused(pages: int, loaded: int) -> None:
     orders = InflightOrders()
     number, job = orders.load(2, WAIT_S)
     with pytest.raises(ProtocolError, match="a load of 2 pages ended with"):
@@ -206,7 +205,7 @@ def test_a_load_that_brought_more_than_was_ordered_is_none(pages: int, loaded: i
     assert not job.done.done()
 
 
-def test_one_that_says_nothing_is_ended_by_the_deadline_of_its_orders(homes: MakeHome) -> None:
+def test_silent_process_is_ended_by_the_deadline_of_its_orders(homes: MakeHome) -> None:
     home, _ = homes(
         "127.0.0.1:9", [sys.executable, "-c", TALKER, READY], save_timeout_s=0.3, load_timeout_s=0.2
     )
@@ -232,13 +231,13 @@ main(int(sys.argv[2]))
 """
 
 
-def test_one_that_starts_slowly_is_not_ended_by_what_it_was_given_meanwhile(
+def test_slow_start_is_not_ended_by_orders_given_meanwhile(
     homes: MakeHome,
     shared_node: NodeProcess,
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It would be started again, be given more, and be ended again."""
+    """Otherwise the process would be restarted, given more orders and ended again."""
     patient = replace(IMPATIENT, overdue_s=WAIT_S)
     gate = tmp_path / "gate"
     gate.touch()
@@ -257,15 +256,13 @@ def test_one_that_starts_slowly_is_not_ended_by_what_it_was_given_meanwhile(
     assert home._child.pid == first
 
 
-def test_an_engine_that_stood_still_does_not_end_a_process_that_answers(
+def test_paused_engine_does_not_end_a_process_that_answers(
     homes: MakeHome,
     shared_node: NodeProcess,
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A step that took long, a container that was paused: what is overdue then is answered a moment
-    later.
-    """
+    """After a long step or a paused container, overdue orders are answered a moment later."""
     patient = replace(IMPATIENT, overdue_s=WAIT_S)
     gate = tmp_path / "gate"
     gate.touch()
@@ -283,12 +280,10 @@ def test_an_engine_that_stood_still_does_not_end_a_process_that_answers(
     assert home._child.pid == first
 
 
-def test_orders_that_nobody_takes_never_hold_the_engine_up(
+def test_unread_orders_do_not_block_the_engine(
     homes: MakeHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More than a socket holds, to a process that reads nothing: kept up to a limit,
-    then dropped.
-    """
+    """Orders to a process that reads nothing are queued up to a limit, then dropped."""
     monkeypatch.setattr(frames, "UNSENT_NBYTES_MAX", 1 << 20)
     home, _ = homes("127.0.0.1:9", [sys.executable, "-c", TALKER])
     (agent,) = home.agents(None)
@@ -304,12 +299,12 @@ def test_orders_that_nobody_takes_never_hold_the_engine_up(
     assert refused == 3
 
 
-def test_a_process_that_can_not_be_started_ends_the_start() -> None:
+def test_missing_executable_fails_the_start() -> None:
     with pytest.raises(OSError, match="No such file"):
         ProcessBackend([place()], ClientConfig(), AgentConfig(), ["/nowhere/python"])
 
 
-def test_one_that_ends_again_and_again_is_started_less_and_less_often(homes: MakeHome) -> None:
+def test_restart_pauses_grow(homes: MakeHome) -> None:
     home, _ = homes("127.0.0.1:9", [sys.executable, "-c", "pass"])
     pauses = []
     for death in range(1, 4):
@@ -321,7 +316,7 @@ def test_one_that_ends_again_and_again_is_started_less_and_less_often(homes: Mak
 @pytest.mark.parametrize(
     "error", [MemoryError("fork"), RuntimeError("can't fork at interpreter shutdown")]
 )
-def test_a_start_that_fails_in_an_unknown_way_does_not_end_the_engines_step(
+def test_unexpected_start_error_does_not_raise_in_the_engine(
     homes: MakeHome, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     home, _ = homes("127.0.0.1:9", [sys.executable, "-c", "pass"])
@@ -333,16 +328,14 @@ def test_a_start_that_fails_in_an_unknown_way_does_not_end_the_engines_step(
     until(lambda: home._child._deaths == 3, home)
 
 
-def test_an_interpreter_without_a_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_sys_executable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", None)
     with pytest.raises(ConfigError, match=r"sys\.executable"):
         ProcessLookups(ClientConfig())
 
 
-def test_the_end_of_the_thread_that_started_it_is_not_its_own(shared_node: NodeProcess) -> None:
-    """An engine in a program that has a thread for each call: the next lookup was answered half a
-    minute later.
-    """
+def test_process_survives_the_thread_that_started_it(shared_node: NodeProcess) -> None:
+    """Regression: in a program with one thread per call, the next lookup took half a minute."""
     made = []
 
     def start() -> None:
@@ -362,8 +355,8 @@ def test_the_end_of_the_thread_that_started_it_is_not_its_own(shared_node: NodeP
         asker.close()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="older ones always look there first")
-def test_files_where_the_engine_works_are_not_its_modules(
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="older versions always look there first")
+def test_files_in_the_working_directory_are_not_imported(
     shared_node: NodeProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "queue.py").write_text("raise ImportError('of the user')")
@@ -393,10 +386,10 @@ while True:
 """
 
 
-def test_the_death_of_the_engine_leaves_neither_processes_nor_slots(
+def test_killed_engine_leaves_no_processes_or_slots(
     shared_node: NodeProcess, tmp_path: pathlib.Path
 ) -> None:
-    """One of the two stands still and can not see it."""
+    """One of the two agents' processes is stopped and can not notice the engine's end."""
     gate = tmp_path / "gate"
     gate.touch()
     here = str(pathlib.Path(__file__).parent)
@@ -419,7 +412,7 @@ def test_the_death_of_the_engine_leaves_neither_processes_nor_slots(
 
 
 def is_gone(pid: int) -> bool:
-    """Dead, though perhaps not buried: an orphan's new parent may take its time."""
+    """Return whether the process is dead, even if its parent has not reaped it yet."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:

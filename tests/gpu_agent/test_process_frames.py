@@ -1,6 +1,4 @@
-"""What is said between an engine's process and the agents': whole frames, in any pieces, and
-nothing else.
-"""
+"""Messages between an engine's process and the agents': whole frames, in any pieces."""
 
 import contextlib
 import fcntl
@@ -52,7 +50,7 @@ def test_frame_is_equal_after_a_round_trip() -> None:
         frames.parse_facts,
     ],
 )
-def test_any_other_bytes_are_refused_by_name(parse: object, seed: int) -> None:
+def test_random_bytes_raise_only_protocol_errors(parse: object, seed: int) -> None:
     draw = random.Random(seed)
     whole = body_of(frames.order_frame(Kind.SAVE, ORDER))
     for _ in range(300):
@@ -67,16 +65,16 @@ def test_any_other_bytes_are_refused_by_name(parse: object, seed: int) -> None:
         try:
             parse(bytes(data))  # type: ignore[operator]
         except ProtocolError:
-            pass  # the only error there is
+            pass  # the only allowed error
 
 
-def test_a_frame_that_nobody_would_take_is_not_sent() -> None:
+def test_frame_over_the_limit_is_not_sent() -> None:
     with pytest.raises(InvalidRequest, match="at most"):
         frames.frame(Kind.SETUP, bytes(frames.BODY_NBYTES_MAX + 1))
 
 
-def test_questions_of_many_requests_are_heard_and_keys_that_are_none_refused() -> None:
-    """Those that end in one step are told of in one frame, each with all its groups."""
+def test_question_of_many_requests_round_trips_and_long_keys_are_refused() -> None:
+    """Requests that end in one step are sent in one frame, each with all its groups."""
     groups = [
         ([number % 3, 2], [b"k" * 32, bytes([number % 256]) * 32]) for number in range(16 * 20)
     ]
@@ -90,7 +88,7 @@ def test_questions_of_many_requests_are_heard_and_keys_that_are_none_refused() -
             frames.parse_question(head + bytes(sum(lengths)) + b"\0")
 
 
-def test_frames_arrive_whole_in_whatever_pieces_they_come() -> None:
+def test_frames_arrive_whole_in_any_pieces() -> None:
     ours, theirs = socket.socketpair()
     engine = EngineEnd(ours)
     sent = (
@@ -98,22 +96,22 @@ def test_frames_arrive_whole_in_whatever_pieces_they_come() -> None:
         + frames.frame(Kind.READY)
         + frames.saved_frame(Saved(2, 1, 0, 0, None))
     )
-    heard = []
+    messages = []
     for byte in sent:
         theirs.send(bytes((byte,)))
-        heard += engine.received()
-    assert [kind for kind, _ in heard] == [Kind.GATHERED, Kind.READY, Kind.SAVED]
+        messages += engine.received()
+    assert [kind for kind, _ in messages] == [Kind.GATHERED, Kind.READY, Kind.SAVED]
     assert list(engine.received()) == []
     theirs.send(frames.frame(Kind.READY))
     theirs.close()
     last = engine.received()
-    assert next(last) == (Kind.READY, b"")  # what was said before the end is heard
+    assert next(last) == (Kind.READY, b"")  # messages before the end are received
     with pytest.raises(ConnectionError):
         next(last)
     engine.close()
 
 
-def test_the_engines_end_keeps_what_the_socket_does_not_take(
+def test_engine_queues_what_the_socket_does_not_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(channel_module, "UNSENT_NBYTES_MAX", 1 << 20)
@@ -130,24 +128,24 @@ def test_the_engines_end_keeps_what_the_socket_does_not_take(
     assert count > 20
     with pytest.raises(Exhausted, match="bytes of orders wait"):
         engine.send(order)
-    heard = []
+    messages = []
 
     def listen() -> None:
         end = AgentsEnd(theirs, os.getpid())
-        heard.extend(end.receive() for _ in range(count))
-        os.close(end._pidfd)  # which its process's end does
+        messages.extend(end.receive() for _ in range(count))
+        os.close(end._pidfd)  # the end of its process would close it
 
     listener = threading.Thread(target=listen)
     listener.start()
     while listener.is_alive():
         engine.flush()
-    assert heard == [(Kind.SAVE, body_of(order))] * count
+    assert messages == [(Kind.SAVE, body_of(order))] * count
     engine.close()
     theirs.close()
 
 
-def test_an_engine_with_many_descriptors_can_wait() -> None:
-    """`select` takes none from 1024 on."""
+def test_wait_works_with_many_descriptors() -> None:
+    """`select` does not support descriptors from 1024 on."""
     ours, theirs = socket.socketpair()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
@@ -164,7 +162,7 @@ def test_an_engine_with_many_descriptors_can_wait() -> None:
         theirs.close()
 
 
-def test_memory_that_is_not_there_is_not_mapped() -> None:
+def test_invalid_memory_description_is_refused() -> None:
     with pytest.raises(ProtocolError, match="no description of memory"):
         opened_storages([{"handle": "00"}])
     with pytest.raises((ConfigError, ProtocolError)):

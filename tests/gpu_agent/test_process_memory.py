@@ -1,6 +1,6 @@
-"""The agents' process finds no memory: at its start, while it saves, while it loads.
+"""The agents' process runs out of memory: at its start, in a save, in a load.
 
-Orders end, what is told as loaded is there, and when there is memory again everything works.
+Orders end, blocks reported as loaded have correct bytes, and everything works once there is memory.
 """
 
 import resource
@@ -26,8 +26,7 @@ from kvstore.tools.node_process import NodeProcess
 BLOCK, BLOCKS, WAIT_S = 16, 64, 120.0
 SOON = WorkerTimeouts(restart_s=0.05)
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-# Agents whose copies find no memory while the file is there: as torch says it of a GPU, and as
-# Python does.
+# Agents whose copies run out of memory while a file exists, with torch's and Python's errors.
 WITHOUT = """
 import os, sys, torch
 from gpu_agent.transfer import TorchTransfer
@@ -44,7 +43,7 @@ TorchTransfer.gather = lacking(TorchTransfer.gather, torch.OutOfMemoryError("CUD
 TorchTransfer.scatter = lacking(TorchTransfer.scatter, MemoryError())
 main(int(sys.argv[2]))
 """
-# One that has no memory to start with.
+# A process without enough memory to start.
 SMALL = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (256 << 20, 256 << 20))
@@ -99,7 +98,9 @@ def homes(shared_node: NodeProcess) -> Iterator[Any]:
         assert home.check() == []
 
 
-def test_copies_that_find_no_memory(homes: Any, shared_node: NodeProcess, tmp_path: Path) -> None:
+def test_copies_without_memory_fail_and_recover(
+    homes: Any, shared_node: NodeProcess, tmp_path: Path
+) -> None:
     none_left = tmp_path / "none left"
     home, where = homes([sys.executable, "-c", WITHOUT, str(none_left)])
     (agent,) = home.agents(None)
@@ -134,7 +135,7 @@ def test_copies_that_find_no_memory(homes: Any, shared_node: NodeProcess, tmp_pa
     )
 
 
-def test_a_process_that_may_have_no_more_memory(homes: Any) -> None:
+def test_process_without_more_memory_fails_and_recovers(homes: Any) -> None:
     home, where = homes([])
     (agent,) = home.agents(None)
     until(lambda: home.loads, home)
@@ -145,7 +146,7 @@ def test_a_process_that_may_have_no_more_memory(homes: Any) -> None:
     assert save.done.result().stored == 20
     pid = home._child.pid
     assert pid is not None
-    # Less than it has: nothing more
+    # Less than the process already uses, so that it gets no more.
     resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
     jobs = [
         agent.load(chain, list(range(21, 41))),
@@ -167,7 +168,7 @@ def test_a_process_that_may_have_no_more_memory(homes: Any) -> None:
     assert load.done.result().pages == 20
 
 
-def test_a_start_without_memory(homes: Any) -> None:
+def test_start_without_memory_drops_orders(homes: Any) -> None:
     home, _ = homes([sys.executable, "-c", SMALL])
     (agent,) = home.agents(None)
     save = agent.save(keys(2), [1, 2])

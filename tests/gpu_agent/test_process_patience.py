@@ -1,6 +1,4 @@
-"""The process beside the engine is asked only when it owes something, and many things are said to
-it at once.
-"""
+"""The process beside the engine is polled only when an answer is due, and messages are combined."""
 
 import secrets
 import socket
@@ -27,12 +25,12 @@ from kvstore.layout import opaque_layout
 NAMESPACE = Namespace("patience", opaque_layout(4096))
 
 
-Played = tuple[ProcessLookups, socket.socket]
+FakeProcess = tuple[ProcessLookups, socket.socket]
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
-    """A process that asks, played by the test: the other end of its socket."""
+def fake_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeProcess]:
+    """Replace the lookup process, and return its client and the process's end of the socket."""
     ours, theirs = socket.socketpair()
 
     def start(self: WorkerProcess) -> None:
@@ -43,8 +41,8 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
         yield ProcessLookups(ClientConfig()), theirs
 
 
-def heard(sock: socket.socket) -> list[tuple[Kind, bytes]]:
-    """Frames that were sent."""
+def sent_frames(sock: socket.socket) -> list[tuple[Kind, bytes]]:
+    """Return the frames sent to the process since the last call."""
     sock.setblocking(False)
     try:
         data = sock.recv(1 << 20)
@@ -58,13 +56,13 @@ def heard(sock: socket.socket) -> list[tuple[Kind, bytes]]:
     return found
 
 
-def touched(sock: socket.socket) -> list[frames.Question]:
-    """What was told of requests that have ended."""
-    return [frames.parse_question(body) for kind, body in heard(sock) if kind is Kind.TOUCH]
+def sent_touches(sock: socket.socket) -> list[frames.Question]:
+    """Return the touches of ended requests that were sent."""
+    return [frames.parse_question(body) for kind, body in sent_frames(sock) if kind is Kind.TOUCH]
 
 
 def answer(sock: socket.socket, touches: Sequence[frames.Question]) -> None:
-    """They were counted as used."""
+    """Answer the touches as the process does."""
     for touch in touches:
         sock.send(frames.answer_frame(Answer(touch.number, 0, None, ())))
 
@@ -73,36 +71,36 @@ def keys(count: int) -> Sequence[bytes]:
     return [secrets.token_bytes(32) for _ in range(count)]
 
 
-def test_of_many_questions_at_once_the_first_goes_and_the_others_go_together(
-    played: Played,
+def test_first_of_many_lookups_is_sent_at_once_and_the_others_together(
+    fake_process: FakeProcess,
 ) -> None:
-    asker, sock = played
+    asker, sock = fake_process
     asker.open([NAMESPACE], 5.0)
-    heard(sock)
-    asked = [keys(3) for _ in range(5)]
-    futures = [asker.look_up([([NAMESPACE], some)], 5.0) for some in asked]
-    first = heard(sock)
+    sent_frames(sock)
+    chains = [keys(3) for _ in range(5)]
+    futures = [asker.look_up([([NAMESPACE], some)], 5.0) for some in chains]
+    first = sent_frames(sock)
     asker.poll()
-    rest = heard(sock)
+    rest = sent_frames(sock)
     assert [len(first), len(rest)] == [1, 4]
     questions = [frames.parse_question(body) for _, body in first + rest]
-    assert [list(question.groups[0][1]) for question in questions] == asked
+    assert [list(question.groups[0][1]) for question in questions] == chains
     for question in questions:
         sock.send(frames.answer_frame(Answer(question.number, 0, None, [b"\1\0\1"])))
     asker.poll()
     assert [future.result() for future in futures] == [(b"\1\0\1",)] * 5
     asker.look_up([([NAMESPACE], keys(1))], 5.0)
-    assert len(heard(sock)) == 1  # alone again
+    assert len(sent_frames(sock)) == 1  # sent at once again
 
 
 def test_answers_of_a_dead_process_are_not_awaited(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+    fake_process: FakeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asker, sock = played
+    asker, sock = fake_process
     asker.open([NAMESPACE], 5.0)
-    asked = asker.look_up([([NAMESPACE], keys(1))], 5.0)
+    future = asker.look_up([([NAMESPACE], keys(1))], 5.0)
     asker.on_exit()
-    assert isinstance(asked.exception(), lookup_client.Unavailable)
+    assert isinstance(future.exception(), lookup_client.Unavailable)
     patience: list[float] = []
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -110,15 +108,15 @@ def test_answers_of_a_dead_process_are_not_awaited(
         )
         asker.poll()
     assert patience == [WorkerTimeouts().idle_s]
-    heard(sock)
+    sent_frames(sock)
     asker.look_up([([NAMESPACE], keys(1))], 5.0)
-    assert len(heard(sock)) == 1  # alone: at once
+    assert len(sent_frames(sock)) == 1  # sent at once
 
 
-def test_a_process_that_owes_nothing_is_not_asked_what_it_said(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+def test_process_without_due_answers_is_not_polled(
+    fake_process: FakeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asker, sock = played
+    asker, sock = fake_process
     asker.open([NAMESPACE], 5.0)
     listens = 0
     received = EngineEnd.received
@@ -133,13 +131,13 @@ def test_a_process_that_owes_nothing_is_not_asked_what_it_said(
     for _ in range(50):
         asker.poll()
     assert listens <= 2
-    # Goes with the next poll, and nobody waits for its answer
+    # The touch is sent with the next poll, and its answer is not awaited.
     done = asker.touch([([NAMESPACE], keys(1))], 5.0)
     listens = 0
     for _ in range(50):
         asker.poll()
     assert listens <= 2
-    _, (_, body) = heard(sock)
+    _, (_, body) = sent_frames(sock)
     sock.send(frames.answer_frame(Answer(frames.parse_question(body).number, 0, None, ())))
     asker._child.timeouts = WorkerTimeouts(idle_s=0.0)
     asker.poll()
@@ -153,14 +151,12 @@ def test_a_process_that_owes_nothing_is_not_asked_what_it_said(
 
 
 @pytest.mark.parametrize("there", [b"\2", b"\1\0x", b"x\1\0"])
-def test_an_answer_that_says_neither_yes_nor_no_ends_the_process(
-    played: Played, there: bytes
-) -> None:
-    asker, sock = played
+def test_invalid_answer_raises_a_protocol_error(fake_process: FakeProcess, there: bytes) -> None:
+    asker, sock = fake_process
     asker.open([NAMESPACE], 5.0)
-    heard(sock)
+    sent_frames(sock)
     asker.look_up([([NAMESPACE], keys(len(there)))], 5.0)
-    ((_, body),) = heard(sock)
+    ((_, body),) = sent_frames(sock)
     body = frames.answer_frame(Answer(frames.parse_question(body).number, 0, None, [there]))[
         frames.HEADER.size :
     ]
@@ -168,74 +164,74 @@ def test_an_answer_that_says_neither_yes_nor_no_ends_the_process(
         asker.on_message(Kind.ANSWER, body)
 
 
-def test_requests_that_end_in_one_step_are_told_of_together(played: Played) -> None:
-    asker, sock = played
+def test_touches_of_one_step_are_sent_together(fake_process: FakeProcess) -> None:
+    asker, sock = fake_process
     lookups = Lookups(asker, 5.0)
     lookups.open([NAMESPACE])
-    heard(sock)
+    sent_frames(sock)
     used = [keys(2) for _ in range(20)]
     for number, some in enumerate(used):
         lookups.touch(f"r{number}", [([NAMESPACE], some)])
-    assert heard(sock) == []
+    assert sent_frames(sock) == []
     lookups.poll()
-    told = heard(sock)
-    assert [kind for kind, _ in told] == [Kind.TOUCH] * 2
-    questions = [frames.parse_question(body) for _, body in told]
+    sent = sent_frames(sock)
+    assert [kind for kind, _ in sent] == [Kind.TOUCH] * 2
+    questions = [frames.parse_question(body) for _, body in sent]
     assert [list(group[1]) for question in questions for group in question.groups] == used
     answer(sock, questions)
     lookups.poll()
-    assert heard(sock) == []
+    assert sent_frames(sock) == []
 
 
-def test_combined_messages_fit_a_frame(played: Played) -> None:
-    """Sixteen requests of a million tokens each."""
-    asker, sock = played
+def test_combined_messages_fit_a_frame(fake_process: FakeProcess) -> None:
+    """Sixteen requests have a million tokens each."""
+    asker, sock = fake_process
     lookups = Lookups(asker, 5.0)
     lookups.open([NAMESPACE])
-    heard(sock)
+    sent_frames(sock)
     some = keys(1) * (1 << 16)
     for number in range(16):
         lookups.touch(f"r{number}", [([NAMESPACE], some)])
-    told: list[int] = []
-    asker._child.give = lambda frame: told.append(len(frame))
+    sent: list[int] = []
+    asker._child.give = lambda frame: sent.append(len(frame))
     lookups.poll()
     assert lookups.take_counts().lookups_failed == 0
-    assert len(told) == 16
+    assert len(sent) == 16
 
 
-def test_of_very_many_requests_that_end_in_one_step_some_are_not_told_of(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+def test_touches_of_one_step_have_a_limit(
+    fake_process: FakeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpu_agent.blocks.lookups.PENDING_MAX", 80)
-    asker, sock = played
+    asker, sock = fake_process
     lookups = Lookups(asker, 5.0)
     for step in range(2):
         for number in range(50):
             lookups.touch(f"r{step}-{number}", [([NAMESPACE], keys(1))])
         lookups.poll()
-    told = touched(sock)
-    assert [len(question.groups) for question in told] == [16, 16, 8] * 2
+    sent = sent_touches(sock)
+    assert [len(question.groups) for question in sent] == [16, 16, 8] * 2
 
 
-def test_touches_under_way_have_a_limit_and_make_room_when_they_end(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+def test_pending_touches_have_a_limit_until_answered(
+    fake_process: FakeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpu_agent.blocks.lookups.PENDING_MAX", 8)
-    asker, sock = played
+    asker, sock = fake_process
     asker._child.timeouts = WorkerTimeouts(idle_s=0.0)
     lookups = Lookups(asker, 5.0)
     for _ in range(2):
         for number in range(6):
             lookups.touch(f"r{number}", [([NAMESPACE], keys(1))])
             lookups.poll()
-        told = touched(sock)
-        assert len(told) == 4
-        answer(sock, told)
+        sent = sent_touches(sock)
+        assert len(sent) == 4
+        answer(sock, sent)
         lookups.poll()
 
 
-def test_an_engine_that_loads_listens_in_every_step(
-    played: Played, monkeypatch: pytest.MonkeyPatch
+def test_engine_with_pending_loads_polls_in_every_step(
+    fake_process: FakeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patience: list[float] = []
     monkeypatch.setattr(

@@ -1,5 +1,6 @@
-"""What an engine computes before its agents' process is ready is stored when it is: the process is
-played by the test, so that it starts as slowly as wanted.
+"""Blocks computed before the agents' process is ready are saved once it is.
+
+The test plays the process, so that it can start as slowly as needed.
 """
 
 import secrets
@@ -32,10 +33,8 @@ WAIT_S = 60.0
 NEVER_READY = "import time; time.sleep(600)"
 
 
-class Played:
-    """The agents' process, played by the test: the other end of its socket, and what it
-    was given.
-    """
+class FakeProcess:
+    """A stand-in for the agents' process: the other end of its socket, and the orders it got."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -46,7 +45,7 @@ class Played:
         self.sock.send(frames.frame(Kind.READY, struct.pack("<d", at)))
 
     def orders(self) -> list[Order]:
-        """Saves that were given since the last call."""
+        """Return the saves ordered since the last call."""
         found = []
         try:
             while data := self.sock.recv(1 << 20):
@@ -80,14 +79,14 @@ def until(reached: Callable[[], bool], home: ProcessBackend) -> None:
         time.sleep(0.01)
 
 
-Starting = tuple[ProcessBackend, Played]
+Starting = tuple[ProcessBackend, FakeProcess]
 
 
 @pytest.fixture
 def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
-    """A process that has been started and is not ready yet.
+    """Return a backend whose process has been started but is not ready, and the process's stand-in.
 
-    All that it says is heard at once.
+    Messages of the process are received at once.
     """
     ours, theirs = socket.socketpair()
 
@@ -99,60 +98,61 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
     at_once = WorkerTimeouts(restart_s=0.01, saving_s=0.0, idle_s=0.0)
     config = AgentConfig(staging_nbytes=1 << 16, save_timeout_s=SAVE_S)
     with ours, theirs:
-        yield ProcessBackend([place()], ClientConfig(), config, timeouts=at_once), Played(theirs)
+        yield (
+            ProcessBackend([place()], ClientConfig(), config, timeouts=at_once),
+            FakeProcess(theirs),
+        )
 
 
-def test_a_save_ordered_before_the_process_is_ready_has_its_whole_deadline(
+def test_save_ordered_before_readiness_has_its_whole_deadline(
     starting: Starting,
 ) -> None:
-    """An H100 with engines of four files that start beside each other: the process took longer than
-    a save may.
-    """
-    home, played = starting
+    """Regression: with four engines on an H100, the start took longer than a save may."""
+    home, process = starting
     (agent,) = home.agents(None)
     chain = keys(3)
     job = agent.save(chain, [1, 2, 3])
     home.poll()
     time.sleep(4 * SAVE_S)
     home.poll()
-    assert not job.gathered.done()  # the blocks stay pinned: nobody has read them
+    assert not job.gathered.done()  # the blocks stay pinned, as they are unread
     ready_at = time.monotonic()
-    played.is_ready(ready_at)
+    process.is_ready(ready_at)
     home.poll()
     home.poll()
-    (order,) = played.orders()
+    (order,) = process.orders()
     assert (list(order.keys), order.until >= ready_at + SAVE_S) == (chain, True)
-    played.stored(order)
+    process.stored(order)
     home.poll()
     assert job.done.result(0).stored == 3
     assert home.check() == []
 
 
-def test_staged_saves_are_given_in_order_and_a_few_in_a_step(starting: Starting) -> None:
-    """However many there are, no step of the engine pays for all of them."""
-    home, played = starting
+def test_staged_saves_are_sent_in_order_a_few_per_step(starting: Starting) -> None:
+    """No single step of the engine sends all of them."""
+    home, process = starting
     (agent,) = home.agents(None)
     chains = [keys(1) for _ in range(50)]
     jobs = [agent.save(chain, [1]) for chain in chains]
-    played.is_ready(time.monotonic())
+    process.is_ready(time.monotonic())
     given: list[Order] = []
     counts = []
     while len(given) < len(jobs):
         home.poll()
         home.poll()
-        new = played.orders()
+        new = process.orders()
         counts.append(len(new))
         given += new
         assert len(counts) < 50
     assert [order.keys[0] for order in given] == [chain[0] for chain in chains]
     assert max(counts) <= 32
     for order in given:
-        played.stored(order)
+        process.stored(order)
     home.poll()
     assert all(job.done.result(0).stored == 1 for job in jobs)
 
 
-def test_orders_that_wait_for_a_process_have_a_limit(
+def test_orders_waiting_for_a_process_have_a_limit(
     starting: Starting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel, "UNSENT_NBYTES_MAX", 10_000)
@@ -166,27 +166,27 @@ def test_orders_that_wait_for_a_process_have_a_limit(
     assert all(job.gathered.done() and job.done.result(0).dropped == 30 for job in jobs)
 
 
-def test_a_save_for_a_namespace_that_nobody_reads_any_more_is_not_kept(starting: Starting) -> None:
-    home, played = starting
+def test_staged_save_of_a_retired_namespace_is_dropped(starting: Starting) -> None:
+    home, process = starting
     old = home.agents(None)
     job = old[0].save(keys(2), [1, 2])
     (new,) = home.agents(7)
     home.retire(old)
     assert (job.gathered.done(), job.done.result(0).dropped) == (True, 2)
     kept = new.save(keys(1), [3])
-    played.is_ready(time.monotonic())
+    process.is_ready(time.monotonic())
     home.poll()
     home.poll()
-    (order,) = played.orders()
-    played.stored(order)
+    (order,) = process.orders()
+    process.stored(order)
     home.poll()
     assert kept.done.result(0).stored == 1
 
 
-def test_an_engine_that_waits_for_its_blocks_does_not_wait_for_a_process(
+def test_wait_for_blocks_does_not_wait_for_the_process(
     starting: Starting,
 ) -> None:
-    """Sleep mode: the memory goes away now."""
+    """In sleep mode the memory is freed now."""
     home, _ = starting
     (agent,) = home.agents(None)
     job = agent.save(keys(2), [1, 2])
@@ -196,9 +196,9 @@ def test_an_engine_that_waits_for_its_blocks_does_not_wait_for_a_process(
     assert job.done.result(0).dropped == 2
 
 
-def test_an_engine_that_lacks_blocks_gets_those_of_staged_saves_back(starting: Starting) -> None:
-    """And those of saves that were given to a process that is ready when they have been read."""
-    home, played = starting
+def test_staged_saves_free_their_blocks_when_blocks_are_scarce(starting: Starting) -> None:
+    """Saves already given to a ready process free their blocks once they were read."""
+    home, process = starting
     rank = BlockRank(home, writes=True)
     rank.save([SaveOrder(1, [SavePart(0, keys(2), [1, 2])], ("request",))])
     rank.begin(StepOrders(1, None, [], []))
@@ -208,17 +208,15 @@ def test_an_engine_that_lacks_blocks_gets_those_of_staged_saves_back(starting: S
     assert rank.report().acknowledged == {1: 1}
     assert rank.take_counts().pages_dropped == 2
     rank.save([SaveOrder(2, [SavePart(0, keys(1), [3])], ("request",))])
-    played.is_ready(time.monotonic())
+    process.is_ready(time.monotonic())
     home.poll()
     rank.begin(StepOrders(3, None, [], [], scarce=True))
     home.poll()
-    assert [len(order.keys) for order in played.orders()] == [1]
+    assert [len(order.keys) for order in process.orders()] == [1]
 
 
-def test_a_process_that_never_becomes_ready_keeps_no_block_pinned() -> None:
-    """Pins end with the first start, what is dropped is counted, and the next starts hold nothing
-    at all.
-    """
+def test_process_that_never_becomes_ready_keeps_no_block_pinned() -> None:
+    """Pins end with the first start, dropped pages are counted, and later starts pin nothing."""
     timeouts = WorkerTimeouts(start_s=0.3, restart_s=0.05, close_s=2.0)
     home = ProcessBackend(
         [place()], ClientConfig(), AgentConfig(), [sys.executable, "-c", NEVER_READY], timeouts
@@ -247,7 +245,7 @@ def test_a_process_that_never_becomes_ready_keeps_no_block_pinned() -> None:
             step(number, [])
             number += 1
             time.sleep(0.01)
-        until(lambda: home._child.listens, home)  # another one starts
+        until(lambda: home._child.listens, home)  # the next process starts
         step(number, [5, 6])
         step(number + 1, [])
         assert pinned == set()
@@ -257,15 +255,15 @@ def test_a_process_that_never_becomes_ready_keeps_no_block_pinned() -> None:
         rank.close()
 
 
-def test_how_long_a_process_took_to_be_ready_is_counted_when_it_was_not_when_it_is_heard(
+def test_startup_time_ends_when_the_process_was_ready(
     starting: Starting,
 ) -> None:
-    home, played = starting
+    home, process = starting
     rank = BlockRank(home, writes=True)
-    home._child._started_at -= 30.0  # an idle engine does not listen
+    home._child._started_at -= 30.0  # an idle engine does not poll
     rank.loads_ended()
     assert not rank.counted
-    played.is_ready(home._child._started_at + 12.5)
+    process.is_ready(home._child._started_at + 12.5)
     rank.loads_ended()
     assert rank.counted
     counts = rank.take_counts()
@@ -274,13 +272,13 @@ def test_how_long_a_process_took_to_be_ready_is_counted_when_it_was_not_when_it_
     assert not rank.counted
 
 
-def test_between_two_processes_saves_wait_for_the_next(
+def test_saves_between_two_processes_wait_for_the_next(
     starting: Starting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that was ready has died: the next one starts at once."""
-    home, played = starting
+    """After a ready process has died the next one starts at once."""
+    home, process = starting
     (agent,) = home.agents(None)
-    played.is_ready(time.monotonic())
+    process.is_ready(time.monotonic())
     home.poll()
     ours, theirs = socket.socketpair()
 
@@ -294,7 +292,7 @@ def test_between_two_processes_saves_wait_for_the_next(
     assert not job.done.done()
     until(lambda: home._child.listens, home)
     with ours, theirs:
-        next_one = Played(theirs)
+        next_one = FakeProcess(theirs)
         next_one.is_ready(time.monotonic())
         home.poll()
         home.poll()

@@ -1,6 +1,4 @@
-"""An engine that its store refuses computes as if there were none, without an exception, a wait or
-a storm.
-"""
+"""An engine refused by its store computes as without one: no exception, wait or retry storm."""
 
 import logging
 import os
@@ -53,22 +51,22 @@ def make_agent(gated: Gated, token_pool: KVPool) -> Iterator[Callable[..., Agent
         client.close()
 
 
-def saved(agent: Agent) -> tuple[int, int]:
-    """(stored, dropped)."""
+def save(agent: Agent) -> tuple[int, int]:
+    """Save the pages and return the numbers of (stored, dropped) pages."""
     result = agent.save(hashes(), SOURCE).done.result(WAIT_S)
     assert bool(result.reason) == bool(result.dropped)
     return result.stored, result.dropped
 
 
-def loaded(agent: Agent) -> int:
+def load(agent: Agent) -> int:
     return agent.load(hashes(), TARGET).done.result(WAIT_S).pages
 
 
-def computes_instead(agent: Agent, pool: KVPool) -> None:
-    """Of many requests each is a miss, counted, and nothing is written."""
+def check_all_miss(agent: Agent, pool: KVPool) -> None:
+    """Assert that each of many requests is a counted miss, and that nothing is written."""
     before, stats = pages_at(pool, TARGET), agent.stats
     assert [agent.lookup(hashes()) for _ in range(50)] == [0] * 50
-    assert (saved(agent), loaded(agent)) == ((0, PAGES), 0)
+    assert (save(agent), load(agent)) == ((0, PAGES), 0)
     assert torch.equal(pages_at(pool, TARGET), before)
     now = agent.stats
     assert now.lookups_failed - stats.lookups_failed == 50
@@ -98,44 +96,48 @@ def test_refused_token_is_a_miss_without_a_call_each_time(
     agent = make_agent(**({} if what == "none" else {"token_file": str(path)}))
     with caplog.at_level(logging.INFO):
         began = time.monotonic()
-        computes_instead(agent, token_pool)
+        check_all_miss(agent, token_pool)
         seconds = time.monotonic() - began
-    assert gated.knocks <= 8 + 20 * seconds, "the breaker pauses, and ever longer"
+    assert gated.knocks <= 8 + 20 * seconds, (
+        "the circuit breaker did not pause for longer each time"
+    )
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 6
     assert "Traceback" not in caplog.text
 
 
-def test_a_token_that_comes_later_is_taken(
+def test_token_file_that_appears_later_is_used(
     gated: Gated, make_agent: Callable[..., Agent], token_pool: KVPool
 ) -> None:
     agent = make_agent(token_file=str(gated.folder / "token"))
-    computes_instead(agent, token_pool)
+    check_all_miss(agent, token_pool)
     gated.file(gated.token("late"))
-    wait_until(lambda: saved(agent) == (PAGES, 0))
+    wait_until(lambda: save(agent) == (PAGES, 0))
     assert agent.lookup(hashes()) == PAGES
-    assert loaded(agent) == PAGES
+    assert load(agent) == PAGES
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_a_token_that_is_revoked_under_an_engine_is_an_outage(
+def test_revoked_token_is_an_outage(
     gated: Gated, make_agent: Callable[..., Agent], token_pool: KVPool, wire: str
 ) -> None:
     agent = make_agent(token_file=str(gated.file(gated.token("leaver"))), wire=wire)
-    assert saved(agent) == (PAGES, 0)
+    assert save(agent) == (PAGES, 0)
     revoke(gated.path, "leaver")
     gated.taken_up(lambda: not gated.node.access.identities.tokens)
-    computes_instead(agent, token_pool)
+    check_all_miss(agent, token_pool)
     gated.file(gated.token("joiner"))
     wait_until(lambda: agent.lookup(hashes()) == PAGES)
-    assert loaded(agent) == PAGES
+    assert load(agent) == PAGES
 
 
-def test_a_revoked_token_is_told_of_until_a_request_is_served(
+def test_revoked_token_is_logged_once_until_a_request_is_served(
     gated: Gated, make_agent: Callable[..., Agent], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It said "the store answers again" whenever the breaker let a request go to its refusal."""
+    """Regression: "the store answers again" was logged whenever the circuit breaker let a request
+    through.
+    """
     agent = make_agent(token_file=str(gated.file(gated.token("leaver"))))
-    assert saved(agent) == (PAGES, 0)
+    assert save(agent) == (PAGES, 0)
     revoke(gated.path, "leaver")
     gated.taken_up(lambda: not gated.node.access.identities.tokens)
     knocks = gated.knocks
@@ -150,43 +152,43 @@ def test_a_revoked_token_is_told_of_until_a_request_is_served(
     assert caplog.messages[-1].startswith("the store serves this engine again")
 
 
-def test_an_engine_that_may_only_read_loads_and_its_saves_are_dropped(
+def test_reader_loads_and_its_saves_are_dropped(
     gated: Gated, make_agent: Callable[..., Agent], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert saved(make_agent(token=gated.token("writer"))) == (PAGES, 0)
+    assert save(make_agent(token=gated.token("writer"))) == (PAGES, 0)
     reader = make_agent(token=gated.token("reader", "read"))
     with caplog.at_level(logging.INFO):
         for _ in range(20):
             result = reader.save(hashes(), SOURCE).done.result(WAIT_S)
             assert result.dropped == PAGES or result.existing == PAGES
-            assert saved_anew(reader) == (0, PAGES)
-            assert loaded(reader) == PAGES
+            assert save_new_pages(reader) == (0, PAGES)
+            assert load(reader) == PAGES
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 6
 
 
-def saved_anew(agent: Agent) -> tuple[int, int]:
+def save_new_pages(agent: Agent) -> tuple[int, int]:
     result = agent.save(hashes(PAGES + 3)[3:], SOURCE).done.result(WAIT_S)
     return result.stored, result.dropped + result.existing
 
 
-def test_an_engine_over_its_quota_drops_saves_and_loads_what_is_there(
+def test_engine_over_its_request_quota_gets_misses(
     gated: Gated, make_agent: Callable[..., Agent], caplog: pytest.LogCaptureFixture
 ) -> None:
     agent = make_agent(token=gated.token("writer"))
-    assert saved(agent) == (PAGES, 0)
+    assert save(agent) == (PAGES, 0)
     with gated.path.open("a") as file:
         file.write(f"tenant {TENANT} requests=1/s\n")
     gated.taken_up(lambda: bool(gated.node.access.identities.quotas))
     with caplog.at_level(logging.INFO):
         failed = [agent.lookup(hashes()) for _ in range(50)]
-    assert failed.count(0) > 0, "it is over its rate"
+    assert failed.count(0) > 0, "the engine did not exceed its rate"
     assert set(failed) <= {0, PAGES}
     assert agent.stats.lookups_failed == failed.count(0)
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 6
 
 
-def test_whose_tenant_is_named_starts_without_its_token(tmp_path: Path) -> None:
-    """Its secret may be mounted later; until then everything is a miss."""
+def test_engine_with_a_named_tenant_starts_without_its_token(tmp_path: Path) -> None:
+    """The secret may be mounted later; until then everything is a miss."""
     path = tmp_path / "token"
     values = {"model": "m", "token_file": str(path)}
     with pytest.raises(ConfigError, match="can not be read"):
@@ -197,7 +199,7 @@ def test_whose_tenant_is_named_starts_without_its_token(tmp_path: Path) -> None:
     assert identity_of(values).tenant == "team-b"
 
 
-def test_a_process_of_agents_is_told_its_token_and_nobody_who_looks_at_ps() -> None:
+def test_agents_process_gets_its_token_but_not_on_its_command_line() -> None:
     token = new_token(TENANT)
     memory = {"layers.0": torch.zeros((4, 2, 16, 8), dtype=torch.uint8)}
     pool = table_pool(memory, 4, 16)

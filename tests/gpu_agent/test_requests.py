@@ -1,5 +1,6 @@
-"""Which request it is for, what an engine's process asks of nodes and writes into its log: by the
-engine's own name where it tells one, else by an id of its own for each of the engine's calls.
+"""The request ids in calls to nodes and in the log of an engine's process.
+
+They follow from the engine's own request name, or each call of the engine gets its own id.
 """
 
 import collections
@@ -33,7 +34,7 @@ NOWHERE = ClientConfig("127.0.0.1:1", timeout_s=5.0, connect_timeout_s=5.0)
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Trace | None]:
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[Trace | None]:
     return traces_of_calls(monkeypatch)
 
 
@@ -41,28 +42,28 @@ def hashes(count: int) -> list[bytes]:
     return prefix_hashes([uuid.uuid4().int % (1 << 30) for _ in range(count)], 1)
 
 
-# ---- with names: blocks --------------------------------------------------------------------
+# ---- with request names: blocks --------------------------------------------------------------
 
 
-def test_all_that_is_done_for_a_request_is_of_it(client: Client, asked: list[Trace | None]) -> None:
+def test_all_calls_for_a_request_carry_its_id(client: Client, traces: list[Trace | None]) -> None:
     store = Store(client, uuid.uuid4().hex)
     try:
         first = FakeRequest("cmpl-7", TOKENS)
         store.scheduler.ask(first)
         assert store.matched(first) == 0
         store.scheduler.allocated(first, [[1, 2, 3, 4, 5]], 0)
-        del asked[:]  # the namespace was opened beside it
+        del traces[:]  # opening the namespace belongs to no request
         store.step((first, first.num_tokens, [1, 2, 3, 4, 5]))
         store.settle()
         store.scheduler.finished(first, [[1, 2, 3, 4, 5]])
     finally:
         store.close()
-    assert asked
-    assert set(asked) == {named("cmpl-7")}
+    assert traces
+    assert set(traces) == {named("cmpl-7")}
 
 
-def test_a_save_of_blocks_of_several_requests_says_all_of_them(
-    client: Client, asked: list[Trace | None]
+def test_save_of_several_requests_carries_all_ids(
+    client: Client, traces: list[Trace | None]
 ) -> None:
     store = Store(client, uuid.uuid4().hex)
     try:
@@ -71,12 +72,12 @@ def test_a_save_of_blocks_of_several_requests_says_all_of_them(
             store.scheduler.ask(one)
             assert store.matched(one) == 0
             store.scheduler.allocated(one, [blocks], 0)
-        del asked[:]
+        del traces[:]
         store.step((requests[0], 2 * BLOCK, [1, 2]), (requests[1], 2 * BLOCK, [3, 4]))
         store.settle()
     finally:
         store.close()
-    assert set(asked) == {named("cmpl-0")._replace(others=(named("cmpl-1"),))}
+    assert set(traces) == {named("cmpl-0")._replace(others=(named("cmpl-1"),))}
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def place() -> GroupPool:
     return GroupPool(Namespace(uuid.uuid4().hex, pool.layout), pool)
 
 
-def test_the_agents_process_names_them_in_its_log(
+def test_agents_process_logs_the_request_ids(
     place: GroupPool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     logging.getLogger("gpu_agent").setLevel(logging.INFO)
@@ -97,7 +98,7 @@ def test_the_agents_process_names_them_in_its_log(
         rank.begin(StepOrders(1, None, [], []))
         rank.save([SaveOrder(0, [SavePart(0, hashes(2), [1, 2])], ("cmpl-0", "cmpl-1"))])
         end = time.monotonic() + WAIT_S
-        while rank.take_counts().pages_dropped < 2:  # the save has ended, not only been read
+        while rank.take_counts().pages_dropped < 2:  # until the save has ended, not only been read
             assert time.monotonic() < end
             rank.loads_ended()
             time.sleep(0.01)
@@ -105,12 +106,12 @@ def test_the_agents_process_names_them_in_its_log(
         rank.close()
         logging.getLogger("gpu_agent").setLevel(logging.NOTSET)
     ids = f"[request {named('cmpl-0').request_id}, {named('cmpl-1').request_id}]"
-    said = capfd.readouterr().err
-    assert re.search(rf"2 of 2 pages were not stored: .*{re.escape(ids)}", said), said
+    log = capfd.readouterr().err
+    assert re.search(rf"2 of 2 pages were not stored: .*{re.escape(ids)}", log), log
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 8])
-def test_an_order_carries_its_requests(count: int) -> None:
+def test_order_carries_its_requests(count: int) -> None:
     names = [f"cmpl-{i}" for i in range(count)]
     with request(*names) if names else tracing.NOTHING:
         order = frames.Order(1, 1, -1, 0.0, [b"k" * 32], {}, packed_now())
@@ -120,11 +121,11 @@ def test_an_order_carries_its_requests(count: int) -> None:
     assert len(order.trace) == count * tracing.PACKED_NBYTES
 
 
-# ---- without names -------------------------------------------------------------------------
+# ---- without request names -------------------------------------------------------------------
 
 
-def test_each_call_for_objects_has_an_id_in_all_its_parts(
-    client: Client, asked: list[Trace | None], monkeypatch: pytest.MonkeyPatch
+def test_parts_of_an_object_call_share_its_id(
+    client: Client, traces: list[Trace | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts_module, "PART_NBYTES", 4096)
     objects = ObjectStore(client, AgentConfig(staging_nbytes=1 << 20, lookup_timeout_s=5.0))
@@ -143,9 +144,9 @@ def test_each_call_for_objects_has_an_id_in_all_its_parts(
             objects.get(names, views).result(WAIT_S)
     finally:
         objects.close()
-    calls = collections.Counter(asked)
-    assert calls.pop(named("of the engine")) >= 4, "as many as there are parts"
+    calls = collections.Counter(traces)
+    assert calls.pop(named("of the engine")) >= 4, "expected one call per part"
     assert None not in calls
-    assert min(calls.values()) == 1, "the lookup"
-    assert max(calls.values()) >= 4, "the put"
+    assert min(calls.values()) == 1, "expected one lookup"
+    assert max(calls.values()) >= 4, "expected one put per part"
     assert len(calls) == 2

@@ -1,4 +1,4 @@
-"""Which prefix lengths can be restored, from what is there of each pool."""
+"""Which prefix lengths can be restored from the pages present in each pool."""
 
 import pytest
 
@@ -26,11 +26,11 @@ def flags(text: str) -> list[bool]:
         ("", 2, []),
     ],
 )
-def test_lengths_that_a_pool_covers(present: str, trailing: int, lengths: list[int]) -> None:
+def test_lengths_covered_by_a_pool(present: str, trailing: int, lengths: list[int]) -> None:
     assert covered(flags(present), trailing) == lengths
 
 
-def test_lengths_by_their_definition() -> None:
+def test_covered_lengths_match_the_definition() -> None:
     for number in range(1 << 8):
         present = flags(f"{number:08b}")
         for trailing in range(1, 5):
@@ -39,7 +39,7 @@ def test_lengths_by_their_definition() -> None:
         assert covered(present) == [n for n in range(1, 9) if all(present[:n])]
 
 
-def test_pools_together() -> None:
+def test_lengths_of_several_pools_are_intersected() -> None:
     assert together([[1, 2, 3, 4], [2, 4]]) == [2, 4]
     assert together([[1, 2], [3]]) == []
     assert together([[3, 6, 9], [3, 6, 8], list(range(1, 10))]) == [3, 6]

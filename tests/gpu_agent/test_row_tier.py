@@ -1,4 +1,4 @@
-"""Pages of an engine's host memory: every wire, every way in which the store can fail."""
+"""Pages of an engine's host memory, on every wire and with every failure of the store."""
 
 import hashlib
 import os
@@ -30,12 +30,12 @@ def chain(name: str, count: int) -> list[bytes]:
 
 
 def patient(memory: torch.Tensor) -> TierConfig:
-    """For tests that are not about time: the machine may be busy."""
+    """Return long timeouts, for tests that do not test timing."""
     return tier_config(memory, lookup_timeout_s=10, load_timeout_s=10)
 
 
-def stored(pages: PageTableTier, hashes: list[bytes], rows: list[int]) -> list[int]:
-    """Rows that were stored before, when the others are."""
+def save_rows(pages: PageTableTier, hashes: list[bytes], rows: list[int]) -> list[int]:
+    """Save the rows and return those whose pages were save_rows before."""
     already, job = pages.save(hashes, rows)
     assert job.done.result(20).dropped == 0
     assert job.gathered.done()
@@ -57,12 +57,10 @@ def make(client: Client) -> Iterator[Make]:
         assert pages.check() == []
 
 
-def test_pages_come_back_into_other_rows_and_no_other_row_changes(
-    make: Make, request: pytest.FixtureRequest
-) -> None:
+def test_saved_pages_load_into_other_rows_only(make: Make, request: pytest.FixtureRequest) -> None:
     written, read = random_memory(), random_memory()
     before, hashes = read.clone(), chain(request.node.name, 5)
-    assert stored(make(written), hashes, [7, 2, 11, 0, 4]) == []
+    assert save_rows(make(written), hashes, [7, 2, 11, 0, 4]) == []
     pages = make(read)
     assert pages.present(hashes) == [True] * 5
     assert pages.load(hashes, [3, 9, 1, 10, 5]).done.result(20).pages == 5
@@ -71,30 +69,28 @@ def test_pages_come_back_into_other_rows_and_no_other_row_changes(
     assert torch.equal(read[others], before[others])
 
 
-def test_rows_of_stored_pages_are_told_at_once_and_never_read(
+def test_rows_of_stored_pages_are_returned_at_once_and_not_read(
     make: Make, request: pytest.FixtureRequest
 ) -> None:
     memory, hashes = random_memory(), chain(request.node.name, 4)
     pages = make(memory)
-    assert stored(pages, hashes[:2], [0, 1]) == []
+    assert save_rows(pages, hashes[:2], [0, 1]) == []
     first = memory[0].clone()
-    memory[0] = 0  # the engine has reused it
-    assert stored(pages, hashes, [0, 1, 2, 3]) == [0, 1]
-    assert stored(pages, hashes, [0, 1, 2, 3]) == [0, 1, 2, 3]
+    memory[0] = 0  # the engine has reused the row
+    assert save_rows(pages, hashes, [0, 1, 2, 3]) == [0, 1]
+    assert save_rows(pages, hashes, [0, 1, 2, 3]) == [0, 1, 2, 3]
     pages.load(hashes, [8, 9, 10, 11]).done.result(20)
     assert torch.equal(memory[8:], torch.stack([first, *memory[1:4]]))
 
 
-def test_a_row_that_was_given_back_is_not_read_even_if_its_page_is_gone(
+def test_returned_row_is_not_read_even_if_its_page_is_evicted(
     make: Make, request: pytest.FixtureRequest, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node loses a page between the question and the save, and the engine has reused
-    its row.
-    """
+    """The node loses a page between the lookup and the save, and the engine has reused its row."""
     memory, hashes = random_memory(), chain(request.node.name, 3)
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
     pages = make(memory)
-    stored(pages, hashes[:1], [0])
+    save_rows(pages, hashes[:1], [0])
     submit = pages._agent.save
 
     def and_then(*arguments: Any) -> Any:
@@ -103,14 +99,16 @@ def test_a_row_that_was_given_back_is_not_read_even_if_its_page_is_gone(
         return submit(*arguments)
 
     monkeypatch.setattr(pages._agent, "save", and_then)
-    assert stored(pages, hashes, [0, 1, 2]) == [0]
+    assert save_rows(pages, hashes, [0, 1, 2]) == [0]
     assert pages.present(hashes) == [False, True, True]
 
 
-def test_a_gap_ends_a_load(make: Make, request: pytest.FixtureRequest, client: Client) -> None:
+def test_missing_page_ends_a_load(
+    make: Make, request: pytest.FixtureRequest, client: Client
+) -> None:
     memory, hashes = random_memory(), chain(request.node.name, 4)
     pages = make(memory)
-    stored(pages, hashes, [0, 1, 2, 3])
+    save_rows(pages, hashes, [0, 1, 2, 3])
     client.remove(Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout), [hashes[2]])
     assert pages.present(hashes) == [True, True, False, True]
     before = memory.clone()
@@ -118,29 +116,31 @@ def test_a_gap_ends_a_load(make: Make, request: pytest.FixtureRequest, client: C
     assert torch.equal(memory[[6, 7]], before[[6, 7]])
 
 
-def test_two_loads_of_one_page_into_one_row(make: Make, request: pytest.FixtureRequest) -> None:
+def test_concurrent_loads_of_one_page_into_one_row(
+    make: Make, request: pytest.FixtureRequest
+) -> None:
     memory, hashes = random_memory(), chain(request.node.name, 3)
     pages = make(memory)
-    stored(pages, hashes, [0, 1, 2])
+    save_rows(pages, hashes, [0, 1, 2])
     jobs = [pages.load(hashes, [3, 4, 5]) for _ in range(8)]
     assert [job.done.result(20).pages for job in jobs] == [3] * 8
     assert torch.equal(memory[3:6], memory[:3])
 
 
 @pytest.mark.parametrize("rows", [[1, 1], [0, -1], [0, ROWS], [0]])
-def test_wrong_rows_are_refused_before_anything_moves(
+def test_invalid_rows_are_refused_before_anything_moves(
     make: Make, request: pytest.FixtureRequest, rows: list[int]
 ) -> None:
-    """Of pages that are stored too: their rows would be told to the engine as its own."""
+    """This includes rows of save_rows pages, which would be returned to the engine."""
     pages, hashes = make(random_memory()), chain(request.node.name, 2)
-    stored(pages, hashes, [2, 3])
+    save_rows(pages, hashes, [2, 3])
     for move in (pages.save, pages.load):
         with pytest.raises(InvalidRequest, match="rows"):
             move(hashes, rows)
 
 
-def test_found_pages_stay_until_they_are_loaded() -> None:
-    """Enough new pages to evict them all come between the question and the load."""
+def test_found_pages_are_not_evicted_before_their_load() -> None:
+    """Between the lookup and the load, enough new pages are saved to evict them all."""
     memory = random_memory(40)
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
     wanted, others = chain("wanted", 4), chain("others", 24)
@@ -149,25 +149,23 @@ def test_found_pages_stay_until_they_are_loaded() -> None:
         Client(ClientConfig(address=node.address)) as client,
     ):
         pages = PageTableTier(client, namespace, memory, patient(memory))
-        stored(pages, wanted, [0, 1, 2, 3])
+        save_rows(pages, wanted, [0, 1, 2, 3])
         assert pages.present(wanted) == [True] * 4
-        for some in (slice(12), slice(12, 24)):  # of 20 slots, 4 are held
-            stored(pages, others[some], list(range(4, 16)))
+        for some in (slice(12), slice(12, 24)):  # 4 of 20 slots are pinned
+            save_rows(pages, others[some], list(range(4, 16)))
         before = memory[:4].clone()
         memory[:4] = 0
         assert pages.load(wanted, [0, 1, 2, 3]).done.result(20).pages == 4
         assert torch.equal(memory[:4], before)
-        assert sum(pages.present(others)) < len(others)  # so there was no room for all
+        assert sum(pages.present(others)) < len(others)  # so that pages were evicted
         pages.close()
 
 
-def test_the_head_of_a_held_chain_is_evicted_last() -> None:
-    """When the pins end, the pages are ordered as if they had been read: a chain loses its end
-    first.
-    """
+def test_head_of_a_pinned_chain_is_evicted_last() -> None:
+    """When pins end, pages are ordered as if they had been read, so the end is evicted first."""
     memory = random_memory(40)
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
-    # No more than half of a node can be pinned
+    # At most half of a node can be pinned.
     held, others = chain("held", 6), chain("others", 18)
     with (
         NodeProcess("--ram-bytes", "256KiB", "--extent-bytes", "64KiB") as node,
@@ -176,18 +174,18 @@ def test_the_head_of_a_held_chain_is_evicted_last() -> None:
         pages = PageTableTier(
             client, namespace, memory, tier_config(memory, lookup_timeout_s=10, load_timeout_s=0.1)
         )
-        stored(pages, held, list(range(6)))
+        save_rows(pages, held, list(range(6)))
         assert pages.present(held) == [True] * 6
         time.sleep(0.3)  # longer than load_timeout_s
         for number, other in enumerate(others):
-            stored(pages, [other], [6 + number])
+            save_rows(pages, [other], [6 + number])
         left = client.lookup(namespace, held).present
         assert 0 < sum(left) < 6
         assert list(left) == sorted(left, reverse=True)
         pages.close()
 
 
-def test_a_node_that_is_gone_is_a_miss() -> None:
+def test_unreachable_node_is_a_miss() -> None:
     memory, hashes = random_memory(), chain("gone", 3)
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
     with Client(ClientConfig(address="127.0.0.1:9")) as client:
@@ -203,13 +201,13 @@ def test_a_node_that_is_gone_is_a_miss() -> None:
 
 @pytest.fixture(scope="module")
 def stopped_node() -> Iterator[NodeProcess]:
-    """One that may be stopped, if it is let go on."""
+    """Start a node that a test may stop if it resumes it."""
     with NodeProcess("--ram-bytes", "16MiB") as node:
         yield node
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_a_hung_node_costs_each_call_its_deadline_and_settled_memory_is_left_alone(
+def test_hung_node_costs_deadlines_and_settled_memory_is_not_accessed(
     wire: str, stopped_node: NodeProcess
 ) -> None:
     memory, hashes, node = random_memory(), chain(f"hung {wire}", 6), stopped_node
@@ -220,14 +218,14 @@ def test_a_hung_node_costs_each_call_its_deadline_and_settled_memory_is_left_alo
         pages = PageTableTier(
             client, namespace, memory, tier_config(memory, lookup_timeout_s=3.0, save_timeout_s=4.0)
         )
-        stored(pages, hashes[:3], [0, 1, 2])
+        save_rows(pages, hashes[:3], [0, 1, 2])
         stop(node.pid)
         try:
             load = pages.load(hashes[:3], [3, 4, 5])
             began = time.monotonic()
             pages.settle(load)
             assert time.monotonic() - began < 20
-            memory[3:6] = 7  # the engine has given the rows to somebody else
+            memory[3:6] = 7  # the engine has reused the rows
             began = time.monotonic()
             assert pages.present(hashes) == [False] * 6
             already, save = pages.save(hashes, [0, 1, 2, 6, 7, 8])
@@ -243,16 +241,16 @@ def test_a_hung_node_costs_each_call_its_deadline_and_settled_memory_is_left_alo
         deadline = time.monotonic() + 15
         while not any(pages.present(hashes[:3])) and time.monotonic() < deadline:
             time.sleep(0.1)
-        # The reused rows were stored as nobody's page
+        # The reused rows were not save_rows under any key.
         assert pages.present(hashes) == [True] * 3 + [False] * 3
         pages.close()
         assert pages.check() == []
 
 
-def test_many_threads_at_once(make: Make, request: pytest.FixtureRequest) -> None:
+def test_concurrent_lookups_and_loads(make: Make, request: pytest.FixtureRequest) -> None:
     memory, hashes = random_memory(64), chain(request.node.name, 32)
     pages = make(memory)
-    stored(pages, hashes, list(range(32)))
+    save_rows(pages, hashes, list(range(32)))
     wrong: list[int] = []
 
     def ask(number: int) -> None:
@@ -292,21 +290,21 @@ def test_limits_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.zeros(2, 2, 4, dtype=torch.uint8),
     ],
 )
-def test_other_memory_is_refused(memory: torch.Tensor) -> None:
+def test_unsupported_memory_is_refused(memory: torch.Tensor) -> None:
     with pytest.raises(InvalidRequest, match="host memory"):
         row_pool(memory, 1)
 
 
-def test_found_pages_are_held_for_two_seconds_at_most(
+def test_found_pages_are_pinned_for_two_seconds_at_most(
     client: Client, request: pytest.FixtureRequest
 ) -> None:
-    """However long a load may take: what is held makes no room for others."""
+    """The limit holds even for long load timeouts, since pinned pages can not be evicted."""
     memory, hashes = random_memory(), chain(request.node.name, 3)
     namespace = Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout)
     pages = PageTableTier(
         client, namespace, memory, tier_config(memory, lookup_timeout_s=10, load_timeout_s=60)
     )
-    stored(pages, hashes, [0, 1, 2])
+    save_rows(pages, hashes, [0, 1, 2])
     assert pages.present(hashes) == [True] * 3
     assert max(page.pin_ttl_ms for page in client.stat(namespace, hashes)) <= 2000
     pages.close()

@@ -1,4 +1,4 @@
-"""When computed blocks may be stored: pins, steps, acknowledgements, limits."""
+"""When computed blocks may be saved: pins, steps, acknowledgements, limits."""
 
 import random
 
@@ -10,7 +10,7 @@ from kvstore.tracing import REQUESTS_MAX
 
 
 class Pins:
-    """What an engine's block pool counts."""
+    """Record the pinned blocks as an engine's block pool does."""
 
     def __init__(self) -> None:
         self.held: list[int] = []
@@ -31,7 +31,7 @@ def blocks(*numbers: int, group: int = 0) -> list[SavePart]:
     return [SavePart(group, [b"key%d" % number for number in numbers], list(numbers))]
 
 
-def test_blocks_are_ordered_only_after_their_step_was_seen() -> None:
+def test_blocks_are_saved_only_after_their_steps_result() -> None:
     pins = Pins()
     plan = plan_of(pins)
     plan.begin(1)
@@ -49,11 +49,11 @@ def test_blocks_are_ordered_only_after_their_step_was_seen() -> None:
     assert plan.check() == []
 
 
-def test_an_order_says_whose_blocks_it_has() -> None:
+def test_order_names_the_requests_of_its_blocks() -> None:
     plan = plan_of(Pins(), blocks_max=32, order_blocks=4)
     plan.begin(1)
     plan.stage("a", blocks(1, 2, 3))
-    plan.stage("b", [*blocks(3), *blocks(4, 5)])  # the first is under way for another
+    plan.stage("b", [*blocks(3), *blocks(4, 5)])  # block 3 is already being saved for "a"
     plan.ran(1)
     assert [(order.parts[0].blocks, order.requests) for order in plan.orders()] == [
         ([1, 2, 3, 4], ("a", "b")),
@@ -62,7 +62,7 @@ def test_an_order_says_whose_blocks_it_has() -> None:
     assert plan.check() == []
 
 
-def test_of_many_an_order_says_the_first_few() -> None:
+def test_order_names_a_limited_number_of_requests() -> None:
     plan = plan_of(Pins(), blocks_max=32, order_blocks=32)
     for i in range(20):
         plan.stage(f"cmpl-{i}", blocks(i))
@@ -74,7 +74,7 @@ def test_of_many_an_order_says_the_first_few() -> None:
     assert plan.check() == []
 
 
-def test_a_step_whose_result_never_came_is_not_believed() -> None:
+def test_blocks_of_a_step_without_a_result_are_not_saved() -> None:
     pins = Pins()
     plan = plan_of(pins)
     plan.begin(1)
@@ -86,7 +86,7 @@ def test_a_step_whose_result_never_came_is_not_believed() -> None:
     assert pins.held == [2]
 
 
-def test_blocks_stay_pinned_until_every_rank_has_read_them() -> None:
+def test_blocks_stay_pinned_until_all_ranks_have_read_them() -> None:
     pins = Pins()
     plan = plan_of(pins, ranks=3)
     plan.stage("a", blocks(1))  # no step is outstanding
@@ -97,8 +97,8 @@ def test_blocks_stay_pinned_until_every_rank_has_read_them() -> None:
     assert pins.held == []
 
 
-def test_the_last_block_is_given_back_first() -> None:
-    """What is free first is used again first, and a chain should lose its end."""
+def test_last_block_is_unpinned_first() -> None:
+    """The engine reuses blocks in order of release, and a chain should lose its end first."""
     freed: list[int] = []
     plan = SavePlan(1, 8, 4, lambda _: None, freed.extend)
     plan.stage("a", blocks(1, 2) + blocks(3, 4, group=1))
@@ -107,7 +107,7 @@ def test_the_last_block_is_given_back_first() -> None:
     assert freed == [4, 3, 2, 1]
 
 
-def test_an_order_is_bounded_and_names_groups() -> None:
+def test_order_is_limited_and_names_groups() -> None:
     pins = Pins()
     plan = plan_of(pins, order_blocks=3)
     plan.stage("a", blocks(1, 2) + blocks(3, 4, group=1))
@@ -117,16 +117,16 @@ def test_an_order_is_bounded_and_names_groups() -> None:
     assert first.job != second.job
 
 
-def test_a_key_under_way_is_not_staged_twice() -> None:
+def test_pending_key_is_not_staged_twice() -> None:
     pins = Pins()
     plan = plan_of(pins)
     plan.stage("a", blocks(1))
-    # The same tokens in another block; another group
+    # The same tokens in another block; another group.
     plan.stage("b", [SavePart(0, [b"key1"], [7]), SavePart(1, [b"key1"], [8])])
     assert pins.held == [1, 8]
 
 
-def test_room_is_what_may_still_be_pinned() -> None:
+def test_room_is_the_number_of_blocks_that_can_be_pinned() -> None:
     pins = Pins()
     plan = plan_of(pins, blocks_max=3)
     assert plan.room == 3
@@ -137,7 +137,7 @@ def test_room_is_what_may_still_be_pinned() -> None:
     assert plan.room == 3
 
 
-def test_forgetting_keeps_what_ranks_are_reading() -> None:
+def test_forget_keeps_blocks_that_ranks_are_reading() -> None:
     pins = Pins()
     plan = plan_of(pins)
     plan.stage("a", blocks(1))
@@ -182,15 +182,15 @@ def test_random_calls_leave_nothing_pinned(seed: int) -> None:
     assert not plan.busy
 
 
-def test_few_blocks_wait_for_more_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each order costs an engine as much as its blocks do."""
+def test_few_blocks_wait_for_more_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders are batched, since each order costs an engine as much as its blocks do."""
     now = 100.0
     monkeypatch.setattr(save_plan.time, "monotonic", lambda: now)
     pins = Pins()
     plan = SavePlan(1, 8, 4, pins.pin, pins.unpin, hold_s=0.05)
     plan.stage("a", blocks(1, 2))
     assert plan.orders() == []
-    assert plan.busy  # the engine goes on stepping
+    assert plan.busy  # the engine keeps stepping
     now += 0.04
     plan.stage("b", blocks(3))
     assert plan.orders() == []
@@ -198,11 +198,11 @@ def test_few_blocks_wait_for_more_but_not_for_long(monkeypatch: pytest.MonkeyPat
     (order,) = plan.orders()
     assert order.parts[0].blocks == [1, 2, 3]
     plan.stage("c", blocks(4, 5, 6, 7))
-    assert [some.parts[0].blocks for some in plan.orders()] == [[4, 5, 6, 7]]  # enough for an order
+    assert [some.parts[0].blocks for some in plan.orders()] == [[4, 5, 6, 7]]  # a full order
     assert plan.check() == []
 
 
-def test_nothing_waits_for_more_while_blocks_are_scarce() -> None:
+def test_blocks_do_not_wait_for_more_while_blocks_are_scarce() -> None:
     pins, scarce = Pins(), True
     plan = SavePlan(1, 8, 4, pins.pin, pins.unpin, hold_s=1000.0, scarce=lambda: scarce)
     plan.stage("a", blocks(1))

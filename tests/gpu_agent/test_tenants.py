@@ -1,6 +1,4 @@
-"""Every adapter, and a program, stores and loads with the token of a tenant, and nothing else said
-of it.
-"""
+"""Every adapter and a client program work with only a tenant's token configured."""
 
 import ast
 import json
@@ -47,7 +45,7 @@ SIZES = {
 
 @pytest.fixture
 def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gated]:
-    """Its address and a token of TENANT are in the environment, as an engine has them."""
+    """Start a node, with its address and a token of TENANT in the environment, as for an engine."""
     gated = Gated(tmp_path)
     monkeypatch.setenv("KVSTORE_ADDRESS", f"127.0.0.1:{gated.node.grpc.port}")
     monkeypatch.setenv("KVSTORE_TOKEN_FILE", str(gated.file(gated.token("engines"))))
@@ -71,14 +69,14 @@ def tiny_llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
 
 
-def test_a_program_with_a_tenants_token_stores_and_loads(client: Client) -> None:
+def test_client_with_a_tenants_token_stores_and_loads(client: Client) -> None:
     namespace = Namespace("m", opaque_layout(4096), tenant=client.tenant)
     client.put(namespace, [KEY], [bytes(4096)])
     assert client.tenant == TENANT
     assert client.get(namespace, [KEY], [bytearray(4096)]) == [True]
 
 
-def test_a_transformers_adapter_with_a_tenants_token_stores_and_loads(client: Client) -> None:
+def test_transformers_adapter_with_a_tenants_token_stores_and_loads(client: Client) -> None:
     model, ids = tiny_llama(), [(7 * i) % 500 for i in range(65)]
     cache = DynamicCache()
     for layer in range(SIZES["num_hidden_layers"]):
@@ -92,7 +90,7 @@ def test_a_transformers_adapter_with_a_tenants_token_stores_and_loads(client: Cl
 @pytest.mark.skipif(
     not hasattr(ContinuousBatchingConfig(), "page_size"), reason="needs transformers 5.19 or newer"
 )
-def test_a_paged_adapter_with_a_tenants_token_stores_and_loads(client: Client) -> None:
+def test_paged_adapter_with_a_tenants_token_stores_and_loads(client: Client) -> None:
     model, ids = tiny_llama(), [(7 * i) % 500 for i in range(49)]
     batching = ContinuousBatchingConfig(page_size=16, num_blocks=32, max_batch_tokens=64)
     generation = GenerationConfig(
@@ -141,7 +139,7 @@ def test_lightllms_service_with_a_tenants_token_stores_and_loads(
 def test_options_of_the_other_adapters_with_a_tenants_token_store_and_load(
     token_pool: KVPool,
 ) -> None:
-    """vLLM's two, SGLang's two and LMCache's make their namespaces of these options."""
+    """The adapters for vLLM, SGLang and LMCache make their namespaces of these options."""
     options = read_options({"model": "m"})
     with Client(options.client) as client:
         agent = Agent(
@@ -156,9 +154,10 @@ def test_options_of_the_other_adapters_with_a_tenants_token_store_and_load(
         agent.close()
 
 
-def test_every_adapter_takes_its_tenant_from_the_one_place() -> None:
-    """`tenant_of`, by options, by an identity or by the client; LightLLM's and transformers' were
-    always of default.
+def test_adapters_take_their_tenant_from_tenant_of() -> None:
+    """Adapters use `tenant_of` through options, an identity or the client.
+
+    Regression: LightLLM's and transformers' adapters always used the default tenant.
     """
     sources = {"read_options", "identity_of", "client.tenant"}
     for path in ENGINES.glob("*.py"):
@@ -168,14 +167,14 @@ def test_every_adapter_takes_its_tenant_from_the_one_place() -> None:
             ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)
         }
         if "Client" in called or "client: Client" in path.read_text():
-            assert named & sources, f"{path.name} does not say whose namespaces it opens"
+            assert named & sources, f"{path.name} opens namespaces without a tenant"
         assert not {"Identity", "Namespace"} & called, path.name
 
 
-# ---- what contradicts, and what is not there ---------------------------------------------------
+# ---- conflicting and missing tenants ------------------------------------------------------------
 
 
-def test_a_configured_tenant_that_the_tokens_is_not_is_refused_with_both_names(
+def test_tenant_that_differs_from_the_tokens_is_refused_with_both_names(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_TENANT", "team-b")
@@ -185,12 +184,14 @@ def test_a_configured_tenant_that_the_tokens_is_not_is_refused_with_both_names(
             Forbidden, match=f"belongs to tenant {TENANT}, the namespace to tenant 'team-b'"
         ) as refused:
             other.lookup(Namespace("m", opaque_layout(4096), tenant=other.tenant), [KEY])
-    # The two remedies that it names work.
+    # Both remedies that it names work.
     assert f"set KVSTORE_TENANT={TENANT} or unset it" in str(refused.value)
     monkeypatch.setenv("KVSTORE_TENANT", TENANT)
-    with Client() as told:
+    with Client() as configured:
         assert (
-            told.lookup(Namespace("m", opaque_layout(4096), tenant=told.tenant), [KEY]).prefix_pages
+            configured.lookup(
+                Namespace("m", opaque_layout(4096), tenant=configured.tenant), [KEY]
+            ).prefix_pages
             == 0
         )
     assert (
@@ -199,7 +200,7 @@ def test_a_configured_tenant_that_the_tokens_is_not_is_refused_with_both_names(
     )
 
 
-def test_a_tenant_that_shares_is_read_by_naming_it(gated: Gated, client: Client) -> None:
+def test_shared_models_are_read_by_naming_the_tenant(gated: Gated, client: Client) -> None:
     namespace = Namespace("prompts-1", opaque_layout(4096), tenant=client.tenant)
     client.put(namespace, [KEY], [bytes(4096)])
     reader = gated.token("reader", "read", tenant="team-b")
@@ -213,7 +214,7 @@ def test_a_tenant_that_shares_is_read_by_naming_it(gated: Gated, client: Client)
         assert other.lookup(shared, [KEY]).prefix_pages == 1
 
 
-def test_without_token_and_tenant_it_is_the_default() -> None:
+def test_tenant_without_configuration_is_the_default() -> None:
     assert Client(ClientConfig("127.0.0.1:9")).tenant == identity_of({}).tenant == "default"
     assert Client(ClientConfig("127.0.0.1:9", token="x" * 43)).tenant == "default"
 
@@ -241,12 +242,12 @@ def options_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "start", [options_start, lightllm_start, transformers_start], ids=lambda start: start.__name__
 )
-def test_a_token_file_that_is_missing_ends_every_adapters_start_unless_the_tenant_is_named(
+def test_missing_token_file_fails_the_start_unless_the_tenant_is_named(
     start: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose namespaces these are can not be known.
+    """Without the token the tenant of the namespaces is unknown.
 
-    With the tenant named, the file may come later.
+    If the tenant is named, the file may come later.
     """
     monkeypatch.setenv("KVSTORE_ADDRESS", "127.0.0.1:9")
     monkeypatch.setenv("KVSTORE_TOKEN_FILE", str(tmp_path / "token"))

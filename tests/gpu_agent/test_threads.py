@@ -1,5 +1,6 @@
-"""A process that can start no more threads (`ulimit -u`, a container's limit of processes): its
-engine goes on, and what would have needed a thread is a miss.
+"""A process that can start no more threads, because of `ulimit -u` or a container's limit.
+
+The engine continues, and whatever would need a thread is a miss.
 """
 
 import os
@@ -19,7 +20,7 @@ from kvstore.tools.node_process import NodeProcess
 WAIT_S = 20.0
 
 
-def test_a_job_for_which_there_is_no_thread_is_refused_and_never_runs(
+def test_job_without_a_thread_is_refused_and_never_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lane: BoundedExecutor[str] = BoundedExecutor("load", 1, (1, 64), 1 << 20)
@@ -39,12 +40,12 @@ def test_a_job_for_which_there_is_no_thread_is_refused_and_never_runs(
     assert lane.pending_nbytes == 0
     assert lane.submit(16, work("second"), str).result(WAIT_S) == "second"
     lane.close(WAIT_S)
-    assert ran == ["second"]  # the engine has long given the first one's slots to others
+    assert ran == ["second"]  # the engine has reused the first job's slots
     assert lane.check() == []
 
 
-def test_a_job_given_in_a_forked_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads are its parent's: its result would never come."""
+def test_job_in_a_forked_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads belong to the parent process, so the result would never come."""
     lane: BoundedExecutor[str] = BoundedExecutor("save", 1, (1, 64), 1 << 20)
     assert lane.submit(16, lambda _: "done", str).result(WAIT_S) == "done"
     with monkeypatch.context() as patch:
@@ -53,7 +54,7 @@ def test_a_job_given_in_a_forked_process_is_refused(monkeypatch: pytest.MonkeyPa
     lane.close(WAIT_S)
 
 
-def test_a_lookup_for_which_there_is_no_thread_is_a_miss(
+def test_lookup_without_a_thread_is_a_miss(
     shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     namespace, keys = Namespace("no threads", opaque_layout(4096)), prefix_hashes(range(32), 16)

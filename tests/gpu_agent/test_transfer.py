@@ -1,6 +1,8 @@
-"""Every transfer moves exactly the bytes that a slow, index-free walk over the raw storage says:
-for every layout of the engines, at random slots, pages anywhere in memory, and nothing beside them.
-The staged pipeline runs on a simulated device everywhere, and on a GPU where there is one.
+"""Every transfer copies exactly the bytes found by a slow walk over the raw storage.
+
+This holds for every layout of the engines, with random slots and pages anywhere in memory, and no
+byte beside them changes. The staged pipeline runs on a simulated device everywhere, and on a GPU
+where there is one.
 """
 
 import copy
@@ -30,7 +32,7 @@ def case(build: Callable[[], Case]) -> Callable[[], Case]:
 
 
 def filled(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Random bytes seen as `dtype`: NaNs with payloads included."""
+    """Return random bytes viewed as `dtype`, including NaNs with payloads."""
     nbytes = torch.empty(shape, dtype=dtype).nbytes
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8).view(dtype).view(shape)
 
@@ -150,7 +152,7 @@ def planes_that_start_at_odd_bytes_of_a_page() -> Case:
 
 @case
 def blocks_padded_inside_a_wider_buffer() -> Case:
-    """Block stride larger than the block, and a storage offset: an overlay of another tensor."""
+    """The block stride is larger than a block, and there is a storage offset, as in an overlay."""
     layout = PageLayout(
         8, (LayerGroup("g", (0,), (Plane("cell", "float16", (2, 4, 6), unit_tokens=4),)),)
     )
@@ -159,7 +161,7 @@ def blocks_padded_inside_a_wider_buffer() -> Case:
 
 
 def block_pool(order: tuple[int, ...]) -> Case:
-    """`[B, H, N, C]` over memory in any order of the four dimensions, all layers in one buffer."""
+    """Return `[B, H, N, C]` over memory in any order of these dimensions, in one buffer."""
     shape = (7, 2, 4, 3)
     whole = filled(2, *(shape[i] for i in order), dtype=torch.bfloat16)
     back = [order.index(i) for i in range(4)]
@@ -180,7 +182,7 @@ for _order in itertools.permutations(range(4)):
 
 @functools.cache
 def unit_bytes(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> torch.Tensor:
-    """Where the bytes of a unit's elements are, from its first element's: row-major."""
+    """Return the offsets of a unit's bytes from its first element, in row-major order."""
     found: list[int] = []
     for index in itertools.product(*map(range, shape)):
         offset = sum(i * stride for i, stride in zip(index, strides, strict=True))
@@ -189,12 +191,12 @@ def unit_bytes(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> t
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage as one flat uint8 tensor, guards and neighbours included."""
+    """Return the whole storage as one flat uint8 tensor, including guards and neighbors."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def walk(pool: KVPool, tensors: Tensors, units: dict[str, list[int]], page: int) -> list[Unit]:
-    """(tensor, bytes in its storage, token) of every unit of a page, in page order."""
+    """Return (tensor, bytes in its storage, token) for every unit of a page, in page order."""
     found = []
     for group in pool.layout.groups:
         for layer in group.layers:
@@ -216,7 +218,7 @@ def walk(pool: KVPool, tensors: Tensors, units: dict[str, list[int]], page: int)
 
 
 def random_units(pool: KVPool, pages: int) -> dict[str, list[int]]:
-    """Distinct slots in random order for `pages` pages."""
+    """Return distinct slots in random order for `pages` pages."""
     draw = random.Random(7)
     count = {
         name: pages * pool.layout.page_tokens // space.unit_tokens
@@ -257,9 +259,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 
 def made(name: str) -> Transfer:
-    """Buffers of 4 KiB: most jobs take several chunks.
+    """Make a transfer with buffers of 4 KiB, so that most jobs take several chunks.
 
-    Another name is another order of the steps.
+    Another name gives another order of the simulated steps.
     """
     if name.startswith("torch"):
         return TorchTransfer()
@@ -271,7 +273,7 @@ def made(name: str) -> Transfer:
 
 @pytest.fixture(params=["torch", "staged", "staged again"])
 def transfer(request: pytest.FixtureRequest) -> Transfer:
-    """For pools in CPU memory."""
+    """Return a transfer for pools in CPU memory."""
     return made(request.param)
 
 
@@ -280,12 +282,12 @@ ON_CUDA = [pytest.param(f"{name} on cuda", marks=needs_gpu) for name in ("torch"
 
 @pytest.fixture(params=["torch", "staged", "staged again", *ON_CUDA])
 def mover(request: pytest.FixtureRequest) -> tuple[Transfer, str]:
-    """A transfer, and the device of the pools that it is for."""
+    """Return a transfer and the device of the pools that it serves."""
     return made(request.param), "cuda" if "cuda" in request.param else "cpu"
 
 
 def moved(tensors: Tensors, device: str) -> Tensors:
-    """The same views of copies of the storages."""
+    """Return the same views of copies of the storages."""
     copies = {
         t.untyped_storage().data_ptr(): storage_bytes(t).clone().to(device)
         for t in tensors.values()
@@ -299,9 +301,7 @@ def moved(tensors: Tensors, device: str) -> Tensors:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gather_reads_the_bytes_that_a_walk_over_the_storage_finds(
-    name: str, mover: tuple[Transfer, str]
-) -> None:
+def test_gather_reads_the_bytes_found_by_the_walk(name: str, mover: tuple[Transfer, str]) -> None:
     layout, tensors, spaces = CASES[name]()
     tensors = moved(tensors, mover[1])
     pool = KVPool(layout, tensors, spaces)
@@ -318,7 +318,7 @@ def test_gather_reads_the_bytes_that_a_walk_over_the_storage_finds(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_scatter_writes_its_slots_and_nothing_else(name: str, mover: tuple[Transfer, str]) -> None:
+def test_scatter_writes_only_its_slots(name: str, mover: tuple[Transfer, str]) -> None:
     layout, tensors, spaces = CASES[name]()
     tensors = moved(tensors, mover[1])
     pool = KVPool(layout, tensors, spaces)
@@ -370,7 +370,7 @@ def test_skipped_tokens_keep_their_slots(
         assert sorted(changed.tolist()) == sorted(written.tolist())
 
 
-def test_pages_come_back_as_they_were(mixed_pool: KVPool, transfer: Transfer) -> None:
+def test_round_trip_preserves_pages(mixed_pool: KVPool, transfer: Transfer) -> None:
     source = mixed_pool.unit_table(
         {"token": torch.randperm(40)[:24], "block": torch.randperm(10)[:6]}, 3
     )
@@ -384,17 +384,15 @@ def test_pages_come_back_as_they_were(mixed_pool: KVPool, transfer: Transfer) ->
     assert torch.equal(first.slab, again.slab)
 
 
-def test_gather_tells_when_slots_are_free_and_which_pages_are_there(
-    token_pool: KVPool, transfer: Transfer
-) -> None:
+def test_gather_reports_free_slots_and_landed_pages(token_pool: KVPool, transfer: Transfer) -> None:
     table = token_pool.unit_table(torch.randperm(96), 12)
     expected, pages = Pages(12, 1024), Pages(12, 1024)
     TorchTransfer().gather(token_pool, table, expected.rows, None)
-    told: list[str] = []
+    events: list[str] = []
     landed: list[int] = []
 
     def gathered() -> None:
-        told.append("gathered")
+        events.append("gathered")
         for plane in token_pool.planes:  # the engine reuses its slots at once
             plane.bits.fill_(0)
 
@@ -403,7 +401,7 @@ def test_gather_tells_when_slots_are_free_and_which_pages_are_there(
         assert all(torch.equal(pages.rows[page], expected.rows[page]) for page in run)
 
     transfer.gather(token_pool, table, pages.rows, None, gathered, land)
-    assert told == ["gathered"]
+    assert events == ["gathered"]
     assert landed == list(range(12))
     assert torch.equal(pages.slab, expected.slab)
 
@@ -411,7 +409,7 @@ def test_gather_tells_when_slots_are_free_and_which_pages_are_there(
 def test_layers_are_placed_in_order_and_complete_at_their_event(
     mixed_pool: KVPool, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "FRAGMENT_NBYTES_MIN", 1)  # each layer by itself
+    monkeypatch.setattr(plan, "FRAGMENT_NBYTES_MIN", 1)  # copy each layer separately
     table = mixed_pool.unit_table({"token": torch.randperm(40), "block": torch.randperm(10)}, 5)
     nbytes = mixed_pool.layout.page_nbytes
     pages = Pages(5, nbytes).fill(torch.randint(0, 256, (5, nbytes), dtype=torch.uint8))
@@ -430,15 +428,15 @@ def test_layers_are_placed_in_order_and_complete_at_their_event(
     assert placed == list(mixed_pool.layout.layers)
 
 
-def test_no_pages_are_no_work(token_pool: KVPool, transfer: Transfer) -> None:
+def test_empty_transfer_calls_its_hooks(token_pool: KVPool, transfer: Transfer) -> None:
     table = token_pool.unit_table(torch.arange(0), 0)
-    told: list[object] = []
-    transfer.gather(token_pool, table, [], None, lambda: told.append("gathered"), told.append)
-    transfer.scatter(token_pool, table, [], None, placed=lambda layer, _: told.append(layer))
-    assert told == ["gathered", 0, 1]
+    events: list[object] = []
+    transfer.gather(token_pool, table, [], None, lambda: events.append("gathered"), events.append)
+    transfer.scatter(token_pool, table, [], None, placed=lambda layer, _: events.append(layer))
+    assert events == ["gathered", 0, 1]
 
 
-def test_a_callback_that_raises_ends_the_move_and_not_the_transfer(
+def test_hook_that_raises_ends_the_job_and_not_the_transfer(
     token_pool: KVPool, transfer: Transfer
 ) -> None:
     table = token_pool.unit_table(torch.randperm(96), 12)
@@ -447,7 +445,7 @@ def test_a_callback_that_raises_ends_the_move_and_not_the_transfer(
     def fail(*_: object) -> None:
         raise KeyError("mine")
 
-    for _ in range(6):  # more often than jobs may be in flight
+    for _ in range(6):  # more jobs than may be in flight
         with pytest.raises(KeyError, match="mine"):
             transfer.gather(token_pool, table, pages.rows, None, landed=fail)
         with pytest.raises(KeyError, match="mine"):
@@ -457,7 +455,7 @@ def test_a_callback_that_raises_ends_the_move_and_not_the_transfer(
     assert torch.equal(pages.slab, again.slab)
 
 
-def test_tensors_of_inference_mode_can_be_written_from_outside_it() -> None:
+def test_inference_mode_tensors_can_be_written_outside_it() -> None:
     """Engines make their pools inside `torch.inference_mode`, which is a state of their thread."""
     layout = PageLayout(2, (LayerGroup("g", (0,), (Plane("k", "float32", (3,)),)),))
     with torch.inference_mode():
@@ -486,7 +484,7 @@ def test_tensors_of_inference_mode_can_be_written_from_outside_it() -> None:
         ([torch.zeros(1024, dtype=torch.uint8, device="meta")] * 2, "page buffer 0 .* on meta"),
     ],
 )
-def test_page_buffers_of_the_wrong_kind_are_refused(
+def test_invalid_page_buffers_are_refused(
     token_pool: KVPool, pages: list[torch.Tensor], wrong: str, transfer: Transfer
 ) -> None:
     table = token_pool.unit_table(torch.arange(16), 2)

@@ -1,5 +1,7 @@
-"""A real model's KV through a real node: restored logits are equal bit by bit, and a model or cache
-whose KV is not plain full attention is refused by name."""
+"""A real model's KV through a real node: restored logits are equal bit by bit.
+
+A model or cache without plain full attention is refused by name.
+"""
 
 import inspect
 import uuid
@@ -23,7 +25,7 @@ from gpu_agent.options import AgentConfig
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes, tracing
 
 WAIT_S = 60.0
-# A busy machine answers late
+# Long timeouts, since a busy machine answers late.
 PATIENT = AgentConfig(lookup_timeout_s=30.0, load_timeout_s=60.0, save_timeout_s=60.0)
 TOKENS = torch.tensor([[(7 * i) % 500 + 5 for i in range(100)]])
 SIZES = {
@@ -66,7 +68,7 @@ def make(client: Client) -> Iterator["Maker"]:
 
 
 class Maker:
-    """Adapters under a model name that no other test uses."""
+    """Make adapters with a model name that no other test uses."""
 
     def __init__(self, client: Client) -> None:
         self.client, self.name, self.adapters = client, f"tiny-{uuid.uuid4()}", []
@@ -98,26 +100,24 @@ def test_restored_logits_and_tokens_are_equal(build: type, dtype: torch.dtype, m
         assert torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8))
 
 
-def test_a_call_is_of_one_request_of_whoever_calls(
-    make: Maker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_carry_the_callers_request_id(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
-    adapter, cache, asked = make(model), DynamicCache(), traces_of_calls(monkeypatch)
+    adapter, cache, traces = make(model), DynamicCache(), traces_of_calls(monkeypatch)
     forward(model, TOKENS, cache)
     with tracing.request("mine"):
         adapter.save(cache, TOKENS).done.result(WAIT_S)
-    assert asked
-    assert set(asked) == {tracing.named("mine")}
-    del asked[:]
+    assert traces
+    assert set(traces) == {tracing.named("mine")}
+    del traces[:]
     assert adapter.load(TOKENS)[1] == 96
-    (own,) = set(asked)
+    (own,) = set(traces)
     assert own is not None
-    assert len(asked) > 1, "looked up, and loaded"
+    assert len(traces) > 1, "expected a lookup and a load"
 
 
 @pytest.mark.parametrize("plane", ["k", "v"])
-def test_a_zeroed_page_changes_the_logits(client: Client, make: Maker, plane: str) -> None:
-    """The comparison above can fail: the model does look at every page that is restored."""
+def test_zeroed_page_changes_the_logits(client: Client, make: Maker, plane: str) -> None:
+    """The comparison above can fail, since the model reads every restored page."""
     model = tiny_llama()
     adapter = make(model)
     cache = DynamicCache()
@@ -140,8 +140,8 @@ def test_a_zeroed_page_changes_the_logits(client: Client, make: Maker, plane: st
     assert not torch.equal(forward(model, TOKENS[:, 96:], restored), expected)
 
 
-def test_a_page_holds_the_caches_own_numbers(client: Client, make: Maker) -> None:
-    """Layer, plane, token, head, dimension: the page's order, read from its bytes."""
+def test_page_holds_the_caches_values_in_order(client: Client, make: Maker) -> None:
+    """The order of a page's values is layer, plane, token, head, dimension."""
     model = tiny_llama()
     adapter = make(model)
     cache = DynamicCache()
@@ -155,7 +155,7 @@ def test_a_page_holds_the_caches_own_numbers(client: Client, make: Maker) -> Non
             assert torch.equal(numbers[layer, plane], tensor[0, :, 16:32].transpose(0, 1))
 
 
-def test_the_last_token_is_always_left_to_compute(make: Maker) -> None:
+def test_last_token_is_always_left_to_compute(make: Maker) -> None:
     model = tiny_llama()
     adapter = make(model)
     cache = DynamicCache()
@@ -168,7 +168,7 @@ def test_the_last_token_is_always_left_to_compute(make: Maker) -> None:
     assert adapter.lookup(TOKENS[:, :90]) == 80
 
 
-def test_a_part_of_the_caches_tokens_can_be_saved(make: Maker) -> None:
+def test_save_of_a_part_of_the_caches_tokens(make: Maker) -> None:
     model = tiny_llama()
     adapter = make(model)
     cache = DynamicCache()
@@ -177,12 +177,12 @@ def test_a_part_of_the_caches_tokens_can_be_saved(make: Maker) -> None:
     assert adapter.load(TOKENS)[1] == 32
 
 
-def test_a_miss_is_an_empty_cache(make: Maker) -> None:
+def test_miss_returns_an_empty_cache(make: Maker) -> None:
     cache, count = make(tiny_llama()).load(TOKENS)
     assert count == cache.get_seq_length() == 0
 
 
-def test_a_store_that_is_down_is_a_miss() -> None:
+def test_unreachable_node_is_a_miss() -> None:
     model = tiny_llama()
     config = ClientConfig(address="127.0.0.1:9", timeout_s=1.0, connect_timeout_s=0.2)
     with Client(config) as client, TransformersAdapter(client, model, "tiny") as adapter:
@@ -197,7 +197,7 @@ def test_other_weights_or_settings_never_hit(make: Maker) -> None:
     cache = DynamicCache()
     forward(model, TOKENS, cache)
     make(model).save(cache, TOKENS).done.result(WAIT_S)
-    assert make(tiny_llama()).lookup(TOKENS) == 96  # the same seed again
+    assert make(tiny_llama()).lookup(TOKENS) == 96  # the same seed
     assert make(tiny_llama(seed=1)).lookup(TOKENS) == 0
     assert make(tiny_llama(torch.bfloat16)).lookup(TOKENS) == 0
     assert make(tiny_llama(), page_tokens=32).lookup(TOKENS) == 0
@@ -215,8 +215,8 @@ def test_one_changed_weight_changes_the_digest() -> None:
     assert weights_digest(model) != before
 
 
-def test_a_sliding_window_cache_is_refused_by_name(make: Maker) -> None:
-    """Its layers keep the last 31 of 100 tokens and call that their KV."""
+def test_sliding_window_cache_is_refused_by_name(make: Maker) -> None:
+    """Its layers keep only the last 31 of 100 tokens."""
     model = tiny_mistral()
     adapter = make(model)
     cache = DynamicCache(config=model.config)
@@ -228,14 +228,14 @@ def test_a_sliding_window_cache_is_refused_by_name(make: Maker) -> None:
         adapter.save(cache, TOKENS)
 
 
-def test_a_model_with_other_layers_than_attention_is_refused_by_name() -> None:
+def test_model_with_other_layers_than_attention_is_refused() -> None:
     model = tiny_llama()
     model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
     with pytest.raises(InvalidRequest, match="the model caches with LinearAttention"):
         namespace_of(model, "hybrid", "r1")
 
 
-def test_caches_that_do_not_hold_the_tokens_are_refused(make: Maker) -> None:
+def test_cache_without_the_tokens_is_refused(make: Maker) -> None:
     model = tiny_llama()
     adapter = make(model)
     cache = DynamicCache()
@@ -255,8 +255,8 @@ def test_caches_that_do_not_hold_the_tokens_are_refused(make: Maker) -> None:
         adapter.save(empty, TOKENS)
 
 
-def test_a_cache_of_another_dtype_is_refused(make: Maker) -> None:
-    """Such as one that was converted to save memory."""
+def test_cache_of_another_dtype_is_refused(make: Maker) -> None:
+    """A cache may have been converted to save memory."""
     model = tiny_llama()
     adapter = make(model)
     cache = DynamicCache()
@@ -267,8 +267,8 @@ def test_a_cache_of_another_dtype_is_refused(make: Maker) -> None:
         adapter.save(cache, TOKENS)
 
 
-def test_layers_that_are_not_the_models_are_refused(make: Maker) -> None:
-    """Such as those of a draft model in the same cache."""
+def test_layers_of_another_model_are_refused(make: Maker) -> None:
+    """A cache may also hold the layers of a draft model."""
     model = tiny_llama()
     adapter = make(model)
     cache = DynamicCache()
@@ -278,8 +278,8 @@ def test_layers_that_are_not_the_models_are_refused(make: Maker) -> None:
         adapter.save(cache, TOKENS)
 
 
-def test_an_adapter_that_is_added_later_ends_every_call(make: Maker) -> None:
-    """A LoRA has no part in the namespace, and can be switched on and off."""
+def test_lora_added_later_makes_calls_raise(make: Maker) -> None:
+    """The namespace does not cover a LoRA, which can be switched on and off."""
     model = tiny_llama()
     adapter = make(model)
     cache = DynamicCache()
@@ -294,7 +294,7 @@ def test_an_adapter_that_is_added_later_ends_every_call(make: Maker) -> None:
             call()
 
 
-def test_the_caches_argument_is_the_one_that_a_model_has() -> None:
+def test_cache_argument_is_that_of_the_model() -> None:
     class New:
         def forward(self, input_ids: object, cache: object = None) -> None: ...
 
@@ -303,5 +303,5 @@ def test_the_caches_argument_is_the_one_that_a_model_has() -> None:
 
     assert [cache_argument(New()), cache_argument(Old())] == ["cache", "past_key_values"]
     model = tiny_llama()
-    forward(model, TOKENS, DynamicCache())  # a warning of a former name is an error here
+    forward(model, TOKENS, DynamicCache())  # a deprecation warning is an error here
     assert cache_argument(model) in inspect.signature(model.forward).parameters

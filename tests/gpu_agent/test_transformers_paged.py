@@ -1,5 +1,7 @@
-"""The paged cache of continuous batching through a real node: another manager generates the same
-from what one stored, the loop never sees a wrong block, and none is lost.
+"""The paged cache of continuous batching through a real node.
+
+Another manager generates the same tokens from stored pages, its loop never sees a wrong block, and
+no block leaks.
 """
 
 import os
@@ -41,14 +43,14 @@ SIZES = {
     "head_dim": 16,
     "initializer_range": 0.2,
 }
-# Most tests are not about time: a busy machine answers late.
+# Long timeouts for most tests, since a busy machine answers late.
 PATIENT = AgentConfig(
     lookup_timeout_s=30.0, load_timeout_s=60.0, save_timeout_s=60.0, staging_nbytes=1 << 20
 )
 HASTY = AgentConfig(
     lookup_timeout_s=1.0, load_timeout_s=1.0, save_timeout_s=1.0, staging_nbytes=1 << 20
 )
-CALL_S = 60.0  # deadline of a call that names none
+CALL_S = 60.0  # the default deadline of a call
 Make = Callable[..., "Engine"]
 
 
@@ -61,7 +63,7 @@ def tiny_llama(dtype: torch.dtype = torch.float32) -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype).eval()
 
 
-def started(model: Any, **changes: Any) -> Any:
+def start_manager(model: Any, **changes: Any) -> Any:
     config = ContinuousBatchingConfig(
         **{"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 256, **changes}
     )
@@ -83,7 +85,7 @@ class Engine:
         self, client: Client, name: str, model: Any, config: AgentConfig, **changes: Any
     ) -> None:
         self.model = model
-        self.manager = started(model, **changes)
+        self.manager = start_manager(model, **changes)
         self.adapter = PagedAdapter(client, self.manager, name, config=config)
         self.cache = self.manager.batch_processor.cache
 
@@ -92,14 +94,16 @@ class Engine:
         end = time.monotonic() + 60
         while (
             result := self.manager.get_result(request, timeout=0.05)
-        ) is None:  # or it is another thread's
+        ) is None:  # may be another thread's result
             assert time.monotonic() < end
         assert result.error is None
         return result.generated_tokens, result.logprobs
 
     def generate_from_cache(self, tokens: list[int]) -> tuple[list[int], list[float]]:
-        """As with a hit: a prompt that is computed as a whole has other shapes, and so other last
-        digits.
+        """Generate the prompt twice and return the second result, which uses cached blocks like a
+        hit.
+
+        A prompt that is computed as a whole has other shapes and so rounds differently.
         """
         self.generate(tokens)
         return self.generate(tokens)
@@ -109,12 +113,12 @@ class Engine:
         self.adapter.close()
         self.manager.stop(block=True)
         self.cache.evict_cached_blocks()
-        assert self.cache.compute_free_capacity() > 0.99  # no block was lost
+        assert self.cache.compute_free_capacity() > 0.99  # no block leaked
 
 
 @pytest.fixture
 def client(shared_node: NodeProcess) -> Iterator[Client]:
-    """Over one wire: how pages travel is tested elsewhere."""
+    """Connect over one wire, since other tests cover the wires."""
     with Client(
         ClientConfig(address=shared_node.address, timeout_s=CALL_S, connect_timeout_s=20.0)
     ) as client:
@@ -123,7 +127,7 @@ def client(shared_node: NodeProcess) -> Iterator[Client]:
 
 @pytest.fixture
 def make(client: Client) -> Iterator[Make]:
-    """Engines of one model name that no other test uses."""
+    """Return a function that makes engines with a model name that no other test uses."""
     engines: list[Engine] = []
     name = f"tiny-{uuid.uuid4()}"
 
@@ -139,7 +143,7 @@ def make(client: Client) -> Iterator[Make]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_another_manager_generates_the_same_from_stored_blocks(
+def test_another_manager_generates_the_same_from_stored_pages(
     make: Make, dtype: torch.dtype
 ) -> None:
     first, second = make(tiny_llama(dtype)), make(tiny_llama(dtype))
@@ -147,14 +151,12 @@ def test_another_manager_generates_the_same_from_stored_blocks(
     assert first.adapter.save(prompt(100)).stored == 6
     assert second.adapter.load(prompt(100)) == 96
     assert second.generate(prompt(100)) == expected
-    assert second.adapter.load(prompt(100)) == 96  # they are there: nothing travels
+    assert second.adapter.load(prompt(100)) == 96  # already there: nothing is loaded
     assert first.adapter.save(prompt(100)).existing == 6
 
 
 def test_model_attends_to_the_loaded_pages(make: Make, client: Client) -> None:
-    """The comparison above can fail: with another page in the store the manager computes something
-    else.
-    """
+    """The comparison above can fail: another page in the store changes the result."""
     first, second = make(), make()
     expected = first.generate_from_cache(prompt(100))
     first.adapter.save(prompt(100))
@@ -165,7 +167,7 @@ def test_model_attends_to_the_loaded_pages(make: Make, client: Client) -> None:
     assert second.generate(prompt(100))[1] != expected[1]
 
 
-def test_pages_are_those_of_the_other_adapter(make: Make, client: Client) -> None:
+def test_pages_are_shared_with_the_transformers_adapter(make: Make, client: Client) -> None:
     engine, model = make(), tiny_llama()
     with TransformersAdapter(
         client, model, engine.adapter.namespace.model, page_tokens=PAGE, config=PATIENT
@@ -188,15 +190,15 @@ def test_pages_are_those_of_the_other_adapter(make: Make, client: Client) -> Non
         assert int(logits[0, -1].argmax()) == longer[0][0]
 
 
-def test_generated_tokens_are_stored_too(make: Make) -> None:
+def test_generated_tokens_are_stored(make: Make) -> None:
     first, second = make(), make()
     answer, _ = first.generate(prompt(60))
-    conversation = prompt(60) + answer[:5]  # the KV of the last one is not computed
+    conversation = prompt(60) + answer[:5]  # the last token has no KV
     assert first.adapter.save(conversation).stored == 4
     assert second.adapter.load([*conversation, 9, 9]) == 64
 
 
-def test_the_blocks_that_are_here_are_not_loaded_again(make: Make) -> None:
+def test_cached_blocks_are_not_loaded(make: Make) -> None:
     first, second = make(), make()
     expected = first.generate_from_cache(prompt(100))
     first.adapter.save(prompt(100))
@@ -206,11 +208,11 @@ def test_the_blocks_that_are_here_are_not_loaded_again(make: Make) -> None:
     assert second.generate(prompt(100)) == expected
 
 
-def test_of_a_chain_with_a_hole_the_head_is_loaded(make: Make, client: Client) -> None:
+def test_chain_with_a_hole_loads_its_head(make: Make, client: Client) -> None:
     first, second = make(), make()
     expected = first.generate_from_cache(prompt(100))
     first.adapter.save(prompt(100))
-    # Behind the lookup: a hole that it saw would end the chain there.
+    # Remove the page after the lookup, which would otherwise end the chain there.
     load, hole = second.adapter._agent.load, prefix_hashes(prompt(100), PAGE)[3]
 
     def late(*arguments: Any, **named: Any) -> Any:
@@ -222,7 +224,7 @@ def test_of_a_chain_with_a_hole_the_head_is_loaded(make: Make, client: Client) -
     assert second.generate(prompt(100))[0] == expected[0]
 
 
-def test_a_cache_without_room_stays_as_it_is(make: Make) -> None:
+def test_cache_without_room_stays_unchanged(make: Make) -> None:
     first, second = make(), make(num_blocks=4)
     first.generate(prompt(100))
     first.adapter.save(prompt(100))
@@ -231,7 +233,7 @@ def test_a_cache_without_room_stays_as_it_is(make: Make) -> None:
     assert second.generate(prompt(20, 3)) == first.generate(prompt(20, 3))
 
 
-def test_loads_and_saves_beside_running_requests_change_nothing(make: Make) -> None:
+def test_concurrent_loads_and_saves_do_not_change_results(make: Make) -> None:
     first, second = make(num_blocks=256), make(num_blocks=256)
     seeds = [3, 7, 11, 13, 17, 19]
     expected = {seed: first.generate(prompt(90, seed))[0] for seed in seeds}
@@ -250,11 +252,10 @@ def test_loads_and_saves_beside_running_requests_change_nothing(make: Make) -> N
 
 
 @pytest.mark.parametrize("what", ["load", "save"])
-def test_an_interrupt_gives_blocks_back_when_nobody_reads_or_writes_them_any_more(
-    what: str, make: Make
-) -> None:
-    """Ctrl-C: the blocks were another prompt's, while a thread of the agent was still loading into
-    them, or stored them under the first one's keys.
+def test_interrupt_frees_blocks_after_the_last_copy(what: str, make: Make) -> None:
+    """Regression: after Ctrl-C, blocks were freed while a thread of the agent still used them.
+
+    It loaded into another prompt's blocks, or stored them under the first prompt's keys.
     """
     first, second = make(), make()
     first.generate(prompt(100))
@@ -280,11 +281,11 @@ def test_an_interrupt_gives_blocks_back_when_nobody_reads_or_writes_them_any_mor
             getattr(engine.adapter, what)(tokens)
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert ended == [moves], "it goes on behind the interrupt"
+    assert ended == [moves], "the copy was not awaited after the interrupt"
     assert engine.adapter.check() == []
 
 
-def test_a_store_that_is_away_is_a_miss(make: Make) -> None:
+def test_hung_or_killed_node_is_a_miss(make: Make) -> None:
     with NodeProcess("--ram-bytes", "64MiB", "--extent-bytes", "16MiB") as node:
         config = ClientConfig(address=node.address, backoff_s_max=0.1, timeout_s=CALL_S)
         with Client(config) as mine:
@@ -293,9 +294,7 @@ def test_a_store_that_is_away_is_a_miss(make: Make) -> None:
             os.kill(node.pid, signal.SIGSTOP)
             began = time.monotonic()
             assert engine.adapter.load(prompt(100)) == 0
-            assert time.monotonic() - began < CALL_S / 2, (
-                "no call goes without a deadline of its own"
-            )
+            assert time.monotonic() - began < CALL_S / 2, "a call had no deadline of its own"
             os.kill(node.pid, signal.SIGCONT)
             node.kill()
             saved = engine.adapter.save(prompt(100))
@@ -305,14 +304,14 @@ def test_a_store_that_is_away_is_a_miss(make: Make) -> None:
             assert engine.generate(prompt(100))[0] == expected[0]
 
 
-def test_managers_whose_blocks_can_not_be_shared_are_refused(client: Client) -> None:
+def test_unsupported_managers_are_refused(client: Client) -> None:
     torch.manual_seed(0)
     sliding = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=32)).eval()
     for model, changes, message in (
         (sliding, {}, "layers of sliding_attention"),
         (tiny_llama(), {"allow_block_sharing": False}, "allow_block_sharing=True"),
     ):
-        manager = started(model, **changes)
+        manager = start_manager(model, **changes)
         with pytest.raises(InvalidRequest, match=message):
             PagedAdapter(client, manager, "tiny")
         manager.stop(block=True)
@@ -320,13 +319,13 @@ def test_managers_whose_blocks_can_not_be_shared_are_refused(client: Client) -> 
         PagedAdapter(client, manager, "tiny")
 
 
-def test_a_cache_of_another_dtype_is_refused(make: Make) -> None:
+def test_cache_of_another_dtype_is_refused(make: Make) -> None:
     adapter = make().adapter
     with pytest.raises(InvalidRequest, match="bfloat16"):
         _pool(namespace_of(tiny_llama(torch.bfloat16), "tiny", "r1", PAGE).layout, adapter._blocks)
 
 
-def test_layers_that_are_not_the_models_are_refused(make: Make) -> None:
+def test_layers_of_another_model_are_refused(make: Make) -> None:
     adapter = make().adapter
     torch.manual_seed(0)
     shallow = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 2}))
@@ -334,7 +333,7 @@ def test_layers_that_are_not_the_models_are_refused(make: Make) -> None:
         _pool(namespace_of(shallow, "tiny", "r1", PAGE).layout, adapter._blocks)
 
 
-def test_an_adapter_that_is_added_later_ends_every_call(make: Make) -> None:
+def test_lora_added_later_makes_calls_raise(make: Make) -> None:
     engine = make()
     engine.model._hf_peft_config_loaded = True
     for call in (engine.adapter.save, engine.adapter.load):

@@ -1,4 +1,4 @@
-"""Whole units copied one by one: the same bytes as the reference, in order, and nothing else."""
+"""Whole units are copied one by one, in order: the same bytes as the reference, no others."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def random_tensor(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor
 
 
 def strided() -> KVPool:
-    """Pages whose K and V runs are half the pool apart, as of a host pool."""
+    """Return pages whose K and V runs are half the pool apart, as in a host pool."""
     memory = random_tensor(2, 12, 8, 3, 4, dtype=torch.bfloat16)
     return pool_of(
         8, GroupView("host", (0,), {"page": [memory.transpose(0, 1)]}, unit_tokens=8, space="page")
@@ -31,13 +31,13 @@ def strided() -> KVPool:
 
 
 def odd() -> KVPool:
-    """A plane of 16-bit words behind one of 5 bytes: in a page it starts at an odd byte."""
+    """Return a plane of 16-bit words after one of 5 bytes, so that it starts at an odd byte."""
     planes = {"bytes": [random_tensor(12, 5)], "words": [random_tensor(12, 3, dtype=torch.int16)]}
     return pool_of(8, GroupView("host", (0,), planes, unit_tokens=8, space="page"))
 
 
 def halves() -> KVPool:
-    """Two units of 4 tokens make a page."""
+    """Return pages of two units of 4 tokens each."""
     return pool_of(
         8,
         GroupView("host", (0, 1), {"kv": [random_tensor(24, 7)] * 2}, unit_tokens=4, space="block"),
@@ -45,7 +45,7 @@ def halves() -> KVPool:
 
 
 def large() -> KVPool:
-    """Each page is a run of its own."""
+    """Return pages that are one run each."""
     return pool_of(
         8, GroupView("host", (0,), {"page": [random_tensor(12, RUN_NBYTES)]}, unit_tokens=8)
     )
@@ -64,7 +64,7 @@ def empty(pool: KVPool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", POOLS)
-def test_pages_are_the_references(name: str) -> None:
+def test_gathered_pages_equal_the_references(name: str) -> None:
     pool = POOLS[name]()
     table = pool.unit_table(units(pool), COUNT)
     mine, expected = empty(pool), empty(pool)
@@ -77,7 +77,7 @@ def test_pages_are_the_references(name: str) -> None:
 
 @pytest.mark.parametrize("skip", [0, 4])
 @pytest.mark.parametrize("name", POOLS)
-def test_slots_are_the_references(name: str, skip: int) -> None:
+def test_scattered_slots_equal_the_references(name: str, skip: int) -> None:
     pool, other = POOLS[name](), POOLS[name]()
     skip = skip if pool.planes[0].piece.plane.unit_tokens == 4 else 0
     for plane, twin in zip(pool.planes, other.planes, strict=True):
@@ -89,7 +89,7 @@ def test_slots_are_the_references(name: str, skip: int) -> None:
     assert all(torch.equal(p.bits, q.bits) for p, q in zip(pool.planes, other.planes, strict=True))
 
 
-def test_nothing_is_written_before_its_page_is_ready() -> None:
+def test_page_is_not_written_before_it_is_ready() -> None:
     pool = large()
     before = pool.planes[0].bits.clone()
     rows = units(pool)

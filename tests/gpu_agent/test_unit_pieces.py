@@ -1,6 +1,7 @@
-"""Pages that are sent from an engine's pool and received there: the bytes that a copy would have
-moved, in the slots that were named and in no other; what goes wrong on the way is no page, and
-nothing comes when a call has returned.
+"""Pages are sent directly from an engine's pool and received there, without a copy.
+
+The same bytes are transferred as by a copy, in the named slots only. Failures on the way are
+misses, and nothing is written after a call has returned.
 """
 
 import math
@@ -31,11 +32,11 @@ from kvstore.tools.node_process import NodeProcess
 from kvstore.transports import bulk
 
 COUNT, SLOTS = 8, 32
-RUN = 48 << 10  # of K and of V, so that a page stalls in the middle of one
+RUN = 48 << 10  # bytes of K and of V, so that a page stalls within one
 SECRET = "5a" * 32
 HASHES = prefix_hashes(list(range(4 * COUNT)), 4)
 SOURCE, TARGET = torch.randperm(16)[:COUNT], 16 + torch.randperm(16)[:COUNT]
-TIME_S = 0.5  # of a call that is going to fail
+TIME_S = 0.5  # of a call that will fail
 
 
 def random_bytes(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -44,35 +45,35 @@ def random_bytes(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 
 def one_unit(*tensors: torch.Tensor) -> KVPool:
-    """Pages of 4 tokens; `[pages, ...]` each."""
+    """Return a pool of pages of 4 tokens; each tensor is `[pages, ...]`."""
     planes = {f"plane{number}": [tensor] for number, tensor in enumerate(tensors)}
     return pool_of(4, GroupView("host", (0,), planes, unit_tokens=4, space="page"))
 
 
 def k_and_v(run: int = RUN) -> KVPool:
-    """Half the pool apart, as of `page_first`."""
+    """Return a pool with K and V half the pool apart, as in `page_first`."""
     return one_unit(random_bytes(2, SLOTS, run).transpose(0, 1))
 
 
 def segments() -> KVPool:
-    """K and V of other sizes and pools, K with something of another's between its pages."""
+    """Return a pool with K and V of other sizes in separate memory, and gaps between K's pages."""
     return one_unit(random_bytes(SLOTS, 5000)[:, 700:4000], random_bytes(SLOTS, 1, 333))
 
 
 def by_layer() -> KVPool:
-    """As of `layer_first`: a run for each layer, of K and of V."""
+    """Return a pool with a run per layer, of K and of V, as in `layer_first`."""
     memory = random_bytes(2, 3, SLOTS * 4, 2, 5, dtype=torch.bfloat16)
     return one_unit(memory.unflatten(2, (SLOTS, 4)).permute(2, 0, 1, 3, 4, 5))
 
 
 def units() -> KVPool:
-    """Two units of 2 tokens make a page, in two layers."""
+    """Return a pool whose pages are two units of 2 tokens, in two layers."""
     memory = [random_bytes(2 * SLOTS, 6, 7, dtype=torch.int16).transpose(1, 2) for _ in range(2)]
     return pool_of(4, GroupView("host", (0, 1), {"kv": memory}, unit_tokens=2, space="block"))
 
 
 def behind() -> KVPool:
-    """Not from the memory's start, and with a dim of one."""
+    """Return a pool with an offset from the memory's start and a dimension of size one."""
     return one_unit(random_bytes(SLOTS + 3, 2, 1, 40)[3:, :, :, 8:])
 
 
@@ -118,11 +119,11 @@ def check_pieces(pool: KVPool) -> None:
 
 
 @pytest.mark.parametrize("name", POOLS)
-def test_pieces_are_the_pages_of_the_reference(name: str) -> None:
+def test_pieces_equal_the_references_pages(name: str) -> None:
     check_pieces(POOLS[name]())
 
 
-def test_pools_of_any_strides_have_the_pages_of_the_reference(seed: int) -> None:
+def test_pools_of_any_strides_equal_the_references_pages(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(100):
         shape = [rng.randrange(2, 6) for _ in range(rng.randrange(1, 5))]
@@ -137,8 +138,8 @@ def test_pools_of_any_strides_have_the_pages_of_the_reference(seed: int) -> None
         check_pieces(one_unit(*[tensor, random_bytes(8, 9)][: rng.randrange(1, 3)]))
 
 
-def test_small_pieces_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor are they looked for one by one: a page of a transposed pool has millions."""
+def test_small_pieces_are_copied_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not searched one by one either: a page of a transposed pool has millions."""
     monkeypatch.setattr(slot_copies, "PIECE_NBYTES_MIN", 1000)
     for run, wanted in ((1000, True), (999, False)):
         pool = k_and_v(run)
@@ -155,12 +156,12 @@ def test_pages_of_another_pool_are_copied() -> None:
 
 
 class Host:
-    """A pool whose first half is saved and whose second half, poisoned, is loaded into."""
+    """Save the first half of a pool, and load into its poisoned second half."""
 
     def __init__(
         self, client: Client, pool: KVPool, model: str = "", key_id: str = "", parts: int = 3
     ) -> None:
-        """`parts`: that a call travels in."""
+        """Make the pool's pages, with calls that are split into `parts`."""
         self.client, self.pool = client, pool
         namespace = Namespace(model or f"pieces-{uuid.uuid4()}", pool.layout, key_id=key_id)
         config = AgentConfig(
@@ -178,7 +179,7 @@ class Host:
         return pages
 
     def others(self) -> torch.Tensor:
-        """What is in no slot of a load."""
+        """Return the pages in slots that no load writes."""
         return self.at(torch.tensor([slot for slot in range(SLOTS) if slot not in TARGET.tolist()]))
 
     def close(self) -> None:
@@ -189,7 +190,7 @@ class Host:
 @pytest.fixture
 def no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a copy through the buffer")
+        raise AssertionError("a page was copied through the buffer")
 
     monkeypatch.setattr(SlotCopies, "gather", refuse)
     monkeypatch.setattr(SlotCopies, "scatter", refuse)
@@ -211,9 +212,7 @@ def test_zero_copy_save_is_loaded_without_a_copy(
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
-def test_sealed_pages_are_not_copied_either(
-    shared_node: NodeProcess, no_copy: None, wire: str
-) -> None:
+def test_sealed_pages_are_not_copied(shared_node: NodeProcess, no_copy: None, wire: str) -> None:
     config = ClientConfig(address=shared_node.address, wire=wire, timeout_s=WAIT_S, page_key=SECRET)
     with Client(config) as client:
         host = Host(client, k_and_v(), key_id=client.key_id)
@@ -222,7 +221,7 @@ def test_sealed_pages_are_not_copied_either(
         assert torch.equal(host.at(TARGET), host.at(SOURCE))
         with Client(replace(config, page_key="6b" * 32)) as stranger:
             assert stranger._page_keys is not None
-            stranger._page_keys.key_id = client.key_id  # a lie
+            stranger._page_keys.key_id = client.key_id  # pretend to have the key
             foreign = Host(stranger, k_and_v(), host.pages.namespace.model, client.key_id)
             assert foreign.pages.load(HASHES, TARGET, WAIT_S) == [False] * COUNT
             assert stranger.stats.forged_pages
@@ -231,7 +230,7 @@ def test_sealed_pages_are_not_copied_either(
 
 
 @pytest.mark.parametrize("first", ["pieces", "copies"])
-def test_pages_in_pieces_are_those_of_copies(
+def test_pieces_and_copies_are_interchangeable(
     client: Client, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     hosts = {}
@@ -248,7 +247,7 @@ def test_pages_in_pieces_are_those_of_copies(
 
 
 @pytest.mark.parametrize(("skip_tokens", "layers"), [(0, False), (1, False), (0, True), (6, True)])
-def test_units_of_the_engine_are_kept_and_layers_arrive_in_order(
+def test_skipped_units_are_kept_and_layers_are_reported(
     shared_node: NodeProcess, skip_tokens: int, layers: bool
 ) -> None:
     slots = random_bytes(32, RUN)
@@ -266,15 +265,14 @@ def test_units_of_the_engine_are_kept_and_layers_arrive_in_order(
         assert agent.save(HASHES[:2], source).done.result(WAIT_S).stored == 2
         expected, placed = slots.clone(), list[int]()
         expected[target[skip_tokens:]] = slots[source[skip_tokens:]]
-        told = (lambda layer, _: placed.append(layer)) if layers else None
-        result = agent.load(HASHES[:2], target, skip_tokens, placed=told).done.result(WAIT_S)
+        report = (lambda layer, _: placed.append(layer)) if layers else None
+        result = agent.load(HASHES[:2], target, skip_tokens, placed=report).done.result(WAIT_S)
         assert (result.pages, placed) == (2, [0] if layers else [])
         assert torch.equal(slots, expected)
         agent.close()
 
 
-# ---- what goes wrong
-# ---------------------------------------------------------------------------------
+# ---- failures -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -289,15 +287,13 @@ def stored(relayed: tuple[Client, Relay], no_copy: None) -> Iterator[Host]:
 PAGE = 2 * RUN
 
 
-def test_a_page_that_arrives_damaged_ends_the_load_before_it(
-    stored: Host, relayed: tuple[Client, Relay]
-) -> None:
+def test_damaged_page_ends_the_load(stored: Host, relayed: tuple[Client, Relay]) -> None:
     others = stored.others()
     relayed[1].pass_on(PAGE + RUN + RUN // 2, "flip")  # in V of the second page
     assert stored.pages.load(HASHES, TARGET, WAIT_S) == [True] + [False] * (COUNT - 1)
     assert torch.equal(stored.at(TARGET[:1]), stored.at(SOURCE[:1]))
     assert not torch.equal(stored.at(TARGET[1:2]), stored.at(SOURCE[1:2])), (
-        "it was to lie in its slot, damaged"
+        "the damaged page should be in its slot"
     )
     assert torch.equal(stored.others(), others)
     assert stored.client.stats.corrupt_pages == 1
@@ -306,10 +302,10 @@ def test_a_page_that_arrives_damaged_ends_the_load_before_it(
 
 
 @pytest.mark.parametrize("nbytes", [RUN // 2, PAGE + RUN + RUN // 2, 4 * PAGE + RUN // 3])
-def test_a_page_that_stalls_is_told_by_the_deadline_and_never_written_again(
+def test_stalled_page_is_a_miss_by_the_deadline_and_not_written_later(
     stored: Host, relayed: tuple[Client, Relay], nbytes: int
 ) -> None:
-    """Parts that came before, of 3 pages each, count; nothing of the part that stalled does."""
+    """Parts of 3 pages that arrived before count, but nothing of the stalled part."""
     relayed[1].pass_on(nbytes, "stall")
     came = nbytes // PAGE // 3 * 3
     assert stored.pages.load(HASHES, TARGET, TIME_S) == [True] * came + [False] * (COUNT - came)
@@ -317,16 +313,16 @@ def test_a_page_that_stalls_is_told_by_the_deadline_and_never_written_again(
     assert torch.equal(stored.at(TARGET[:came]), stored.at(SOURCE[:came]))
     poisoned = torch.full((1,), 0x5A, dtype=torch.uint8)
     assert not torch.equal(stored.at(TARGET), poisoned.expand(COUNT, PAGE)), (
-        "it was to stall in the middle of a page"
+        "the load did not stall in the middle of a page"
     )
-    for plane in stored.pool.planes:  # the engine has given the slots to others
+    for plane in stored.pool.planes:  # the engine has reused the slots
         plane.bits[16:] = 0
     relayed[1].go_on.set()
-    threading.Event().wait(0.3)  # where the rest would be received
+    threading.Event().wait(0.3)  # in which the rest would be received
     assert not stored.at(TARGET).any()
 
 
-def test_a_connection_that_ends_in_the_middle_of_a_page_is_no_page(
+def test_connection_closed_within_a_page_is_a_miss(
     stored: Host, relayed: tuple[Client, Relay]
 ) -> None:
     relayed[1].pass_on(PAGE + RUN // 2, "close")
@@ -335,12 +331,10 @@ def test_a_connection_that_ends_in_the_middle_of_a_page_is_no_page(
     assert torch.equal(stored.others(), others)
 
 
-def test_a_save_that_is_given_up_reads_no_slot_any_more_and_stores_nothing(
+def test_abandoned_save_reads_no_slot_later_and_stores_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The node is stopped in the middle of it: what the sockets do not take is another's when the
-    node goes on.
-    """
+    """The node is stopped in the middle of the save, and its slots are reused before it resumes."""
     send, stopped = bulk._send_page, list[bool]()
     with NodeProcess("--ram-bytes", "128MiB", "--extent-bytes", "64MiB") as node:
         config = ClientConfig(
@@ -369,7 +363,7 @@ def test_a_save_that_is_given_up_reads_no_slot_any_more_and_stores_nothing(
             host.close()
 
 
-def test_the_slots_of_a_save_are_not_given_back_while_they_are_sent(
+def test_slots_of_a_save_are_not_freed_while_they_are_sent(
     shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Client(ClientConfig(address=shared_node.address, wire="bulk", timeout_s=WAIT_S)) as client:

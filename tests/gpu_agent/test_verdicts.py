@@ -1,4 +1,4 @@
-"""What an engine that polls is told about pages, and when."""
+"""Lookups of an engine that polls: which answers it gets, and when."""
 
 import threading
 import time
@@ -13,17 +13,17 @@ TIMEOUT_S = 5.0
 
 
 class Store:
-    """Answers when it is let; remembers what it was asked."""
+    """A store that answers when `open` is set, and records its calls."""
 
     def __init__(self) -> None:
         self.present = {b"a", b"b"}
-        self.asked: list[list[bytes]] = []
+        self.calls: list[list[bytes]] = []
         self.traces: list[Trace | None] = []
         self.open = threading.Event()
         self.open.set()
 
     def ask(self, keys: Sequence[bytes]) -> tuple[bool, ...]:
-        self.asked.append(list(keys))
+        self.calls.append(list(keys))
         self.traces.append(current())
         assert self.open.wait(10)
         return tuple(key in self.present for key in keys)
@@ -56,7 +56,7 @@ def verdicts(store: Store, clock: Clock) -> Iterator[LookupCache]:
 
 
 def settled(verdicts: LookupCache, key: bytes, request: str = "r") -> bool:
-    """Polls as an engine does."""
+    """Poll for the answer as an engine does."""
     end = time.monotonic() + 10
     while (found := verdicts.lookup(key, request)) is None:
         assert time.monotonic() < end
@@ -64,20 +64,22 @@ def settled(verdicts: LookupCache, key: bytes, request: str = "r") -> bool:
     return found
 
 
-def test_the_keys_of_a_step_are_asked_in_one_call(store: Store, verdicts: LookupCache) -> None:
+def test_keys_of_a_step_are_looked_up_in_one_call(store: Store, verdicts: LookupCache) -> None:
     assert [
         verdicts.lookup(key, request) for key, request in ((b"a", "r"), (b"x", "r"), (b"b", "s"))
     ] == [None] * 3
-    assert store.asked == []
+    assert store.calls == []
     verdicts.flush()
     assert settled(verdicts, b"a")
     assert not settled(verdicts, b"x")
     assert settled(verdicts, b"b", "s")
-    assert store.asked == [[b"a", b"x", b"b"]]
-    assert store.traces == [named("r")._replace(others=(named("s"),))], "it is for both requests"
+    assert store.calls == [[b"a", b"x", b"b"]]
+    assert store.traces == [named("r")._replace(others=(named("s"),))], (
+        "the call must carry both requests"
+    )
 
 
-def test_a_verdict_stands_while_its_requests_live(store: Store, verdicts: LookupCache) -> None:
+def test_answer_is_kept_while_its_requests_live(store: Store, verdicts: LookupCache) -> None:
     verdicts.lookup(b"a", "r")
     verdicts.flush()
     assert settled(verdicts, b"a")
@@ -87,33 +89,31 @@ def test_a_verdict_stands_while_its_requests_live(store: Store, verdicts: Lookup
     assert verdicts.lookup(b"a", "s")
     verdicts.release("s")
     verdicts.release("s")
-    assert verdicts.lookup(b"a", "t") is None  # asked anew
+    assert verdicts.lookup(b"a", "t") is None  # looked up again
     verdicts.flush()
     assert not settled(verdicts, b"a", "t")
-    assert len(store.asked) == 2
+    assert len(store.calls) == 2
 
 
-def test_a_miss_is_asked_about_again_for_a_request_that_comes_later(
+def test_miss_is_looked_up_again_for_a_later_request(
     store: Store, clock: Clock, verdicts: LookupCache
 ) -> None:
-    """One long request kept the miss of a moment, an outage say, for everybody."""
+    """Regression: one long request kept a temporary miss, such as of an outage, for all others."""
     verdicts.lookup(b"x", "long")
     verdicts.flush()
     assert not settled(verdicts, b"x", "long")
     store.present.add(b"x")
     clock.now += MISS_S / 2
-    assert verdicts.lookup(b"x", "soon") is False, "not for every one of a burst"
+    assert verdicts.lookup(b"x", "soon") is False, "a burst must not repeat the lookup"
     clock.now += MISS_S
-    assert verdicts.lookup(b"x", "soon") is False, "not again and again"
+    assert verdicts.lookup(b"x", "soon") is False, "one request must not repeat the lookup"
     assert verdicts.lookup(b"x", "later") is None
     verdicts.flush()
     assert settled(verdicts, b"x", "later")
-    assert store.asked == [[b"x"], [b"x"]]
+    assert store.calls == [[b"x"], [b"x"]]
 
 
-def test_an_answer_that_is_late_is_a_miss(
-    store: Store, clock: Clock, verdicts: LookupCache
-) -> None:
+def test_late_answer_is_a_miss(store: Store, clock: Clock, verdicts: LookupCache) -> None:
     store.open.clear()
     verdicts.lookup(b"a", "r")
     verdicts.flush()
@@ -125,27 +125,27 @@ def test_an_answer_that_is_late_is_a_miss(
     verdicts.lookup(b"b", "r")
     verdicts.flush()
     assert settled(verdicts, b"b")
-    assert verdicts.lookup(b"a", "r") is False  # what was said is not taken back
+    assert verdicts.lookup(b"a", "r") is False  # the answer does not change
 
 
-def test_while_the_store_hangs_steps_gather_in_one_further_call(
+def test_steps_during_a_hang_are_combined_in_one_call(
     store: Store, clock: Clock, verdicts: LookupCache
 ) -> None:
     store.open.clear()
     for key in (b"1", b"2", b"3", b"4"):
         verdicts.lookup(key, "r")
         verdicts.flush()
-        while not store.asked:
+        while not store.calls:
             time.sleep(0.001)
     verdicts.lookup(b"gone", "s")
     verdicts.flush()
     verdicts.release("s")
     store.open.set()
     assert not settled(verdicts, b"4")
-    assert store.asked == [[b"1"], [b"2", b"3", b"4"]]
+    assert store.calls == [[b"1"], [b"2", b"3", b"4"]]
 
 
-def test_a_failed_load_ends_the_asking(verdicts: LookupCache) -> None:
+def test_failed_load_is_a_miss_until_its_requests_end(verdicts: LookupCache) -> None:
     verdicts.lookup(b"a", "r")
     verdicts.flush()
     assert settled(verdicts, b"a")
@@ -157,7 +157,7 @@ def test_a_failed_load_ends_the_asking(verdicts: LookupCache) -> None:
     assert verdicts.lookup(b"a", "later") is None
 
 
-def test_a_call_that_breaks_is_a_miss_and_the_next_one_works(
+def test_call_that_raises_is_a_miss_and_the_next_one_works(
     store: Store, verdicts: LookupCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     present, store.present = store.present, None  # type: ignore[assignment]

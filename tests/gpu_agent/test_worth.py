@@ -1,4 +1,4 @@
-"""Hits that would be slower than computing are told from others, by what steps and loads took."""
+"""The cost model decides from measured steps and loads whether a hit is faster than computing."""
 
 import random
 
@@ -17,8 +17,9 @@ SMALL_S = 0.002
 
 
 class Engine:
-    """Computes a token in `token_s`, more where it stands late in its prompt, and loads one in
-    `load_s`.
+    """Simulate an engine that computes a token in `token_s`, more if it is late in its prompt.
+
+    It loads a token in `load_token_s`, plus `load_s` per load.
     """
 
     def __init__(
@@ -29,8 +30,9 @@ class Engine:
         load_token_s: float = 0.0,
         eager_s: float = 0.0,
     ) -> None:
-        """`eager_s`: of a step with more than one token of a prompt, for which there is
-        no graph.
+        """Make an engine; `eager_s` is the extra time of a step with several tokens of a prompt.
+
+        Such a step can not use a CUDA graph.
         """
         self.eager_s = eager_s
         self.worth = LoadCostModel()
@@ -46,7 +48,7 @@ class Engine:
         return (end - start) * self.token_s + (end * end - start * start) / 2 * self.late_s
 
     def run(self, *parts: tuple[int, int]) -> None:
-        """One step, whose results are there before the next one begins."""
+        """Run one step whose results arrive before the next one begins."""
         self.step += 1
         short = any(1 < count < PROMPT_TOKENS_MIN for _, count in parts)
         self.worth.step_begins(
@@ -74,8 +76,8 @@ class Engine:
             self.load(self.draw.choice([500, 2000, 8000]))
 
 
-# The 0.9 B model of RESULTS on an H200: 4.3 us a token and 0.14 ns more for each before it; loads
-# 16 ms and 2.4 us.
+# The 0.9 B model of RESULTS on an H200: 4.3 us per token and 0.14 ns more for each token before it.
+# A load takes 16 ms plus 2.4 us per token.
 def h200() -> Engine:
     engine = Engine(4.3e-6, 0.14e-9, 0.016, 2.4e-6)
     engine.learn()
@@ -85,18 +87,17 @@ def h200() -> Engine:
 @pytest.mark.parametrize(
     ("tokens", "taken"), [(1000, False), (2000, False), (8000, True), (30000, True)]
 )
-def test_short_prompts_of_a_small_model_are_computed_and_long_ones_loaded(
-    tokens: int, taken: bool
-) -> None:
+def test_short_prompts_are_computed_and_long_ones_loaded(tokens: int, taken: bool) -> None:
     engine = h200()
     assert (engine.computed_s(0, tokens) > engine.load_s + tokens * engine.load_token_s) == taken
     assert engine.worth.is_load_faster(0, tokens, alone=True) == taken
 
 
 def test_hit_benefit_excludes_tokens_that_are_computed_anyway() -> None:
-    """Its own last tokens are computed in a step that costs most of what a short prompt does.
+    """The last tokens are computed in a step that costs most of what a short prompt costs.
 
-    On an H200 a prompt of 2k tokens took 17 ms, a load 11, and the request after it 25.
+    On an H200 a prompt of 2k tokens took 17 ms and a load 11 ms, but the request after it took 25
+    ms.
     """
     engine = Engine(2e-6, 0.1e-9, 0.009, 1e-6, eager_s=0.011)
     for _ in range(12):
@@ -110,14 +111,14 @@ def test_hit_benefit_excludes_tokens_that_are_computed_anyway() -> None:
     assert engine.worth.is_load_faster(0, 30_000, alone=True)
 
 
-def test_the_same_tokens_are_dearer_late_in_a_prompt() -> None:
+def test_tokens_late_in_a_prompt_cost_more() -> None:
     engine = h200()
     assert not engine.worth.is_load_faster(0, 4000, alone=True)
     assert engine.worth.is_load_faster(40_000, 44_000, alone=True)
 
 
 def test_hit_cost_includes_other_requests_of_the_step() -> None:
-    """A request that waits for others' prompts loses more by computing than its own tokens take."""
+    """A request that waits for other prompts loses more by computing than its own tokens take."""
     engine = h200()
     assert not engine.worth.is_load_faster(0, 2000, alone=True)
     engine.run((0, 8192))
@@ -126,9 +127,9 @@ def test_hit_cost_includes_other_requests_of_the_step() -> None:
 
 
 @pytest.mark.parametrize("what", ["steps", "loads"])
-def test_before_enough_is_known_every_hit_is_taken(what: str) -> None:
+def test_hits_are_loaded_until_there_are_enough_samples(what: str) -> None:
     engine = Engine(1e-9, 0.0, 10.0)
-    engine.run((10, 1))  # how long the first step took nobody knows
+    engine.run((10, 1))  # the time of the first step is unknown
     for _ in range(SAMPLES_MIN - 1):
         engine.prefill(500)
         engine.load(500)
@@ -139,7 +140,7 @@ def test_before_enough_is_known_every_hit_is_taken(what: str) -> None:
     assert not engine.worth.is_load_faster(0, 100, alone=True)
 
 
-def test_now_and_then_a_slow_hit_is_taken_and_the_world_may_have_changed() -> None:
+def test_slow_hits_are_probed_and_faster_loads_noticed() -> None:
     engine = Engine(1e-6, 0.0, 0.1)
     engine.learn()
     assert sum(engine.worth.is_load_faster(0, 1000, alone=True) for _ in range(4 * PROBED)) == 4
@@ -155,8 +156,8 @@ def test_now_and_then_a_slow_hit_is_taken_and_the_world_may_have_changed() -> No
     assert engine.worth.is_load_faster(0, 1000, alone=True)
 
 
-def test_one_step_that_took_long_changes_little() -> None:
-    """A compiler that ran, a machine that was busy."""
+def test_single_slow_step_changes_little() -> None:
+    """A step may wait for a compiler or a busy machine."""
     engine = h200()
     engine.step += 1
     engine.worth.step_begins(engine.step, engine.now, [(0, 2048)], False)
@@ -166,10 +167,8 @@ def test_one_step_that_took_long_changes_little() -> None:
     assert not engine.worth.is_load_faster(0, 1000, alone=True)
 
 
-def test_steps_that_are_scheduled_before_the_last_one_ended_are_told_apart() -> None:
-    """Asynchronous scheduling: two steps are known at a time, and each takes until its results are
-    there.
-    """
+def test_overlapping_steps_are_measured_separately() -> None:
+    """With asynchronous scheduling two steps are known at a time, each until its results arrive."""
     engine = Engine(2e-6, 0.0, 0.004)
     for _ in range(40):
         first, second = engine.step + 1, engine.step + 2
@@ -185,11 +184,11 @@ def test_steps_that_are_scheduled_before_the_last_one_ended_are_told_apart() -> 
 
 
 @pytest.mark.parametrize("first_s", [0.01, 0.1, 1.0])
-def test_a_slow_first_step_is_forgotten(first_s: float) -> None:
-    """A health check of five tokens that waits for a compiler.
+def test_slow_first_step_is_forgotten(first_s: float) -> None:
+    """Regression: hits were declined forever after a health check of five tokens waited for a
+    compiler.
 
-    Samples were cut to three times what was expected, which was nothing: hits were declined for
-    ever.
+    Samples were clipped to three times the expected value, which was zero.
     """
     engine = Engine(1e-5, load_s=0.01)
     engine.run((10, 1))
@@ -204,7 +203,7 @@ def test_a_slow_first_step_is_forgotten(first_s: float) -> None:
 
 
 def test_hit_cost_recovers_from_a_zero_estimate() -> None:
-    """Samples that are cut to three times what is expected stay nothing for ever."""
+    """Clipped to three times an expected value of zero, samples would stay zero forever."""
     line = Line()
     for v in range(1, SAMPLES_MIN + 2):
         line.add_sample(1.0, 100.0 * v, 0.0)
@@ -213,8 +212,8 @@ def test_hit_cost_recovers_from_a_zero_estimate() -> None:
     assert line.at(1.0, 500.0)[1] > 0.004
 
 
-def test_after_a_load_that_was_much_faster_than_expected_another_is_tried_soon() -> None:
-    """And not one in PROBED: the world has changed, or what was learned of it was never so."""
+def test_much_faster_load_is_probed_again_soon() -> None:
+    """The next probe does not wait for PROBED hits, since the old estimate may be outdated."""
     engine = Engine(1e-6, load_s=0.1)
     engine.learn()
     while not engine.worth.is_load_faster(0, 1000, alone=True):
@@ -225,10 +224,10 @@ def test_after_a_load_that_was_much_faster_than_expected_another_is_tried_soon()
 
 
 @pytest.mark.parametrize("nth", range(1, 2 * SAMPLES_MIN, 3))
-def test_a_slow_load_is_forgotten_soon(nth: int) -> None:
-    """The first one meets a connection that is not there yet, or a pause.
+def test_slow_load_is_forgotten_soon(nth: int) -> None:
+    """Regression: two thousand hits were declined after one slow load.
 
-    Two thousand hits were declined for it.
+    The first load may have to connect, or may meet a pause.
     """
     engine = Engine(3e-5, load_s=0.005, load_token_s=2.5e-6)
     loads = declined = 0
@@ -246,9 +245,10 @@ def test_a_slow_load_is_forgotten_soon(nth: int) -> None:
 
 
 @pytest.mark.parametrize("burst", [4, 16])
-def test_loads_that_wait_for_each_other_are_not_slow(burst: int) -> None:
-    """Sixteen requests at once: each load seemed to have taken as long as all of them, and bursts
-    were computed.
+def test_loads_queued_behind_each_other_are_not_slow(burst: int) -> None:
+    """Regression: in a burst of sixteen requests each load seemed to take as long as all of them.
+
+    So bursts were computed rather than loaded.
     """
     engine = h200()
     for _ in range(20):
@@ -259,10 +259,8 @@ def test_loads_that_wait_for_each_other_are_not_slow(burst: int) -> None:
     assert engine.worth.is_load_faster(0, 30_000, alone=True)
 
 
-def test_a_load_whose_end_was_seen_behind_a_prompt_is_not_slow() -> None:
-    """The end of a load is seen when a step ends: in a busy hour behind 8,192 tokens of somebody
-    else.
-    """
+def test_load_reported_after_a_long_prompt_is_not_slow() -> None:
+    """A load's end is noticed only when a step ends, which may compute 8,192 tokens of others."""
     engine = Engine(5e-5, load_s=0.016, load_token_s=2.4e-6)
     engine.learn()
     for _ in range(100):
@@ -272,7 +270,7 @@ def test_a_load_whose_end_was_seen_behind_a_prompt_is_not_slow() -> None:
     assert all(engine.worth.is_load_faster(0, 2000, alone=True) for _ in range(PROBED - 1))
 
 
-def test_loads_that_end_together_are_one_sample() -> None:
+def test_loads_ending_together_are_one_sample() -> None:
     engine = Engine(4.3e-6, 0.14e-9, 0.016, 2.4e-6)
     for _ in range(12):
         engine.prefill(2055)
@@ -283,9 +281,10 @@ def test_loads_that_end_together_are_one_sample() -> None:
     assert not engine.worth.is_load_faster(0, 2048, alone=True)
 
 
-def test_loads_of_one_length_say_nothing_about_much_longer_ones() -> None:
-    """As found on an H200: eight slow loads of 2k tokens, and hits of 30k were computed in twice
-    the time of a load.
+def test_loads_of_one_length_do_not_predict_much_longer_ones() -> None:
+    """Regression: on an H200, after eight slow loads of 2k tokens, hits of 30k were computed.
+
+    Computing them took twice as long as loading.
     """
     engine = Engine(4.3e-6, 0.14e-9, 0.025, 2.4e-6)
     for _ in range(12):
@@ -300,7 +299,7 @@ def test_loads_of_one_length_say_nothing_about_much_longer_ones() -> None:
     assert engine.worth.is_load_faster(0, 30_000, alone=True)
 
 
-def test_a_line_is_found_and_never_falls() -> None:
+def test_line_is_fitted_and_never_falls() -> None:
     line, draw = Line(), random.Random(2)
     for _ in range(60):
         u, v = draw.uniform(1, 10), draw.uniform(1, 10)
@@ -312,7 +311,7 @@ def test_a_line_is_found_and_never_falls() -> None:
     assert falling.at(1, 1000) >= falling.at(1, 1) >= (0, 0)
 
 
-def test_steps_whose_end_nobody_tells_are_forgotten() -> None:
+def test_steps_without_an_end_are_forgotten() -> None:
     worth = LoadCostModel()
     for step in range(1000):
         worth.step_begins(step, float(step), [(0, 100)], False)

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine_apart import EngineApart
 
-# The largest rounding error of a log probability; see test_wrong_kv_would_show
+# The largest rounding error of a log probability; see test_wrong_kv_changes_the_answer
 ROUNDING = 0.35
 UNLIKELY = -1e9
 

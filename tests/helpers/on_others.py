@@ -180,7 +180,7 @@ ADAPTERS = {
             },
             "multimodal": {
                 "hash": "tests/engines/lmcache/test_images.py"
-                "::test_an_image_is_in_the_hash_by_its_identifier"
+                "::test_chunk_hash_covers_image_identifier"
             },
             "draft layers": {"namespace": [{"options": {"kv_format": "vllm 0.33 bf16 eagle@r1"}}]},
         },

@@ -145,14 +145,14 @@ BOTH: dict[str, dict[str, Any]] = {
     },
     "LoRA": {
         "namespace": [{"lora": {}}],
-        "hash": KEYS + "test_a_tenants_salt_and_a_lora_are_in_the_keys",
+        "hash": KEYS + "test_keys_cover_salt_and_lora",
         "refused": [{"args.lora_paths": ["french=org/unheard-of"]}],
     },
     "salts": {
         "namespace": [{"options": {"tenant": "b"}}, {"options": {"salt": "x"}}],
-        "hash": KEYS + "test_a_tenants_salt_and_a_lora_are_in_the_keys",
+        "hash": KEYS + "test_keys_cover_salt_and_lora",
     },
-    "multimodal": {"hash": KEYS + "test_an_image_is_in_the_keys_by_its_content"},
+    "multimodal": {"hash": KEYS + "test_keys_cover_image_content"},
 }
 ADAPTERS = {
     "SGLang HiCache": Adapter(

@@ -133,16 +133,16 @@ ADAPTERS = {
         namespace,
         {
             **CLAIMS,
-            "KV dtype": {"refused": CACHES + "test_a_cache_of_another_dtype_is_refused"},
-            "draft layers": {"refused": CACHES + "test_layers_that_are_not_the_models_are_refused"},
+            "KV dtype": {"refused": CACHES + "test_cache_of_another_dtype_is_refused"},
+            "draft layers": {"refused": CACHES + "test_layers_of_another_model_are_refused"},
         },
     ),
     "transformers paged": Adapter(
         namespace,
         {
             **CLAIMS,
-            "KV dtype": {"refused": PAGED + "test_a_cache_of_another_dtype_is_refused"},
-            "draft layers": {"refused": PAGED + "test_layers_that_are_not_the_models_are_refused"},
+            "KV dtype": {"refused": PAGED + "test_cache_of_another_dtype_is_refused"},
+            "draft layers": {"refused": PAGED + "test_layers_of_another_model_are_refused"},
         },
     ),
 }

@@ -200,7 +200,7 @@ ADAPTERS = {
                     {"parallel_config.decode_context_parallel_size": 2},
                 ]
             },
-            "LoRA": {"hash": HASHES + "test_a_lora_is_in_the_hash_by_name_and_path"},
+            "LoRA": {"hash": HASHES + "test_block_hash_covers_lora_name_and_path"},
             "salts": {
                 "namespace": [
                     {"options": {"tenant": "b"}},
@@ -208,7 +208,7 @@ ADAPTERS = {
                     {"seed": "7"},
                 ],
                 "hash": ENGINE_TESTS
-                + "test_configurations.py::test_a_salted_request_finds_only_its_own_salt",
+                + "test_configurations.py::test_salted_request_hits_only_its_own_salt",
             },
             "multimodal": {
                 "namespace": [
@@ -218,7 +218,7 @@ ADAPTERS = {
                         )
                     }
                 ],
-                "hash": HASHES + "test_an_image_is_in_the_hash_by_its_content",
+                "hash": HASHES + "test_block_hash_covers_image_content",
                 "refused": [BY_ARRIVAL],
             },
         },
@@ -262,12 +262,12 @@ ADAPTERS = {
                 ],
             },
             "LoRA": {
-                "hash": HASHES + "test_a_lora_is_in_the_hash_by_name_and_path",
+                "hash": HASHES + "test_block_hash_covers_lora_name_and_path",
                 "refused": [{"lora_config": tree()}],
             },
             "salts": {
                 "namespace": [{"options": {"tenant": "b"}}, {"options": {"salt": "x"}}],
-                "hash": HASHES + "test_a_salt_is_in_the_hash",
+                "hash": HASHES + "test_block_hash_covers_salt",
             },
             "multimodal": {
                 "namespace": [
@@ -277,7 +277,7 @@ ADAPTERS = {
                         )
                     }
                 ],
-                "hash": HASHES + "test_an_image_is_in_the_hash_by_its_content",
+                "hash": HASHES + "test_block_hash_covers_image_content",
                 "refused": [BY_ARRIVAL],
             },
         },

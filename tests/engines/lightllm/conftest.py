@@ -1,9 +1,8 @@
-"""LightLLM's own CPU cache client, disk worker and request path, unpatched, over a pool of CPU
-pages each.
+"""Run LightLLM's own CPU cache client, disk worker and request path, unpatched, on CPU pages.
 
-A `Server` is what one LightLLM server process has of them. Every module is the repository's own,
-with the packages that it imports (install.sh). Stand-ins are only objects that other processes
-would have made: a request, the pipes.
+A `Server` holds the parts of one LightLLM server process. Every module comes from the LightLLM
+repository, with the packages it imports (install.sh). Only objects that other processes would
+create, such as a request or the pipes, are stand-ins.
 """
 
 import inspect
@@ -28,7 +27,7 @@ from kvstore.tools.node_process import NodeProcess
 
 PAGE_TOKENS = 64
 PAGES = 24
-# As `calcu_cpu_cache_meta` describes them: (tokens, layers, heads, dim, dtype, scale dim).
+# The same fields as in `calcu_cpu_cache_meta`: (tokens, layers, heads, dim, dtype, scale dim).
 KINDS: dict[str, tuple[int, int, int, int, torch.dtype, int]] = {
     "bf16": (PAGE_TOKENS, 3, 2 * 4, 16, torch.bfloat16, 0),
     "int8": (PAGE_TOKENS, 3, 2 * 4, 16, torch.int8, 16 // 8),
@@ -41,7 +40,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {"linear_num_key_heads": 4, "full_attention_interval": 4},
     }
 }
-# For tests that are not about time; a test's own setting goes first.
+# Long timeouts, for tests that do not test timing. Variables that a test sets take precedence.
 PATIENT = {
     "KVSTORE_AGENT_LOOKUP_TIMEOUT_S": "10",
     "KVSTORE_AGENT_LOAD_TIMEOUT_S": "30",
@@ -51,7 +50,10 @@ _numbers = itertools.count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """LightLLM's code warns, and its shared memory objects complain when they are collected."""
+    """Show warnings without failing on them.
+
+    LightLLM's code warns, and so do its shared memory objects when they are garbage collected.
+    """
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("default"))
@@ -59,9 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def modules() -> Iterator[None]:
-    """What `import lightllm...` needs here: our `light_mem` on the path, and the arguments of a
-    server.
-    """
+    """Prepare what `import lightllm...` needs: `light_mem` on the path and a server's arguments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(light_mem_path())
         patch.setenv("LIGHTLLM_DISK_CACHE_PROMPT_LIMIT_LENGTH", "0")
@@ -72,8 +72,9 @@ def modules() -> Iterator[None]:
 
 
 class Server:
-    """`client` and `worker` are LightLLM's; `match` is its handling of a request before
-    the router.
+    """One LightLLM server: its CPU cache `client`, its disk `worker` and its request `match`.
+
+    `match` runs LightLLM's handling of a request before the router.
     """
 
     def __init__(self, kind: str, arguments: dict[str, Any], patch: pytest.MonkeyPatch) -> None:
@@ -101,15 +102,14 @@ class Server:
         self._hash = compute_token_list_hash
 
     def hashes(self, seed: int, pages: int) -> list[int]:
-        """Of a prompt whose pages are `pages` long; prompts of one seed are prefixes of
-        each other.
-        """
+        """Return the hashes of a prompt of `pages` pages; prompts of one seed share prefixes."""
         tokens = [seed * 100_003 + number for number in range(pages * PAGE_TOKENS + 1)]
         return list(self._hash(tokens, PAGE_TOKENS))
 
     def compute(self, hashes: list[int]) -> list[int]:
-        """What the ranks do when a prompt has been computed: pages filled, ready, queued for the
-        disk.
+        """Do what the ranks do after computing a prompt.
+
+        Fill the pages, mark them ready and queue them for the disk. Return their indexes.
         """
         pages, ready = self.locked(
             self.client.allocate_pages, hash_keys=hashes, disk_offload_enable=True
@@ -127,7 +127,7 @@ class Server:
         return [page for page in pages if page != -1]
 
     def persist(self) -> None:
-        """One round of the writer thread, and what the store does after it."""
+        """Run one round of the writer thread and wait for the saves that it started."""
         for payloads in self.worker._gather_offload_payloads():
             self.worker._persist_pages_to_disk(payloads)
         self.settle()
@@ -145,9 +145,9 @@ class Server:
         return result
 
     def match(self, hashes: list[int]) -> list[int]:
-        """Pages that a request is given; it references them until `release`.
+        """Return the pages given to a request, which references them until `release`.
 
-        Asserts that it was forwarded.
+        Asserts that the request was forwarded to the router.
         """
         from lightllm.server.core.objs.token_chunck_hash_list import CpuCachePageList
         from lightllm.server.multi_level_kv_cache.manager import MultiLevelKVCacheManager
@@ -185,9 +185,9 @@ class Server:
         self.locked(self.client.deref_pages, page_list=pages)
 
     def references(self) -> int:
-        """Sum over all pages.
+        """Return the sum of the reference counts of all pages.
 
-        The free list must hold exactly the pages that nobody references.
+        Asserts that the free list holds exactly the unreferenced pages.
         """
         items = self.client.page_items
         free, item = set(), items.head.get_next_item()
@@ -234,9 +234,7 @@ def start_node() -> Iterator[Callable[..., NodeProcess]]:
 
 @pytest.fixture
 def make_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """`make_server(address, kind, **arguments)`: LightLLM's start arguments, those named having
-    other values.
-    """
+    """Return `make_server(address, kind, **arguments)`; `arguments` replace default values."""
     servers: list[Server] = []
 
     def make(address: str, kind: str = "bf16", **arguments: Any) -> Server:

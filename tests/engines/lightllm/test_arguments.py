@@ -1,4 +1,4 @@
-"""LightLLM's start arguments are those that docs/identity.md and the adapter speak of."""
+"""The LightLLM start arguments read by the adapter and named in docs/identity.md exist."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -30,8 +30,8 @@ def test_lightllm_serves_no_lora() -> None:
     assert not [name for name in _fields() if "lora" in name]
 
 
-def test_a_variable_that_stretches_positions_is_still_called_so() -> None:
-    """Read from the source: importing a model wants a GPU."""
+def test_rope_variables_are_in_lightllms_source() -> None:
+    """Read the source, because importing a model needs a GPU."""
     import lightllm
 
     (root,) = lightllm.__path__
@@ -40,9 +40,11 @@ def test_a_variable_that_stretches_positions_is_still_called_so() -> None:
     assert all(name in text for name in ours.VARIABLES)
 
 
-def test_two_servers_number_their_images_alike() -> None:
-    """Why a server with images does not start: each number is the first image's, whatever it shows,
-    and a page's hash is of such numbers alone.
+def test_images_of_two_servers_get_the_same_token_ids() -> None:
+    """Verify that different images get the same page hashes on different servers.
+
+    Token ids only count images, whatever they show, and a page's hash covers only token ids. That
+    is why a server with images does not start.
     """
     from lightllm.server.embed_cache.impl.naive_memory_cache import InMemoryCache
     from lightllm.utils.kv_cache_utils import compute_token_list_hash

@@ -27,10 +27,8 @@ Make = Callable[..., Any]
         "multimodal_params",
     ],
 )
-def test_every_module_is_the_repositorys_own(name: str) -> None:
-    """Nothing that runs here is a stand-in, nor is what it imports: what these tests say holds for
-    LightLLM itself.
-    """
+def test_modules_are_lightllms_own(name: str) -> None:
+    """No module used here, nor its imports, is a stand-in: the tests hold for LightLLM itself."""
     import lightllm
 
     root = Path(lightllm.__spec__.submodule_search_locations[0])
@@ -47,19 +45,19 @@ def test_every_module_is_the_repositorys_own(name: str) -> None:
         (256, ["be9f5cae5cfe50ca85f191a37ffbd0b6", "ba9734bbe8d6120ee1d6ed026a101dd8"]),
     ],
 )
-def test_hashes_are_the_ones_that_are_written_down(page_tokens: int, digests: list[str]) -> None:
-    """Pages in the store are found by them: another hash means that all of them are lost."""
+def test_hashes_equal_recorded_values(page_tokens: int, digests: list[str]) -> None:
+    """Stored pages are looked up by these hashes, so a changed hash would lose all of them."""
     from lightllm.utils.kv_cache_utils import compute_token_list_hash
 
     tokens = list(range(2 * page_tokens + 1))
     assert [f"{value:032x}" for value in compute_token_list_hash(tokens, page_tokens)] == digests
-    # One token is left to compute
+    # One token is always left to compute.
     assert len(compute_token_list_hash(tokens[:-1], page_tokens)) == 1
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_page_comes_back_as_it_was(
+def test_page_round_trip_preserves_bytes(
     node: NodeProcess, make_server: Make, kind: str, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_WIRE", wire)
@@ -78,7 +76,7 @@ def test_a_page_comes_back_as_it_was(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_servers_request_gets_the_pages(
+def test_pages_saved_by_one_server_are_loaded_by_another(
     node: NodeProcess, make_server: Make, kind: str
 ) -> None:
     first = make_server(node.address, kind)
@@ -95,7 +93,7 @@ def test_another_servers_request_gets_the_pages(
     assert (first.references(), second.references()) == (0, 0)
 
 
-def test_only_what_is_not_in_memory_is_loaded(node: NodeProcess, make_server: Make) -> None:
+def test_only_pages_missing_in_memory_are_loaded(node: NodeProcess, make_server: Make) -> None:
     first, second = make_server(node.address), make_server(node.address)
     hashes = first.hashes(3, 5)
     written = first.compute(hashes)
@@ -112,7 +110,7 @@ def test_only_what_is_not_in_memory_is_loaded(node: NodeProcess, make_server: Ma
     assert second.references() == 0
 
 
-def test_pages_stored_already_are_given_back_before_the_others_are_written(
+def test_stored_pages_are_released_before_others_are_saved(
     node: NodeProcess, make_server: Make
 ) -> None:
     server = make_server(node.address)
@@ -132,7 +130,7 @@ def test_pages_stored_already_are_given_back_before_the_others_are_written(
     assert server.references() == 0
 
 
-def test_a_pool_that_is_full_keeps_a_prefix(node: NodeProcess, make_server: Make) -> None:
+def test_full_pool_saves_a_prefix(node: NodeProcess, make_server: Make) -> None:
     server = make_server(node.address)
     kept = server.locked(
         server.client.allocate_pages, hash_keys=server.hashes(5, 20), disk_offload_enable=True
@@ -145,7 +143,7 @@ def test_a_pool_that_is_full_keeps_a_prefix(node: NodeProcess, make_server: Make
     assert server.references() == 0
 
 
-def test_more_is_stored_than_the_pool_can_take(node: NodeProcess, make_server: Make) -> None:
+def test_stored_prefix_larger_than_pool_loads_in_part(node: NodeProcess, make_server: Make) -> None:
     first, second = make_server(node.address), make_server(node.address)
     hashes = first.hashes(7, 20)
     written = first.compute(hashes)
@@ -161,10 +159,8 @@ def test_more_is_stored_than_the_pool_can_take(node: NodeProcess, make_server: M
     assert second.references() == 0
 
 
-def test_threads_load_the_same_pages(node: NodeProcess, make_server: Make) -> None:
-    """The second one is given the first one's page while it is still loading; both write the same
-    bytes.
-    """
+def test_concurrent_requests_load_the_same_pages(node: NodeProcess, make_server: Make) -> None:
+    """A request may get a page that another one is loading; all loads write the same bytes."""
     first, second = make_server(node.address), make_server(node.address)
     hashes = first.hashes(9, 8)
     written = first.compute(hashes)
@@ -186,11 +182,10 @@ def test_threads_load_the_same_pages(node: NodeProcess, make_server: Make) -> No
     assert second.references() == 0
 
 
-def test_the_service_is_ours_and_its_blocks_are_single_pages(
-    node: NodeProcess, make_server: Make
-) -> None:
-    """LightLLM aligns loads to blocks of `_n` pages; with 1 it never rewrites a page that is in
-    use.
+def test_service_blocks_are_single_pages(node: NodeProcess, make_server: Make) -> None:
+    """The service is ours, with blocks of `_n` = 1 page.
+
+    LightLLM aligns loads to blocks of `_n` pages; with 1 it never rewrites a page in use.
     """
     server = make_server(node.address)
     assert type(server.service).__module__ == "gpu_agent.engines.lightllm"

@@ -1,4 +1,4 @@
-"""Whatever the store does, a request goes on, no page's reference is lost, and no byte is wrong."""
+"""Whatever the store does, requests go on, page references do not leak, and no byte is wrong."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from kvstore.tools.node_process import NodeProcess
 
 Make = Callable[..., Any]
 POISON = 0xA5
-# of a machine that does other things too; without a deadline none of these calls would ever return
+# Slack for a busy machine; without a deadline none of these calls would ever return.
 SLACK_S = 8.0
 
 
@@ -40,7 +40,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def hasten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadlines that users have, but for saves."""
+    """Set the default deadlines of lookup and load, and a short one for saves."""
     for kind, seconds in (("LOOKUP", "0.5"), ("LOAD", "1"), ("SAVE", "2")):
         monkeypatch.setenv(f"KVSTORE_AGENT_{kind}_TIMEOUT_S", seconds)
 
@@ -53,8 +53,9 @@ def keys(hashes: list[int]) -> list[bytes]:
 def pair(
     start_node: Make, make_server: Make, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[NodeProcess, Any, list[int]]:
-    """A node, a server with the first two pages of a prompt in memory, and the prompt, six pages of
-    which are stored.
+    """Return a node with a stored prompt of six pages, a server and the prompt's hashes.
+
+    The server has the first two pages of the prompt in memory.
     """
     node = start_node()
     first = make_server(node.address)
@@ -70,10 +71,10 @@ def pair(
 
 
 @pytest.mark.parametrize("fate", ["killed", "hung"])
-def test_a_request_goes_on_without_the_store(
+def test_request_continues_without_the_store(
     pair: tuple[NodeProcess, Any, list[int]], fate: str
 ) -> None:
-    """R7: it costs a request at most the deadline of a lookup, 0.5 s."""
+    """R7: a dead store costs a request at most the lookup deadline of 0.5 s."""
     node, server, hashes = pair
     with hung(node) if fate == "hung" else contextlib.nullcontext():
         if fate == "killed":
@@ -87,13 +88,10 @@ def test_a_request_goes_on_without_the_store(
 
 
 @pytest.mark.parametrize("fate", ["killed", "hung", "forgets"])
-def test_a_page_that_was_found_and_can_not_be_read(
+def test_page_lost_between_lookup_and_load_discards_the_load(
     pair: tuple[NodeProcess, Any, list[int]], fate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between lookup and load.
-
-    The whole load is thrown away, and the request has what was in memory.
-    """
+    """The whole load is discarded, and the request gets only the pages that were in memory."""
     node, server, hashes = pair
     with contextlib.ExitStack() as until_the_end:
         allocate = server.client.allocate_pages
@@ -121,7 +119,7 @@ def test_a_page_that_was_found_and_can_not_be_read(
 
 
 @pytest.mark.parametrize("fate", ["killed", "hung"])
-def test_the_writer_goes_on_without_the_store(
+def test_writer_continues_without_the_store(
     pair: tuple[NodeProcess, Any, list[int]], fate: str
 ) -> None:
     node, server, _ = pair
@@ -137,11 +135,12 @@ def test_the_writer_goes_on_without_the_store(
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
-def test_pages_that_a_hung_store_was_to_get_are_stored_as_they_were_or_not_at_all(
+def test_save_to_hung_node_stores_original_bytes_or_nothing(
     start_node: Make, make_server: Make, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node hangs between the writer's question and its pages; LightLLM reuses them when it is
-    told to.
+    """The node hangs after the writer's lookup and before it gets the pages.
+
+    LightLLM reuses the pages once the save has released them; the store must not get the new bytes.
     """
     monkeypatch.setenv("KVSTORE_WIRE", wire)
     monkeypatch.setenv("KVSTORE_AGENT_SAVE_TIMEOUT_S", "3")
@@ -167,7 +166,7 @@ def test_pages_that_a_hung_store_was_to_get_are_stored_as_they_were_or_not_at_al
     server.settle()
     with Client(ClientConfig(address=node.address)) as client:
         client.node_status(timeout_s=10)
-    time.sleep(0.3)  # for what the node still had in its sockets
+    time.sleep(0.3)  # for data still in the node's sockets
     reader = make_server(node.address)
     found = reader.service.query(hashes)
     rows = torch.arange(8, dtype=torch.int32)
@@ -180,12 +179,10 @@ def test_pages_that_a_hung_store_was_to_get_are_stored_as_they_were_or_not_at_al
 
 
 @pytest.mark.parametrize("mode", ["r", "w"])
-def test_after_an_abort_the_pages_belong_to_the_engine(
+def test_aborted_job_leaves_pages_to_the_engine(
     pair: tuple[NodeProcess, Any, list[int]], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node hangs when the job has just begun, and lives again when the engine has reused its
-    pages.
-    """
+    """The node hangs as the job starts and resumes after the engine has reused the pages."""
     node, server, hashes = pair
     agent = server.service.pages._agent
     new, rows = server.hashes(7, 6), torch.arange(6, dtype=torch.int32)
@@ -210,7 +207,7 @@ def test_after_an_abort_the_pages_belong_to_the_engine(
     while not all(server.service.query(hashes)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    if any(server.service.query(new)):  # what left before the abort is what it was
+    if any(server.service.query(new)):  # pages saved before the abort have their original bytes
         monkeypatch.undo()
         read = server.service.create(hash_128s=new, kv_page_indexer=rows, mode="r")
         server.settle()
@@ -218,10 +215,10 @@ def test_after_an_abort_the_pages_belong_to_the_engine(
         assert not (server.memory[0] == POISON).all()
 
 
-def test_a_load_of_which_nothing_is_there_is_no_success(
+def test_load_of_absent_pages_fails(
     pair: tuple[NodeProcess, Any, list[int]],
 ) -> None:
-    """LightLLM takes an empty list of states for one."""
+    """LightLLM takes an empty list of states for a success, so each page gets a state."""
     _, server, _ = pair
     absent = server.hashes(8, 3)
     task = server.service.create(
@@ -232,12 +229,10 @@ def test_a_load_of_which_nothing_is_there_is_no_success(
     assert not server.worker.load_pages(absent, [0, 1, 2], 0)
 
 
-def test_the_writer_thread_outlives_restarts_of_the_node(
+def test_writer_thread_survives_node_restarts(
     start_node: Make, make_server: Make, tmp_path: Path
 ) -> None:
-    """R11: pages on disk hit again, and new ones are stored, without anything being done
-    about it.
-    """
+    """R11: after a restart, without intervention, pages on disk hit and new ones are stored."""
     flags = ("--data-dir", str(tmp_path / "data"), "--disk-bytes", "256MiB")
     node = start_node(*flags)
     ports = ("--port", node.address.rpartition(":")[2], "--bulk-port", str(node.bulk_port))
@@ -262,7 +257,7 @@ def test_the_writer_thread_outlives_restarts_of_the_node(
     with Client(ClientConfig(address=node.address)) as client:
         client.flush()
     node.kill()
-    write(2)  # nobody is there to take it
+    write(2)  # lost: no node is running
     wait(lambda: server.references() == 0)
     assert server.service.query(stored[1][0]) == [False] * 4
     start_node(*flags, *ports)
@@ -279,10 +274,10 @@ def test_the_writer_thread_outlives_restarts_of_the_node(
         reader.release(given)
 
 
-def test_a_damaged_page_is_not_read(
+def test_damaged_page_is_not_loaded(
     start_node: Make, make_server: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its checksum is compared before a byte of it reaches LightLLM's memory."""
+    """The checksum is verified before any byte reaches LightLLM's memory."""
     monkeypatch.setenv("KVSTORE_WIRE", "shm")
     node = start_node()
     server = make_server(node.address)
@@ -300,7 +295,7 @@ def test_a_damaged_page_is_not_read(
     given = reader.match(hashes)
     assert (given, reader.loaded_tokens) == ([], 0)
     assert reader.references() == 0
-    # The node has dropped it
+    # The node has dropped the page.
     assert server.service.query(hashes) == [
         True,
         True,

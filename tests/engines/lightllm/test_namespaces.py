@@ -1,5 +1,6 @@
-"""R1, R2, R3: servers whose pages are not interchangeable do not see each other's, though
-LightLLM's hashes of a prompt are the same for all of them.
+"""R1, R2, R3: servers with incompatible pages never share them.
+
+LightLLM's hashes of a prompt are the same on all servers.
 """
 
 import json
@@ -16,7 +17,7 @@ Make = Callable[..., Any]
 
 
 def gets(server: Any, hashes: list[int]) -> int:
-    """Pages that a request with this prompt is given."""
+    """Return how many pages a request with this prompt is given."""
     given = server.match(hashes)
     server.release(given)
     assert server.references() == 0
@@ -35,7 +36,7 @@ def gets(server: Any, hashes: list[int]) -> int:
     ],
     ids=str,
 )
-def test_r01_servers_that_differ_in_what_bytes_mean_never_share(
+def test_r01_servers_with_different_formats_never_share(
     node: NodeProcess, make_server: Make, changed: dict[str, Any]
 ) -> None:
     first = make_server(node.address)
@@ -58,7 +59,7 @@ def test_r01_kinds_of_pages_never_share(node: NodeProcess, make_server: Make) ->
     assert [gets(make_server(node.address, kind), hashes) for kind in kinds] == [2] * 4
 
 
-def test_tensor_parallel_sizes_share_but_for_hybrid_models(
+def test_tensor_parallel_sizes_share_except_hybrid_models(
     node: NodeProcess, make_server: Make
 ) -> None:
     for kind, shared in (("bf16", 3), ("hybrid", 0)):
@@ -69,7 +70,7 @@ def test_tensor_parallel_sizes_share_but_for_hybrid_models(
         assert gets(make_server(node.address, kind, tp=4), hashes) == shared
 
 
-def test_r01_static_fp8_scales_count_by_their_content(
+def test_r01_static_fp8_scales_are_compared_by_content(
     node: NodeProcess, make_server: Make, tmp_path: Path
 ) -> None:
     def server(name: str, scale: float) -> Any:

@@ -1,10 +1,10 @@
-"""Random requests on two of LightLLM's servers with small pools, while pages vanish between lookup
-and load or are damaged, saves fail, requests end early and the store hangs.
+"""Random requests on two of LightLLM's servers with small pools, under faults.
 
-A page's bytes follow from its hash. A server computes over the pages that it was given as an engine
-would: of a prefix that is wrong, all that follows is wrong. Every page that a request is given and
-every stored page is compared, a fresh server reads all of them, and no reference is left over.
-SEEDS=1000 runs longer, KVSTORE_SEED names the first seed.
+Pages vanish between lookup and load or are damaged, saves fail, requests end early and the node
+hangs. A page's bytes follow from its hash. As in an engine, a page computed after a wrong prefix is
+wrong as well. The test compares every page given to a request and every stored page, lets a fresh
+server read all of them, and checks that no reference leaks. SEEDS=1000 runs longer; KVSTORE_SEED
+sets the first seed.
 """
 
 import collections
@@ -27,7 +27,7 @@ from kvstore.tools.node_process import NodeProcess
 
 Make = Callable[..., Any]
 REQUESTS, WRITER_TURN = 40, 0.4
-QUEUE_GROUPS_MAX = 5  # prompts of eight pages that wait for the writer of a pool of 24
+QUEUE_GROUPS_MAX = 5  # queued prompts of eight pages; the pool has 24 pages
 HASTY = {"LOOKUP": "0.3", "LOAD": "0.5", "SAVE": "0.5"}
 KINDS = ["bf16", "int8", "mla"]
 
@@ -39,9 +39,7 @@ def truth(key: int, nbytes: int) -> torch.Tensor:
 
 
 class Storm:
-    """Two servers, one after the other at the hands of a rank: requests that are computed, and
-    their writers.
-    """
+    """Send requests to several servers, compute their missing pages and run their writers."""
 
     def __init__(self, servers: list[Any], rng: random.Random) -> None:
         self.servers, self.rng = servers, rng
@@ -58,13 +56,11 @@ class Storm:
         return self._truth[key]
 
     def prompt(self, server: Any) -> list[int]:
-        """Return the hashes of one of few prompts, or of a part of it: requests share prefixes."""
+        """Return the hashes of one of a few prompts or of a part of it, to share prefixes."""
         return list(server.hashes(self.rng.randrange(1, 5), self.rng.randrange(1, 9)))
 
     def request(self, server: Any, hashes: list[int]) -> None:
-        """Match a request as LightLLM does, look at what it was given, compute the rest, or end
-        early.
-        """
+        """Match a request as LightLLM does, check its pages, and compute the rest or end early."""
         self.hashes.update(hashes)
         given = server.match(hashes)
         self.look(server, hashes, given)
@@ -79,10 +75,8 @@ class Storm:
                 self.wrong.append(f"a request was given a wrong page {page} for {key:x}")
 
     def offload(self, server: Any, hashes: list[int], slow: bool) -> None:
-        """What ranks do with a computed prompt; the pages are LOADING for as long as the copy
-        takes.
-        """
-        # LightLLM's queue raises when it is full, its lock taken
+        """Fill and queue a prompt's pages as ranks do; they are LOADING during the copy."""
+        # LightLLM raises with its lock held when its queue is full.
         if self._queued[server] == QUEUE_GROUPS_MAX:
             self.persist(server)
         self._queued[server] += 1
@@ -106,9 +100,7 @@ class Storm:
         self._queued[server] = 0
 
     def together(self, server: Any) -> None:
-        """Requests of one prompt at the same time: the later ones are given pages that are still
-        being loaded.
-        """
+        """Send one prompt in several requests at once; later ones get pages still being loaded."""
         hashes = server.hashes(self.rng.randrange(1, 5), 8)
         self.hashes.update(hashes)
         found: list[list[int]] = []
@@ -125,7 +117,7 @@ class Storm:
             server.release(given)
 
     def forget(self, server: Any) -> None:
-        """Other prompts take all pages of the pool that nobody references; they are not stored."""
+        """Let another prompt, which is not saved, evict all unreferenced pages of the pool."""
         pages = server.locked(
             server.client.allocate_pages, hash_keys=server.hashes(99, 24), disk_offload_enable=True
         )
@@ -170,14 +162,14 @@ def disturb(storm: Storm, node: NodeProcess, server: Any) -> None:
 
 
 def wrong_pages(storm: Storm, address: str) -> tuple[int, list[str]]:
-    """Return how many pages are stored, and those that are not what their keys demand."""
+    """Return the number of stored pages and the names of those with wrong bytes."""
     keys = {key.to_bytes(16, "big"): key for key in storm.hashes}
     with Client(ClientConfig(address=address, timeout_s=20.0)) as client:
         namespace = storm.servers[0].service.namespace
         names = [page.prefix_hash for page in client.list_pages(namespace)]
         buffers = [bytearray(namespace.layout.page_nbytes) for _ in names]
         there = client.get(namespace, names, buffers) if names else []
-    # Some are damaged
+    # Damaged pages are misses.
     pages = [(name, page) for name, page, hit in zip(names, buffers, there, strict=True) if hit]
     return len(pages), [
         name.hex()
@@ -187,7 +179,7 @@ def wrong_pages(storm: Storm, address: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("storm_seed", storm_seeds(3))
-def test_whatever_a_storm_leaves_in_the_store_is_right(
+def test_stored_pages_after_a_storm_are_correct(
     storm_node: NodeProcess,
     make_server: Make,
     faults: ClientFaults,
@@ -220,7 +212,7 @@ def test_whatever_a_storm_leaves_in_the_store_is_right(
     assert sum(faults.struck.values()) > faults.struck["none"]
     assert wrong_pages(storm, storm_node.address)[1] == []
 
-    # What is missing is stored by one server, and all of it is read by another one.
+    # One server saves the missing pages, then another one reads all of them.
     for _ in range(2):
         fresh = make_server(storm_node.address, kind)
         storm.loaded_pages = 0

@@ -1,4 +1,4 @@
-"""A node for LMCache's adapters, and the adapters as LMCache itself makes them from JSON."""
+"""Fixtures for LMCache's adapters: a node, and adapters that LMCache itself makes from JSON."""
 
 import hashlib
 import json
@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-os.environ["LMCACHE_TRACK_USAGE"] = "false"  # it would report every start to its makers
+os.environ["LMCACHE_TRACK_USAGE"] = "false"  # it would report every start to LMCache's authors
 
 import torch
 
-with warnings.catch_warnings():  # LMCache and what it imports are not ours to mend
+with warnings.catch_warnings():  # from LMCache and its imports
     warnings.simplefilter("ignore")
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
     from lmcache.v1.distributed.l2_adapters import create_l2_adapter
@@ -37,20 +37,20 @@ ROOT = Path(__file__).parents[3]
 SUITE = Path(sys.prefix) / "lmcache_sdist"
 WAIT_S = 30.0
 FORMS = ("native_plugin", "plugin")
-RANK = 0x01000100  # of one worker
-# What a server with its L1 of 1 GiB, its bench, a run of LMCache's own suite and two nodes take
-# together.
+RANK = 0x01000100  # the rank of a single worker
+# The memory used by a server with an L1 of 1 GiB, its bench, a run of LMCache's test suite and two
+# nodes together.
 MEMORY_NBYTES = 5 << 30
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    warnings.simplefilter("default")  # of plugins that LMCache's own tests need
+    warnings.simplefilter("default")  # plugins of LMCache's own tests warn
     config.addinivalue_line("filterwarnings", "default")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """End the run at once where its processes would be killed for want of memory."""
+    """End the run early if there is too little memory, instead of having processes killed."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     available = int(found[1]) << 10 if found else MEMORY_NBYTES
     if available < MEMORY_NBYTES and os.environ.get("KVSTORE_LMCACHE_MEMORY") != "ignore":
@@ -79,7 +79,7 @@ def start() -> Callable[..., NodeProcess]:
 
 @pytest.fixture
 def unused_address() -> Iterator[str]:
-    """Of a port that refuses connections: bound, not listening."""
+    """Return an address that refuses connections: its port is bound but does not listen."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{sock.getsockname()[1]}"
@@ -93,9 +93,9 @@ def form(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def spec() -> Callable[..., dict[str, Any]]:
-    """`spec(form, address, **params)`: what stands behind --l2-adapter.
+    """Return `spec(form, address, **params)`, which makes the JSON for --l2-adapter.
 
-    Another namespace each time, and the longest deadlines for a busy machine, unless told.
+    By default each spec has its own namespace and the longest allowed deadlines, for busy machines.
     """
 
     def make(form: str, address: str, **params: Any) -> dict[str, Any]:
@@ -121,9 +121,7 @@ def spec() -> Callable[..., dict[str, Any]]:
 
 
 class Driver:
-    """An adapter with its polls: every call waits for its own event, as LMCache's
-    controllers do.
-    """
+    """Drive an adapter as LMCache's controllers do: each call waits on its event descriptor."""
 
     def __init__(self, adapter: Any) -> None:
         self.adapter = adapter
@@ -172,7 +170,7 @@ class Driver:
 
 @pytest.fixture
 def open_adapter() -> Iterator[Callable[[dict[str, Any]], Driver]]:
-    """Makes an adapter as `lmcache server --l2-adapter JSON` does."""
+    """Return a function that makes an adapter as `lmcache server --l2-adapter JSON` does."""
     adapters: list[Any] = []
 
     def make(spec: dict[str, Any]) -> Driver:
@@ -210,7 +208,7 @@ def keys_of() -> Callable[..., list[ObjectKey]]:
 
 @pytest.fixture
 def objects_of() -> Callable[..., list[TensorMemoryObj]]:
-    """Objects in a buffer of their own, filled with random bytes or with zeros."""
+    """Return a function that makes objects in one buffer, filled with random bytes or zeros."""
 
     def make(
         count: int, shape: tuple[int, ...] = (2, 3, 64), dtype: Any = None, fill: bool = True
@@ -241,7 +239,7 @@ def objects_of() -> Callable[..., list[TensorMemoryObj]]:
 
 @pytest.fixture
 def environment() -> dict[str, str]:
-    """For processes that load our adapters."""
+    """Return the environment of processes that load our adapters."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, "LMCACHE_TRACK_USAGE": "false"}
 
@@ -250,7 +248,7 @@ def environment() -> dict[str, str]:
 def lmcache(
     tmp_path: Path, environment: dict[str, str]
 ) -> Callable[..., "subprocess.CompletedProcess[str]"]:
-    """Runs `lmcache ...` in a process of its own."""
+    """Return a function that runs `lmcache ...` in a process of its own."""
 
     def run(*arguments: str, timeout_s: float = 180.0) -> "subprocess.CompletedProcess[str]":
         command = [str(Path(sys.prefix) / "bin" / "lmcache"), *arguments]
@@ -269,7 +267,7 @@ def lmcache(
 
 @pytest.fixture(scope="session")
 def upstream(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """LMCache's own tests, out of its source distribution that install.sh fetched."""
+    """Extract LMCache's own tests from the source distribution fetched by install.sh."""
     found = sorted(SUITE.glob("lmcache-*.tar.gz"))
     assert found, f"no source distribution in {SUITE}; run tests/engines/lmcache/install.sh"
     folder = tmp_path_factory.mktemp("upstream")

@@ -1,6 +1,4 @@
-"""`lmcache bench l2` with its verification on, with LMCache's own faults injected, and its smoke
-test.
-"""
+"""`lmcache bench l2` with verification and with LMCache's fault injection, and its smoke test."""
 
 import importlib.util
 import json
@@ -24,8 +22,8 @@ SETTINGS = (
     "--lookup-max-hit-rate",
     "1",
 )
-KEYS = 2 * 16 * 2  # of the rounds that count
-# The module of the smoke test: 0.5.7 moved it.
+KEYS = 2 * 16 * 2  # rounds, keys per round, requests in flight
+# The module of the smoke test, which moved in LMCache 0.5.7.
 SMOKE_TEST = (
     "lmcache.v1.basic_check"
     if importlib.util.find_spec("lmcache.v1.basic_check")
@@ -36,7 +34,7 @@ SMOKE_TEST = (
 def bench(
     lmcache: Any, folder: Path, adapter: dict[str, Any], *settings: str
 ) -> dict[str, dict[str, Any]]:
-    """What the bench measured of each operation."""
+    """Return what the bench measured, per operation."""
     report = folder / "report.json"
     command = ["bench", "l2", "--l2-adapter", json.dumps(adapter), *SETTINGS, *settings]
     done = lmcache(*command, "--format", "json", "--output", str(report))
@@ -45,7 +43,7 @@ def bench(
     return {value["operation"]: value for name, value in metrics.items() if name.startswith("op_")}
 
 
-def test_every_key_comes_back_verified(
+def test_bench_verifies_every_key(
     form: str,
     spec: Callable[..., dict[str, Any]],
     lmcache: Any,
@@ -58,7 +56,7 @@ def test_every_key_comes_back_verified(
     } == dict.fromkeys(("Store", "Lookup", "Load"), (KEYS, 0))
 
 
-def test_injected_faults_cost_those_loads_and_nothing_else(
+def test_injected_faults_fail_only_their_loads(
     form: str,
     spec: Callable[..., dict[str, Any]],
     lmcache: Any,
@@ -77,7 +75,7 @@ def test_injected_faults_cost_those_loads_and_nothing_else(
     assert all(value["rounds_timed_out"] == 0 for value in found.values())
 
 
-def test_the_smoke_test_of_lmcache(
+def test_lmcache_smoke_test_passes(
     form: str,
     spec: Callable[..., dict[str, Any]],
     shared_node: NodeProcess,

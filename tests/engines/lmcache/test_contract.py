@@ -1,4 +1,4 @@
-"""LMCache's own tests of an L2 adapter, re-pointed at ours."""
+"""LMCache's own tests of an L2 adapter, run on our adapters."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from kvstore.tools.node_process import NodeProcess
 
 HERE = Path(__file__).parent
 SUITE = "tests/v1/distributed"
-# What our assumptions about LMCache stand on; they fail when a version of it changes them.
+# LMCache's tests of behavior that our adapters rely on; they fail if a new version changes it.
 GUARDS = (
     f"{SUITE}/test_native_connector_l2_adapter.py",
     f"{SUITE}/test_l2_adapter_base.py",
@@ -24,7 +24,7 @@ GUARDS = (
     "tests/v1/multiprocess/test_token_hasher.py",
 )
 CAPACITY = {"max_capacity_gb": 0.001}
-PEAK_MIB_MAX = 2048  # of a run of the suite; with LMCache's session-wide allocator it was 6,200
+PEAK_MIB_MAX = 2048  # for one run; with LMCache's session-wide allocator it was 6,200
 
 
 def run_suite(folder: Path, environment: dict[str, str], *arguments: str) -> str:
@@ -56,34 +56,34 @@ def run_suite(folder: Path, environment: dict[str, str], *arguments: str) -> str
     return done.stdout
 
 
-def test_the_contract_suite_passes(
+def test_contract_suite_passes(
     form: str,
     upstream: Path,
     spec: Callable[..., dict[str, Any]],
     environment: dict[str, str],
     shared_node: NodeProcess,
 ) -> None:
-    """All but the test of the mock's own timing.
+    """Run all tests but the one of the mock's own timing.
 
-    The suite wants to see a capacity in use.
+    The suite expects a capacity to be set.
     """
     shutil.copy(HERE / "upstream_adapter.py", upstream / SUITE / "test_kvstore_adapter.py")
     adapter = spec(form, shared_node.address)
     (adapter if form == "native_plugin" else adapter["adapter_params"]).update(CAPACITY)
-    said = run_suite(
+    output = run_suite(
         upstream,
         environment | {"KVSTORE_TEST_FORM": form, "KVSTORE_TEST_SPEC": json.dumps(adapter)},
         f"{SUITE}/test_kvstore_adapter.py",
         "--deselect",
         f"{SUITE}/test_kvstore_adapter.py::TestBandwidthSimulation::test_store_completion_is_delayed_by_bandwidth",
     )
-    counted = re.search(r"(\d+) passed(, 1 deselected)?", said)
+    counted = re.search(r"(\d+) passed(, 1 deselected)?", output)
     assert counted is not None
-    assert counted[1] == "43", said[-500:]
+    assert counted[1] == "43", output[-500:]
 
 
 @pytest.mark.parametrize("path", GUARDS, ids=lambda path: Path(path).stem)
-def test_lmcache_still_is_what_we_take_it_for(
+def test_lmcache_behavior_is_unchanged(
     path: str, upstream: Path, environment: dict[str, str]
 ) -> None:
     assert " passed" in run_suite(upstream, environment, path)

@@ -1,4 +1,4 @@
-"""What LMCache's own hash covers: claims of docs/identity.md."""
+"""What LMCache's own hash covers, as docs/identity.md states."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ CHUNK = 16
 
 
 def chunks(identifier: str) -> list[bytes]:
-    """Of a prompt of four chunks, whose second one is an image that vLLM calls so."""
+    """Return the hashes of a prompt of four chunks, the second an image with this identifier."""
     tokens = torch.arange(4 * CHUNK)
     apply_mm_hashes_to_token_ids(
         tokens, [identifier], [SimpleNamespace(offset=CHUNK, length=CHUNK)]
@@ -18,8 +18,8 @@ def chunks(identifier: str) -> list[bytes]:
     return list(TokenHasher(CHUNK).compute_chunk_hashes(tokens.tolist()))
 
 
-def test_an_image_is_in_the_hash_by_its_identifier() -> None:
-    """By vLLM's, which is a hash of its content, unless vLLM runs without both of its caches."""
+def test_chunk_hash_covers_image_identifier() -> None:
+    """The identifier is vLLM's content hash, unless vLLM runs without both of its caches."""
     one, two = chunks("ab" * 32), chunks("cd" * 32)
     assert one == chunks("ab" * 32)
     assert one[0] == two[0]

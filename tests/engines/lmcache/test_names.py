@@ -1,5 +1,6 @@
-"""R1, R2 and R3 on LMCache's own keys and objects: whoever differs in anything never hits; whoever
-is the same does. And the listing, the status and the options.
+"""R1, R2 and R3 on LMCache's keys and objects: any difference misses, an identical key hits.
+
+Also the listing, the status and the options.
 """
 
 import json
@@ -22,7 +23,9 @@ def loaded(driver: Any, keys: Any, objects_of: Any, **kind: Any) -> list[bool]:
     targets = objects_of(len(keys), fill=False, **kind)
     hits: list[bool] = driver.load(keys, targets)
     for hit, target in zip(hits, targets, strict=True):
-        assert hit or not target.raw_data.view(torch.uint8).any(), "a view of a miss was written"
+        assert hit or not target.raw_data.view(torch.uint8).any(), (
+            "the buffer of a miss was written"
+        )
     return hits
 
 
@@ -50,7 +53,7 @@ def test_other_weights_and_tenants_never_hit(
     stranger = open_adapter(spec(form, shared_node.address, **ours | other))
     keys = keys_of(3)
     assert one.store(keys, objects_of(3)).is_successful()
-    time.sleep(FIRST_S)  # so seldom do lookups ask the node what others stored
+    time.sleep(FIRST_S)  # lookups ask the node for new objects only this often
     assert same.lookup(keys) == loaded(same, keys, objects_of) == [True] * 3
     assert stranger.lookup(keys) == loaded(stranger, keys, objects_of) == [False] * 3
 
@@ -74,17 +77,17 @@ def test_keys_that_differ_never_hit(driver: Any, other: Any, keys_of: Any, objec
     assert driver.lookup(keys) == loaded(driver, keys, objects_of) == [True] * 2
 
 
-def test_two_dtypes_of_one_width_never_hit(
+def test_dtypes_of_equal_width_never_hit(
     spec: Callable[..., dict[str, Any]],
     open_adapter: Any,
     shared_node: NodeProcess,
     keys_of: Any,
     objects_of: Any,
 ) -> None:
-    """`plugin`: the dtype comes with every call.
+    """The dtype is part of the key.
 
-    Both: the option kv_format says it, and what no dtype does: fp8 has two kinds, and vLLM shows
-    bytes for either.
+    With `plugin` each call passes the dtype. Both forms take it from the option kv_format, which
+    also tells the two kinds of fp8 apart; vLLM shows either as bytes.
     """
     keys = keys_of(2)
     driver = open_adapter(spec("plugin", shared_node.address))
@@ -102,15 +105,15 @@ def test_two_dtypes_of_one_width_never_hit(
         assert other.lookup(keys) == loaded(other, keys, objects_of) == [False] * 2
 
 
-def test_another_length_is_a_miss(driver: Any, keys_of: Any, objects_of: Any) -> None:
+def test_object_of_another_length_is_a_miss(driver: Any, keys_of: Any, objects_of: Any) -> None:
     keys = keys_of(2)
     assert driver.store(keys, objects_of(2)).is_successful()
     for shape in ((2, 3, 63), (2, 3, 65)):
         assert loaded(driver, keys, objects_of, shape=shape) == [False] * 2
 
 
-def test_bytes_come_back_as_they_were(driver: Any, keys_of: Any, objects_of: Any) -> None:
-    """With holes, and every byte at its place: the bench fills its objects with one constant."""
+def test_bytes_round_trip_with_holes(driver: Any, keys_of: Any, objects_of: Any) -> None:
+    """Each byte keeps its position; the bench can not show that, as its objects are constant."""
     keys, sources = keys_of(9), objects_of(9)
     assert driver.store(keys[::2], sources[::2]).is_successful()
     targets = objects_of(9, fill=False)
@@ -120,7 +123,7 @@ def test_bytes_come_back_as_they_were(driver: Any, keys_of: Any, objects_of: Any
     driver.adapter.submit_unlock(keys)
 
 
-def test_the_node_says_what_is_there(
+def test_list_l2_keys_returns_own_keys_in_pages(
     spec: Callable[..., dict[str, Any]],
     open_adapter: Any,
     shared_node: NodeProcess,
@@ -147,13 +150,15 @@ def test_the_node_says_what_is_there(
     of_model = driver.adapter.list_l2_keys(model_name="n").entries
     assert {entry.key.to_object_key() for entry in of_model} == set(keys[7:])
     for wrong in ({"page_size": 0}, {"cursor": "what"}, {"cursor": "1.2.3"}):
-        with pytest.raises(ValueError):  # noqa: PT011 -- as LMCache has it
+        with pytest.raises(ValueError):  # noqa: PT011 -- LMCache's own choice
             driver.adapter.list_l2_keys(**wrong)
     driver.adapter.delete(keys[:3])
     assert len(driver.adapter.list_l2_keys().entries) == 7
 
 
-def test_the_status_is_the_nodes_own(driver: Any, form: str, keys_of: Any, objects_of: Any) -> None:
+def test_status_reports_the_nodes_status(
+    driver: Any, form: str, keys_of: Any, objects_of: Any
+) -> None:
     driver.store(keys_of(2), objects_of(2))
     status = driver.adapter.report_status()
     assert status["is_healthy"]
@@ -178,7 +183,7 @@ def test_the_status_is_the_nodes_own(driver: Any, form: str, keys_of: Any, objec
         ("plugin", {"max_capacity_gb": "much"}, "max_capacity_gb='much'"),
     ],
 )
-def test_a_wrong_option_ends_the_start(
+def test_wrong_option_fails_the_start(
     form: str,
     params: Any,
     message: str,
@@ -190,7 +195,7 @@ def test_a_wrong_option_ends_the_start(
         open_adapter(spec(form, unused_address, **params))
 
 
-def test_a_node_that_is_not_there_is_a_miss(
+def test_unreachable_node_is_a_miss(
     form: str,
     spec: Callable[..., dict[str, Any]],
     open_adapter: Any,

@@ -1,5 +1,5 @@
-"""R5, R7 and R11 on LMCache's own wrappers: a node that hangs, dies, comes back or gives back other
-bytes; late answers; and close.
+"""R5, R7 and R11 on LMCache's own wrappers: a node that hangs, is killed, restarts or returns
+damaged bytes; late answers; and close.
 """
 
 import os
@@ -23,9 +23,7 @@ TIMES = {
     "save_timeout_s": 0.8,
     "backoff_s_max": 0.5,
 }
-SLACK_S = (
-    10.0  # for a machine that is busy; without a deadline none of these calls would ever return
-)
+SLACK_S = 10.0  # for a busy machine; without a deadline none of these calls would ever return
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
@@ -38,11 +36,11 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 def eventually(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 60.0
     while not condition():
-        assert time.monotonic() < end, "it did not come back"
+        assert time.monotonic() < end, "the node did not recover"
         time.sleep(0.1)
 
 
-def test_a_hung_node_is_a_miss_in_time_and_forgotten_when_it_goes_on(
+def test_hung_node_is_a_miss_in_time_and_hits_after_resuming(
     form: str,
     node: NodeProcess,
     spec: Callable[..., dict[str, Any]],
@@ -69,7 +67,7 @@ def test_a_hung_node_is_a_miss_in_time_and_forgotten_when_it_goes_on(
         assert bytes(source.byte_array) == bytes(target.byte_array)
 
 
-def test_a_killed_node_is_a_miss_and_used_again_when_it_is_back(
+def test_killed_node_is_a_miss_and_hits_after_restart(
     form: str,
     spec: Callable[..., dict[str, Any]],
     open_adapter: Any,
@@ -78,7 +76,7 @@ def test_a_killed_node_is_a_miss_and_used_again_when_it_is_back(
     keys_of: Any,
     objects_of: Any,
 ) -> None:
-    """With a disk its objects are back, too."""
+    """The node has a disk, so its objects hit again after the restart."""
     flags = ("--ram-bytes", "64MiB", "--extent-bytes", "16MiB", "--data-dir", str(tmp_path))
     keys, sources = keys_of(4), objects_of(4)
     with start(*flags) as node:
@@ -102,7 +100,7 @@ def test_a_killed_node_is_a_miss_and_used_again_when_it_is_back(
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_a_flipped_byte_is_a_miss(
+def test_flipped_byte_is_a_miss(
     form: str,
     wire: str,
     spec: Callable[..., dict[str, Any]],
@@ -111,7 +109,7 @@ def test_a_flipped_byte_is_a_miss(
     keys_of: Any,
     objects_of: Any,
 ) -> None:
-    """In the node's memory, behind everybody's back."""
+    """The byte is flipped directly in the node's memory."""
     driver = open_adapter(spec(form, shared_node.address, wire=wire))
     keys, sources = keys_of(3), objects_of(3)
     assert driver.store(keys, sources).is_successful()
@@ -134,7 +132,7 @@ def test_a_flipped_byte_is_a_miss(
     assert driver.lookup(keys) == [True, False, True]
 
 
-def test_close_ends_what_is_under_way(
+def test_close_ends_pending_calls(
     form: str,
     node: NodeProcess,
     spec: Callable[..., dict[str, Any]],
@@ -142,7 +140,7 @@ def test_close_ends_what_is_under_way(
     keys_of: Any,
     objects_of: Any,
 ) -> None:
-    """As at SIGTERM: calls are pending, the node hangs, and the buffers go right after close."""
+    """As at SIGTERM, calls are pending, the node hangs, and buffers are freed after close."""
     driver = open_adapter(spec(form, node.address, **TIMES))
     keys, sources = keys_of(4), objects_of(4)
     assert driver.store(keys, sources).is_successful()
@@ -164,7 +162,7 @@ def test_close_ends_what_is_under_way(
     assert not any(target.raw_data.view(torch.uint8).any() for target in targets)
 
 
-def test_submitting_never_waits(
+def test_submit_never_blocks(
     form: str,
     node: NodeProcess,
     spec: Callable[..., dict[str, Any]],
@@ -172,7 +170,7 @@ def test_submitting_never_waits(
     keys_of: Any,
     objects_of: Any,
 ) -> None:
-    """LMCache submits under its own lock."""
+    """LMCache submits while it holds a lock."""
     driver = open_adapter(spec(form, node.address, **TIMES))
     driver.store(keys_of(1), objects_of(1))
     keys, sources = keys_of(512), objects_of(512, shape=(64,))
@@ -182,7 +180,7 @@ def test_submitting_never_waits(
         for _ in range(4):
             driver.adapter.submit_store_task(keys, sources)
             driver.adapter.submit_lookup_and_lock_task(keys, {})
-        # Eight that waited for their deadlines would take 4.8 s
+        # Eight submissions that waited for their deadlines would take 4.8 s.
         assert time.monotonic() - start < 4.5
     finally:
         os.kill(node.pid, signal.SIGCONT)

@@ -1,5 +1,7 @@
-"""`lmcache server` end to end without a GPU: its CPU bench stores, its L1 is cleared, and the same
-requests come back from the node with the checksums that they had.
+"""`lmcache server` end to end without a GPU.
+
+Its CPU bench stores, its L1 is cleared, and the same requests load from the node with the same
+checksums.
 """
 
 import importlib.util
@@ -42,7 +44,7 @@ RANDOM_BLOCKS = (
 
 
 class Server:
-    """A server on free ports, and its CPU bench as a process of its own."""
+    """Run a server on free ports, and its CPU bench in a process of its own."""
 
     def __init__(self, adapter: dict[str, Any], environment: dict[str, str], folder: Path) -> None:
         self._folder, self._environment = folder, environment
@@ -50,13 +52,13 @@ class Server:
         self.port, self.http_port = free_ports(2)
         ports = ("--port", str(self.port), "--http-port", str(self.http_port))
         memory = ("--l1-size-gb", "1", "--l1-init-size-gb", "1", "--eviction-policy", "LRU")
-        self.said = (folder / "server.log").open("w+")
+        self.log_file = (folder / "server.log").open("w+")
         command = [self._program, "server", *ports, *memory, "--l2-adapter", json.dumps(adapter)]
         self.process = subprocess.Popen(
             command,
             cwd=folder,
             env=environment,
-            stdout=self.said,
+            stdout=self.log_file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -67,7 +69,7 @@ class Server:
             time.sleep(0.2)
 
     def log(self) -> str:
-        return Path(self.said.name).read_text()[-5000:]
+        return Path(self.log_file.name).read_text()[-5000:]
 
     def _healthy(self) -> bool:
         try:
@@ -108,7 +110,7 @@ class Server:
         return done.stdout + done.stderr
 
     def hits(self) -> int:
-        """Keys that lookups found in the node so far."""
+        """Return the number of keys that lookups found in the node so far."""
         found = re.findall(
             r"^\S*lookup_hit_l2_keys_total\S* ([0-9.e+]+)", self.ask("/metrics"), re.MULTILINE
         )
@@ -122,14 +124,15 @@ class Server:
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
-            self.said.close()
+            self.log_file.close()
 
 
-def checksums(said: str) -> list[tuple[str, str]]:
-    """(request, checksum) as the bench prints them, cold and warm; compared here, because its own
-    comparison overlooks what the node changed.
+def checksums(output: str) -> list[tuple[str, str]]:
+    """Return the (request, checksum) pairs that the bench printed, cold and warm.
+
+    They are compared here, since the bench's own comparison misses bytes changed by the node.
     """
-    return sorted(re.findall(r"\[seq (\S+)\] CHECKSUM: ([0-9a-f]{16})", said))
+    return sorted(re.findall(r"\[seq (\S+)\] CHECKSUM: ([0-9a-f]{16})", output))
 
 
 @pytest.fixture
@@ -153,7 +156,7 @@ def serve(
     [("native_plugin", ONE_GROUP), ("plugin", ONE_GROUP), ("plugin", TWO_RANKS)],
     ids=str,
 )
-def test_page_evicted_by_the_server_comes_back_from_the_node(
+def test_evicted_page_is_loaded_from_the_node(
     form: str,
     shape: tuple[str, ...],
     spec: Callable[..., dict[str, Any]],
@@ -174,16 +177,16 @@ def test_page_evicted_by_the_server_comes_back_from_the_node(
     assert server.hits() > before
     status = json.loads(server.ask("/status"))
     assert '"is_healthy": true' in json.dumps(status)
-    # Uvicorn ends itself with the signal that it got
+    # Uvicorn exits by the signal that it received.
     assert server.stop() in (0, -signal.SIGTERM), server.log()
 
 
-def test_a_server_whose_node_is_gone_serves_on(
+def test_server_with_a_hung_node_keeps_serving(
     spec: Callable[..., dict[str, Any]],
     serve: Callable[[dict[str, Any]], Server],
     node: NodeProcess,
 ) -> None:
-    """Its requests are misses, in time; and with the node back they are hits again."""
+    """Requests to a server whose node hangs are misses and end in time."""
     server = serve(spec("plugin", node.address, load_timeout_s=2.0, save_timeout_s=2.0))
     first = server.bench(*ONE_GROUP)
     stop(node.pid)
@@ -191,6 +194,6 @@ def test_a_server_whose_node_is_gone_serves_on(
     hung = server.bench(*ONE_GROUP)
     os.kill(node.pid, signal.SIGCONT)
     assert hung.count(f"/cold] LOOKUP: 0/{CHUNKS} ") == REQUESTS, hung[-3000:]
-    # Uvicorn ends itself with the signal that it got
+    # Uvicorn exits by the signal that it received.
     assert server.stop() in (0, -signal.SIGTERM), server.log()
     assert checksums(first)

@@ -1,5 +1,6 @@
-"""LMCache's own contract suite on an adapter of ours. test_contract.py copies this file beside the
-suite, whose package it then belongs to; everything but the two fixtures is the suite's.
+"""LMCache's own contract suite, run on an adapter of ours.
+
+test_contract.py copies this file into the suite's package. Only the two fixtures are ours.
 """
 
 import json
@@ -15,14 +16,14 @@ from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_
 from . import test_mock_l2_adapter as suite
 from .test_mock_l2_adapter import *  # noqa: F403
 
-# LMCache's wrapper of a native_plugin signals first and tells its listeners then; the suite asks
-# them at once.
+# LMCache's wrapper of a native_plugin signals before it notifies its listeners; the suite checks
+# the listeners at once.
 LISTENERS_S = 0.05 if os.environ["KVSTORE_TEST_FORM"] == "native_plugin" else 0.0
-signalled = suite.wait_for_event_fd
+wait_for_signal = suite.wait_for_event_fd
 
 
 def wait_for_event_fd(*arguments, **options):
-    found = signalled(*arguments, **options)
+    found = wait_for_signal(*arguments, **options)
     time.sleep(LISTENERS_S)
     return found
 

@@ -1,8 +1,7 @@
-"""Plugin for runs of LMCache's own tests: without the allocator of 5 GiB that its conftest makes
-for every session.
+"""A pytest plugin that runs LMCache's own tests without the 5 GiB allocator of their conftest.
 
-None of the tests that test_contract.py runs uses that allocator. LMCache's conftest leaves it out
-for tests with the mark `no_shared_allocator`. test_contract.py copies this file beside the suite.
+None of the tests that test_contract.py runs uses that allocator. LMCache's conftest skips it for
+tests with the mark `no_shared_allocator`. test_contract.py copies this file beside the suite.
 """
 
 import resource

@@ -1,6 +1,4 @@
-"""SGLang on a CPU: a stub for torchvision, the harness, and engines attached to a node
-of our own.
-"""
+"""Run SGLang on a CPU: a torchvision stub, the harness, and engines attached to a test node."""
 
 import importlib.util
 import os
@@ -18,14 +16,14 @@ from kvstore.tools.node_process import NodeProcess
 HERE = Path(__file__).parent
 if importlib.util.find_spec("torchvision") is None:
     sys.path.insert(0, str(HERE / "stubs"))
-# install.sh's ninja
+# The folder of the ninja that install.sh installs.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
-    """These tests have SGLang in their own process, those on a GPU in others.
+    """Import SGLang before the tests that run it in this process, hiding its warnings.
 
-    What it warns of is not ours.
+    The GPU tests run SGLang in other processes.
     """
     if module_path.parent == HERE:
         with warnings.catch_warnings():
@@ -45,7 +43,7 @@ def _one_rank() -> Iterator[None]:
 
     context = harness.parallel()
     context.__enter__()
-    # Builds SGLang's extension now, not within a test's deadline
+    # Build SGLang's extension now, not within a test's deadline.
     harness.hashes(list(range(16)), 16)
     yield
     context.__exit__(None, None, None)
@@ -53,7 +51,7 @@ def _one_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_node() -> Iterator[NodeProcess]:
-    """For all tests that neither stop it nor fill it; every test has weights of its own."""
+    """Start a node for all tests that neither stop nor fill it; each test has its own revision."""
     import harness
 
     with harness.start_node("--ram-bytes", "512MiB", "--extent-bytes", "16MiB") as node:
@@ -69,16 +67,18 @@ def config(shared_node: NodeProcess) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of small pools, too, are sent from there and received there, where they are
-    not mapped.
+    """Transfer pages of small pools directly between sockets and the pool too.
+
+    This applies to wires that do not map the node's memory.
     """
     monkeypatch.setattr("gpu_agent.host.slot_copies.PIECE_NBYTES_MIN", 1)
 
 
 @pytest.fixture
 def engine(config: dict[str, Any]) -> Iterator[Callable[..., Any]]:
-    """`engine(entry, ..., model="other")`: a rank with these pools and options, detached at the
-    end.
+    """Return `engine(entry, ..., model="other")`, which makes a rank with these pools and options.
+
+    The ranks are detached at the end of the test.
     """
     import harness
 

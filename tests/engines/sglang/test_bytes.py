@@ -1,6 +1,4 @@
-"""What is backed up is what is prefetched: every host layout, through the generic, the v1 and the
-v2 methods.
-"""
+"""Prefetched pages equal saved ones in every host layout, by the generic, v1 and v2 methods."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +35,7 @@ UNEQUAL = {
 
 
 def scattered(engine: Any, pages: int) -> torch.Tensor:
-    """Slots of pages that are no neighbours."""
+    """Return the slots of pages in random order."""
     order = torch.randperm(engine.host.size // engine.page)[:pages]
     return (order[:, None] * engine.page + torch.arange(engine.page)).view(-1)
 
@@ -57,14 +55,14 @@ def round_trip(writer: Any, reader: Any) -> None:
     for page, (before, now) in enumerate(
         zip(others, page_bytes(reader.host, torch.arange(reader.host.size)), strict=True)
     ):
-        assert page in touched or before == now, f"page {page} was not asked for"
+        assert page in touched or before == now, f"page {page} was not requested"
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", COPIED])
 @pytest.mark.parametrize("writes", [0, 1])
 @pytest.mark.parametrize("reads", [0, 1])
 @pytest.mark.parametrize("pool", POOLS)
-def test_pages_come_back_through_both_interfaces(
+def test_round_trip_through_both_interfaces(
     engine: Make, pool: str, writes: int, reads: int, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if wire == COPIED:
@@ -76,11 +74,11 @@ def test_pages_come_back_through_both_interfaces(
 
 
 @pytest.mark.parametrize("pool", UNEQUAL)
-def test_k_and_v_of_different_dims_come_back(engine: Make, pool: str) -> None:
+def test_round_trip_of_different_k_and_v_dims(engine: Make, pool: str) -> None:
     round_trip(engine(UNEQUAL[pool]()), engine(UNEQUAL[pool]()))
 
 
-def test_a_batch_of_many_slices_comes_back(engine: Make) -> None:
+def test_round_trip_of_a_batch_of_many_slices(engine: Make) -> None:
     writer, reader = engine(mha(slots=8192)), engine(mha(slots=8192))
     tokens = list(range(300 * PAGE))
     fill(writer.host)
@@ -93,7 +91,7 @@ def test_a_batch_of_many_slices_comes_back(engine: Make) -> None:
 
 @pytest.mark.parametrize("v1", [0, 1])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
-def test_an_indexer_travels_with_its_kv(engine: Make, layout: str, v1: int) -> None:
+def test_round_trip_of_kv_with_its_indexer(engine: Make, layout: str, v1: int) -> None:
     writer, reader = engine(*dsa(layout), interface_v1=v1), engine(*dsa(layout), interface_v1=v1)
     tokens = list(range(6 * 64))
     for one in (*writer.hosts.values(), *reader.hosts.values()):
@@ -107,7 +105,7 @@ def test_an_indexer_travels_with_its_kv(engine: Make, layout: str, v1: int) -> N
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
-def test_a_state_at_the_end_travels_with_its_kv(engine: Make, layout: str) -> None:
+def test_round_trip_of_kv_with_its_final_state(engine: Make, layout: str) -> None:
     writer, reader = engine(mha(layout), mamba(layout)), engine(mha(layout), mamba(layout))
     for one in (*writer.hosts.values(), *reader.hosts.values()):
         fill(one)
@@ -133,7 +131,7 @@ def test_a_state_at_the_end_travels_with_its_kv(engine: Make, layout: str) -> No
     assert page_bytes(reader.host, target) == page_bytes(writer.host, slots)
 
 
-def test_a_sliding_window_travels_with_its_kv(engine: Make) -> None:
+def test_round_trip_of_kv_with_its_sliding_window(engine: Make) -> None:
     def pools() -> list[Any]:
         return [mha(), mha(name=PoolName.SWA, layers=2, first_layer=4)]
 

@@ -1,5 +1,6 @@
-"""The store as the controller sees it: keys, return values, holes, side pools, statistics, the
-engine's own random failures.
+"""The store as SGLang's controller sees it: keys, return values, holes, side pools and statistics.
+
+Also the engine's own random failures.
 """
 
 import os
@@ -29,7 +30,7 @@ GOLDEN = {
 
 
 def forget(engine: Any, pool: str, *pages: int, tokens: list[int] = TOKENS) -> None:
-    """As if the node had evicted these."""
+    """Remove these pages, as if the node had evicted them."""
     keys = engine.hashes(tokens)
     namespace = engine.backend._pages[pool].namespace
     removed = engine.backend._client.remove(
@@ -40,7 +41,7 @@ def forget(engine: Any, pool: str, *pages: int, tokens: list[int] = TOKENS) -> N
 
 @pytest.fixture
 def pair(engine: Make) -> tuple[Any, Any]:
-    """Two engines, the first one's pages stored."""
+    """Return two engines, the first of which has stored its pages."""
     writer, reader = engine(mha()), engine(mha())
     fill(writer.host)
     assert writer.backup(TOKENS, SLOTS).completed_tokens == len(TOKENS)
@@ -51,24 +52,24 @@ def pair(engine: Make) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("span", GOLDEN)
-def test_keys_are_the_engines_and_ours(span: tuple[int, int]) -> None:
+def test_engine_keys_equal_our_prefix_hashes(span: tuple[int, int]) -> None:
     tokens = list(range(*span))
     assert hashes(tokens, 64) == GOLDEN[span]
     assert [digest.hex() for digest in prefix_hashes(tokens, 64)] == GOLDEN[span]
 
 
-def test_salted_keys_are_as_they_were() -> None:
+def test_salted_keys_equal_recorded_value() -> None:
     key = RadixKey(list(range(64)), extra_key="lora1", cache_salt="tA")
     assert get_storage_hash_str(key, None, page_size=64) == [
         "3e7e3077150ea1a4187e89287d97a78e5ce582145022991a65a9e2513d73c541"
     ]
 
 
-# ---- whose call it is ------------------------------------------------------------------------
+# ---- call ids -------------------------------------------------------------------------------
 
 
-def test_each_call_has_an_id_of_its_own(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine tells no request's."""
+def test_each_call_has_its_own_id(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine passes no request id, so the backend makes one per call."""
     made = engine(mha())
     backend, keys, asked = made.backend, made.hashes(TOKENS), traces_of_calls(monkeypatch)
     seen = []
@@ -88,11 +89,11 @@ def test_each_call_has_an_id_of_its_own(engine: Make, monkeypatch: pytest.Monkey
 # ---- v1 and generic -------------------------------------------------------------------------
 
 
-def test_values_are_lists_of_bools_of_the_keys_length(pair: tuple[Any, Any]) -> None:
+def test_results_are_lists_of_bools_one_per_key(pair: tuple[Any, Any]) -> None:
     backend, keys = pair[1].backend, pair[1].hashes(TOKENS)
     other = hashes(list(range(5000, 5000 + 3 * PAGE)), PAGE)
     assert backend.batch_get_v1(keys, SLOTS) == [True] * 10
-    assert backend.batch_set_v1(keys, SLOTS) == [True] * 10  # they are there already
+    assert backend.batch_set_v1(keys, SLOTS) == [True] * 10  # already stored
     assert backend.batch_get_v1(other, SLOTS[: 3 * PAGE], None) == [False] * 3
     assert backend.batch_set_v1([], SLOTS[:0]) == backend.batch_get_v1([], SLOTS[:0]) == []
     assert backend.batch_exists(keys) == 10
@@ -119,9 +120,7 @@ def test_generic_values_are_tensors_or_none(pair: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("slots", [SLOTS[:-1], SLOTS + 1, SLOTS.flip(0), SLOTS + 1 << 20, None])
-def test_slots_that_are_no_pages_move_nothing(
-    pair: tuple[Any, Any], slots: torch.Tensor | None
-) -> None:
+def test_invalid_slots_move_nothing(pair: tuple[Any, Any], slots: torch.Tensor | None) -> None:
     _, reader = pair
     before = [part.clone() for part in (reader.host.kv_buffer,)]
     keys = reader.hashes(TOKENS)
@@ -130,8 +129,8 @@ def test_slots_that_are_no_pages_move_nothing(
     assert torch.equal(before[0], reader.host.kv_buffer)
 
 
-def test_a_page_of_another_size_is_no_page(pair: tuple[Any, Any]) -> None:
-    """R5: nothing is copied that does not have a page's length."""
+def test_buffer_of_another_size_is_refused(pair: tuple[Any, Any]) -> None:
+    """R5: only buffers of exactly a page's length are copied."""
     _, reader = pair
     key = reader.hashes(TOKENS)[0]
     for count in (0, 7, reader.host.get_dummy_flat_data_page().numel() + 1):
@@ -142,7 +141,7 @@ def test_a_page_of_another_size_is_no_page(pair: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("keys", [["no hex"], ["ab"], [""], ["00" * 32] * 2])
-def test_keys_that_are_none_do_not_raise(pair: tuple[Any, Any], keys: list[str]) -> None:
+def test_invalid_keys_do_not_raise(pair: tuple[Any, Any], keys: list[str]) -> None:
     backend, slots = pair[1].backend, SLOTS[: PAGE * len(keys)]
     assert backend.batch_exists(keys) == 0
     assert backend.batch_get_v1(keys, slots) == [False] * len(keys)
@@ -150,8 +149,8 @@ def test_keys_that_are_none_do_not_raise(pair: tuple[Any, Any], keys: list[str])
 
 
 @pytest.mark.parametrize("v1", [0, 1])
-def test_a_hole_between_query_and_read_shortens_the_prefix(engine: Make, v1: int) -> None:
-    """R10: `exists` said yes to ten pages, then one of them went."""
+def test_page_evicted_between_query_and_read_shortens_the_prefix(engine: Make, v1: int) -> None:
+    """R10: `exists` reported ten pages, then one of them was evicted."""
     writer, reader = engine(mha(), interface_v1=v1), engine(mha(), interface_v1=v1)
     fill(writer.host)
     fill(reader.host)
@@ -169,16 +168,16 @@ def test_a_hole_between_query_and_read_shortens_the_prefix(engine: Make, v1: int
     assert reader.query(TOKENS).storage_hit_count == 6 * PAGE
 
 
-def test_a_second_writer_is_told_that_all_is_well(pair: tuple[Any, Any]) -> None:
+def test_second_writer_succeeds_without_overwriting(pair: tuple[Any, Any]) -> None:
     writer, reader = pair
     expected = page_bytes(writer.host, SLOTS)
     fill(reader.host)
     assert reader.backup(TOKENS, SLOTS).completed_tokens == len(TOKENS)
     _, target = reader.prefetch(TOKENS)
-    assert page_bytes(reader.host, target) == expected  # the first one's; nobody overwrites
+    assert page_bytes(reader.host, target) == expected  # the first writer's pages
 
 
-def test_a_node_that_is_full_takes_what_it_can(engine: Make) -> None:
+def test_full_node_stores_a_part(engine: Make) -> None:
     from harness import start_node
 
     with start_node("--ram-bytes", "1MiB", "--extent-bytes", "256KiB") as small:
@@ -195,8 +194,8 @@ def test_a_node_that_is_full_takes_what_it_can(engine: Make) -> None:
 # ---- side pools -----------------------------------------------------------------------------
 
 
-def test_an_indexer_lost_after_the_query_shortens_the_prefix(engine: Make) -> None:
-    """R4: KV without its indexer is no page."""
+def test_indexer_lost_after_the_query_shortens_the_prefix(engine: Make) -> None:
+    """R4: a KV page without its indexer is a miss."""
     tokens = list(range(10 * 64))
     writer, reader = engine(*dsa(slots=2048)), engine(*dsa(slots=2048))
     fill(writer.host)
@@ -211,7 +210,7 @@ def test_an_indexer_lost_after_the_query_shortens_the_prefix(engine: Make) -> No
     assert again.query_pool_hit_pages == {PoolName.KV: 10, PoolName.INDEXER: 6}
 
 
-def test_kv_alone_is_no_hit_where_an_indexer_belongs_to_it(engine: Make) -> None:
+def test_kv_without_its_indexer_is_a_miss(engine: Make) -> None:
     tokens = list(range(4 * 64))
     writer, reader = engine(*dsa()), engine(*dsa())
     writer.backup(tokens, torch.arange(len(tokens)))
@@ -220,7 +219,7 @@ def test_kv_alone_is_no_hit_where_an_indexer_belongs_to_it(engine: Make) -> None
 
 
 def trailing(engine: Any, count: int, pages: int = 10) -> PoolTransfer:
-    """A window of the last `count` of so many pages."""
+    """Return the transfer of a window of the last `count` of `pages` pages."""
     return PoolTransfer(
         name=PoolName.SWA,
         keys=engine.hashes(TOKENS)[pages - count : pages],
@@ -228,7 +227,7 @@ def trailing(engine: Any, count: int, pages: int = 10) -> PoolTransfer:
     )
 
 
-def test_the_set_of_lengths_has_holes(engine: Make) -> None:
+def test_restorable_lengths_may_have_holes(engine: Make) -> None:
     made = engine(mha(), mha(name=PoolName.SWA))
     keys = made.hashes(TOKENS)
     made.backup(TOKENS, SLOTS)
@@ -247,7 +246,7 @@ def test_the_set_of_lengths_has_holes(engine: Make) -> None:
     assert (result.kv_hit_pages, result.restorable_prefix_pages) == (4, [3, 4])
 
 
-def test_groups_of_blocks_never_gate(engine: Make) -> None:
+def test_block_groups_do_not_limit_hits(engine: Make) -> None:
     made = engine(mha(), mha(name=PoolName.SWA))
     made.backup(TOKENS, SLOTS)
     groups = PoolTransfer(name=PoolName.SWA, keys=None, hit_policy=PoolHitPolicy.BLOCK_GROUPS)
@@ -255,7 +254,7 @@ def test_groups_of_blocks_never_gate(engine: Make) -> None:
     assert (result.kv_hit_pages, result.extra_pool_hit_pages) == (10, {PoolName.KV: 10})
 
 
-def test_a_pool_that_nobody_registered_is_a_miss(engine: Make) -> None:
+def test_unregistered_pool_is_a_miss(engine: Make) -> None:
     made = engine(mha())
     made.backup(TOKENS, SLOTS)
     keys = made.hashes(TOKENS)
@@ -265,7 +264,7 @@ def test_a_pool_that_nobody_registered_is_a_miss(engine: Make) -> None:
     assert made.backend.batch_set_v2([transfer], extra_info=None) == {PoolName.SWA: [False]}
 
 
-def test_a_pool_registered_later_counts(engine: Make) -> None:
+def test_pool_registered_later_is_used(engine: Make) -> None:
     made, late = engine(mha()), mamba()
     made.backend.register_mem_host_pool_v2(late.host_pool, late.name)
     fill(late.host_pool)
@@ -278,8 +277,8 @@ def test_a_pool_registered_later_counts(engine: Make) -> None:
     assert pages[0] == pages[1]
 
 
-def test_an_anchor_without_memory_hits_as_its_side_pools_do(engine: Make) -> None:
-    """DeepSeek-V4: slots, but no KV of their own."""
+def test_anchor_without_memory_hits_with_its_side_pools(engine: Make) -> None:
+    """The anchor of DeepSeek-V4 has slots, but no KV of its own."""
     from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
     from sglang.srt.mem_cache.pool_host.group import PoolEntry
 
@@ -304,7 +303,7 @@ def test_an_anchor_without_memory_hits_as_its_side_pools_do(engine: Make) -> Non
     tokens, target = made.fetch(operation, SLOTS + 512)
     assert tokens == len(TOKENS)
     assert page_bytes(side.host_pool, target) == page_bytes(side.host_pool, SLOTS)
-    assert made.query(TOKENS).storage_hit_count == 0  # an anchor alone is nothing
+    assert made.query(TOKENS).storage_hit_count == 0  # an anchor alone is a miss
 
 
 def test_only_one_rank_writes_latents(engine: Make) -> None:
@@ -326,10 +325,10 @@ def test_only_one_rank_writes_latents(engine: Make) -> None:
     assert page_bytes(second.host, target) == page_bytes(first.host, SLOTS)
 
 
-# ---- the rest -------------------------------------------------------------------------------
+# ---- statistics, injected failures, start -----------------------------------------------------
 
 
-def test_statistics_are_handed_over_once(engine: Make) -> None:
+def test_statistics_are_reported_once(engine: Make) -> None:
     from sglang.srt.observability.metrics_collector import StorageMetrics
 
     made = engine(mha(), settings={"metrics": True})
@@ -342,10 +341,10 @@ def test_statistics_are_handed_over_once(engine: Make) -> None:
     assert made.backend.get_stats() == StorageMetrics()
 
 
-def test_the_engines_random_failures_and_delays(
+def test_random_failures_give_correct_bytes_or_fewer_pages(
     engine: Make, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Every outcome is right bytes or fewer pages, with half of all calls failing."""
+    """SGLang's fault injector fails half of all calls and delays the others."""
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.5")
     monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY", "0.02")
     outcomes = set()
@@ -354,7 +353,7 @@ def test_the_engines_random_failures_and_delays(
         assert type(reader.backend).__name__ == "HiCacheStorageFailureInjector"
         fill(writer.host)
         for attempt in range(15):
-            tokens = [100 * v1 + attempt, *TOKENS[1:]]  # both interfaces share their pages
+            tokens = [100 * v1 + attempt, *TOKENS[1:]]  # both interfaces share pages
             stored = writer.backup(tokens, SLOTS).completed_tokens
             operation = reader.query(tokens)
             done, target = reader.fetch(operation, SLOTS + 256)
@@ -365,11 +364,12 @@ def test_the_engines_random_failures_and_delays(
     assert len(outcomes) > 1, "no failure was injected"
 
 
-def test_nothing_is_compiled_or_started_at_a_first_request(
+def test_first_request_compiles_and_starts_nothing(
     engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R22: from our side; SGLang builds its own hash at its first use, which the
-    fixtures have had.
+    """R22: the store starts no process at the first request.
+
+    SGLang builds its own hash at its first use, which the fixtures trigger.
     """
     made = engine(mha())
 

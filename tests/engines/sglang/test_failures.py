@@ -1,6 +1,4 @@
-"""R7, R11: a node that dies, hangs, comes back or is slow, while SGLang's threads set,
-ask and get.
-"""
+"""R7, R11: the node is killed, hangs, restarts or is slow while SGLang saves and loads."""
 
 import contextlib
 import socket
@@ -23,14 +21,12 @@ TOKENS = list(range(40 * PAGE))
 SLOTS = torch.arange(len(TOKENS))
 TARGET = SLOTS + 1024
 LOOKUP_S, LOAD_S, SAVE_S = 0.5, 1.0, 1.0
-# of a machine that does other things too; without a deadline none of these calls would ever return
+# Slack for a busy machine; without a deadline none of these calls would ever return.
 SLACK_S = 8.0
 
 
 class Node:
-    """A node on a data directory that can be stopped, continued, killed and started again on its
-    ports.
-    """
+    """A node with a data directory that can be stopped, killed and restarted on its ports."""
 
     def __init__(self, data_dir: Path) -> None:
         self._flags = (
@@ -83,7 +79,7 @@ def config(own: Node) -> dict[str, Any]:
 
 @pytest.fixture(params=["shm", "bulk"])
 def pair(request: pytest.FixtureRequest, engine: Make) -> tuple[Any, Any]:
-    """(an engine whose pages are stored, one that has none)."""
+    """Return (engine with stored pages, engine without pages)."""
     made = [engine(mha(slots=4096), wire=request.param) for _ in range(2)]
     for one in made:
         fill(one.host)
@@ -100,14 +96,14 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def until_hit(engine: Any, tokens: list[int] = TOKENS) -> None:
-    """Clients find a node again by themselves."""
+    """Wait until the engine's client has reconnected and hits."""
     end = time.monotonic() + 60.0
     while engine.query(tokens).storage_hit_count != len(tokens):
-        assert time.monotonic() < end, "no hit again"
+        assert time.monotonic() < end, "no hit after the restart"
         time.sleep(0.05)
 
 
-def test_a_node_that_hangs_costs_one_deadline_and_then_nothing(
+def test_hung_node_costs_one_deadline_then_opens_the_breaker(
     own: Node, pair: tuple[Any, Any]
 ) -> None:
     _, reader = pair
@@ -124,9 +120,7 @@ def test_a_node_that_hangs_costs_one_deadline_and_then_nothing(
     until_hit(reader)
 
 
-def test_a_node_that_hangs_between_query_and_get_leaves_the_pages_alone(
-    own: Node, pair: tuple[Any, Any]
-) -> None:
+def test_node_hung_between_query_and_get_writes_no_page(own: Node, pair: tuple[Any, Any]) -> None:
     writer, reader = pair
     operation = reader.query(TOKENS)
     assert operation.storage_hit_count == len(TOKENS)
@@ -135,21 +129,19 @@ def test_a_node_that_hangs_between_query_and_get_leaves_the_pages_alone(
         with within(LOAD_S):
             assert reader.fetch(operation, TARGET)[0] == 0
         assert page_bytes(reader.host, TARGET) == before
-    time.sleep(1.0)  # its late answers
+    time.sleep(1.0)  # for late answers
     assert page_bytes(reader.host, TARGET) == before
     until_hit(reader)
     assert reader.fetch(reader.query(TOKENS), TARGET)[0] == len(TOKENS)
     assert page_bytes(reader.host, TARGET) == page_bytes(writer.host, SLOTS)
 
 
-def test_a_node_that_hangs_during_a_set_stores_all_or_nothing(
-    own: Node, pair: tuple[Any, Any]
-) -> None:
+def test_node_hung_during_a_set_stores_nothing(own: Node, pair: tuple[Any, Any]) -> None:
     writer, reader = pair
     tokens = [9, *TOKENS[1:]]
     with own.hung(), within(SAVE_S + LOOKUP_S):
         assert writer.backup(tokens, SLOTS).completed_tokens == 0
-    fill(writer.host)  # the engine uses the slots for something else
+    fill(writer.host)  # the engine reuses the slots
     time.sleep(1.0)
     until_hit(reader)
     assert reader.query(tokens).storage_hit_count == 0
@@ -158,9 +150,7 @@ def test_a_node_that_hangs_during_a_set_stores_all_or_nothing(
     assert page_bytes(reader.host, TARGET) == page_bytes(writer.host, SLOTS)
 
 
-def test_a_killed_node_is_a_miss_and_hits_again_when_it_is_back(
-    own: Node, pair: tuple[Any, Any]
-) -> None:
+def test_killed_node_is_a_miss_and_hits_after_restart(own: Node, pair: tuple[Any, Any]) -> None:
     writer, reader = pair
     reader.backend._client.flush()
     operation = reader.query(TOKENS)
@@ -179,8 +169,8 @@ def test_a_killed_node_is_a_miss_and_hits_again_when_it_is_back(
     assert page_bytes(reader.host, TARGET) == page_bytes(writer.host, SLOTS)
 
 
-def test_a_node_killed_under_load_never_lies(own: Node, pair: tuple[Any, Any]) -> None:
-    """Sets, queries and gets go on while it dies and comes back three times."""
+def test_node_killed_under_load_never_returns_wrong_bytes(own: Node, pair: tuple[Any, Any]) -> None:
+    """Sets, queries and gets continue while the node is killed and restarted three times."""
     writer, reader = pair
     expected = page_bytes(writer.host, SLOTS)
     stop, outcomes = threading.Event(), {"stored": 0, "loaded": 0, "missed": 0}
@@ -217,7 +207,7 @@ def test_a_node_killed_under_load_never_lies(own: Node, pair: tuple[Any, Any]) -
     assert outcomes["missed"] > 0
 
 
-def test_an_engine_starts_without_a_node_and_finds_it_later(own: Node, engine: Make) -> None:
+def test_engine_starts_without_a_node_and_connects_later(own: Node, engine: Make) -> None:
     own.process.kill()
     with within(3.0):
         made = engine(mha(slots=4096))
@@ -230,8 +220,8 @@ def test_an_engine_starts_without_a_node_and_finds_it_later(own: Node, engine: M
     until_hit(made)
 
 
-def test_a_flipped_bit_is_a_miss(own: Node, pair: tuple[Any, Any]) -> None:
-    """R5: in the node's memory, behind its back."""
+def test_flipped_bit_is_a_miss(own: Node, pair: tuple[Any, Any]) -> None:
+    """R5: the bit is flipped directly in the node's memory."""
     writer, reader = pair
     keys = [bytes.fromhex(key) for key in writer.hashes(TOKENS)]
     with (
@@ -262,10 +252,10 @@ def test_detach_takes_less_than_ten_seconds(own: Node, engine: Make, hung: bool)
         with within(10.0):
             made.controller.detach_storage_backend()
         assert made.controller.storage_backend is None
-        made.controller.detach_storage_backend()  # once more is harmless
+        made.controller.detach_storage_backend()  # a second detach is harmless
 
 
-def test_close_can_come_first_and_twice(config: dict[str, Any], engine: Make) -> None:
+def test_close_may_come_first_and_twice(config: dict[str, Any], engine: Make) -> None:
     backend = engine(mha()).backend
     backend.close()
     backend.close()
@@ -273,11 +263,11 @@ def test_close_can_come_first_and_twice(config: dict[str, Any], engine: Make) ->
     assert backend.batch_set_v1(["00" * 32], SLOTS[:PAGE]) == [False]
 
 
-# ---- slow -----------------------------------------------------------------------------------
+# ---- slow node ------------------------------------------------------------------------------
 
 
 class SlowProxy:
-    """Passes TCP streams on, no faster than `nbytes_per_s` each way."""
+    """Forward TCP streams at most `nbytes_per_s` each way."""
 
     def __init__(self, address: str, nbytes_per_s: float) -> None:
         host, _, port = address.rpartition(":")
@@ -307,13 +297,13 @@ class SlowProxy:
             one.close()
 
 
-def test_a_slow_node_keeps_within_the_engines_wait_budget(engine: Make, own: Node) -> None:
-    """With the deadlines that users get: one second, and a quarter for each 1024 tokens."""
+def test_slow_node_stays_within_the_engines_wait_budget(engine: Make, own: Node) -> None:
+    """The default deadlines are one second, plus 0.25 s per 1024 tokens."""
     quick = engine(mha(slots=4096, heads=8, dim=64))
     fill(quick.host)
     assert quick.backup(TOKENS, SLOTS).completed_tokens == len(TOKENS)
     page_nbytes = quick.backend._pages["kv"].page_nbytes
-    # All of it in six seconds
+    # The transfer of all pages takes six seconds.
     proxy = SlowProxy(own.address, len(TOKENS) // PAGE * page_nbytes / 6)
     slow = engine(
         mha(slots=4096, heads=8, dim=64),
@@ -329,6 +319,6 @@ def test_a_slow_node_keeps_within_the_engines_wait_budget(engine: Make, own: Nod
     done, _ = slow.fetch(operation, TARGET)
     took = time.monotonic() - start
     assert took < 1.0 + 0.25 * len(TOKENS) / 1024 + 3.0, f"took {took:.2f} s"
-    assert 0 < done < len(TOKENS), "what came in time counts"
+    assert 0 < done < len(TOKENS), "pages loaded in time are used"
     assert page_bytes(slow.host, TARGET[:done]) == page_bytes(quick.host, SLOTS[:done])
     proxy.close()

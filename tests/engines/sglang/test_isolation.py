@@ -1,4 +1,4 @@
-"""R1, R2, R3: what differs in anything that decides a page's bytes never hits."""
+"""R1, R2, R3: engines that differ in anything that affects a page's bytes never share pages."""
 
 import json
 from collections.abc import Callable
@@ -28,8 +28,8 @@ def hits(engine: Any) -> int:
     return engine.query(TOKENS).storage_hit_count // engine.page
 
 
-def test_a_twin_hits(engine: Make) -> None:
-    """So that the misses below mean something."""
+def test_identical_engine_hits(engine: Make) -> None:
+    """Without this hit, the misses tested below would prove nothing."""
     stored(engine(mha()))
     assert hits(engine(mha())) == 8
 
@@ -65,7 +65,7 @@ def test_other_pools_miss(engine: Make, other: tuple[str, Callable[[], Any]]) ->
 
 
 def test_layouts_of_equal_shape_miss(engine: Make) -> None:
-    """As many layers as heads: page_first_direct and page_head then have pages of one shape."""
+    """With as many layers as heads, page_first_direct and page_head pages have equal shapes."""
     writer, reader = engine(mha("page_first_direct")), engine(mha("page_head"))
     assert (
         writer.backend._pages["kv"].namespace.layout == reader.backend._pages["kv"].namespace.layout
@@ -75,7 +75,7 @@ def test_layouts_of_equal_shape_miss(engine: Make) -> None:
 
 
 def test_page_sizes_miss(engine: Make) -> None:
-    """With bytes and keys as they would be if both had one size of page."""
+    """An engine with another page size misses even if it asks for the same keys."""
     small = engine(mha(page=PAGE))
     stored(small)
     large = engine(mha(page=2 * PAGE))
@@ -87,7 +87,7 @@ def test_ranks_miss_where_heads_are_split(engine: Make) -> None:
         stored(engine(mha()))
     with parallel(1, 2):
         assert hits(engine(mha())) == 0
-    assert hits(engine(mha())) == 0  # one rank of one
+    assert hits(engine(mha())) == 0  # a single rank
     with parallel(0, 2):
         assert hits(engine(mha())) == 8
 
@@ -104,18 +104,18 @@ def test_ranks_share_latents_but_not_states(engine: Make) -> None:
     assert first["draft"] != second["draft"]
 
 
-def test_pools_of_one_shape_are_apart(engine: Make) -> None:
+def test_pools_of_equal_shape_have_separate_namespaces(engine: Make) -> None:
     made = engine(mha(), mha(name=PoolName.SWA))
     kv, window = (made.backend._pages[name].namespace for name in ("kv", "swa"))
     assert kv.layout == window.layout
     assert kv.digest != window.digest
 
 
-# ---- the served name names no weights -------------------------------------------------------
+# ---- a served name does not identify the weights ----------------------------------------------
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, path: str, **args: Any) -> None:
-    """As a server that was started with these arguments."""
+    """Make the adapter see a server started with these arguments."""
     defaults = {
         "model_path": path,
         "revision": None,
@@ -135,14 +135,14 @@ def serve(monkeypatch: pytest.MonkeyPatch, path: str, **args: Any) -> None:
 
 
 def unnamed(config: dict[str, Any], make: Make, *pools: Any) -> Any:
-    """An engine whose options name no weights."""
+    """Make an engine whose options do not name the weights."""
     config.pop("model", None), config.pop("revision", None)
     return make(*(pools or (mha(),)))
 
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> list[str]:
-    """Two checkpoints in directories of one name."""
+    """Make two checkpoints in directories of the same name."""
     paths = []
     for number in range(2):
         path = tmp_path / str(number) / "llama"
@@ -152,7 +152,7 @@ def checkpoints(tmp_path: Path) -> list[str]:
     return paths
 
 
-def test_other_weights_under_one_served_name_miss(
+def test_other_weights_under_the_same_served_name_miss(
     config: dict[str, Any], engine: Make, checkpoints: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serve(monkeypatch, checkpoints[0])
@@ -202,7 +202,7 @@ def test_other_scales_miss(
     assert hits(unnamed(config, engine)) == 0
 
 
-def test_another_draft_model_misses_with_its_own_pool_only(
+def test_another_draft_model_changes_only_the_draft_pool(
     config: dict[str, Any], engine: Make, checkpoints: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def namespaces() -> dict[str, bytes]:
@@ -217,12 +217,13 @@ def test_another_draft_model_misses_with_its_own_pool_only(
     assert before["draft"] != after["draft"]
 
 
-def test_the_models_configuration_is_the_servers_own(
+def test_model_configuration_includes_command_line_overrides(
     config: dict[str, Any], engine: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Read by SGLang's code, with what the command line changes in it.
+    """SGLang's code reads the configuration, including what the command line overrides.
 
-    Of longrope it chooses the angles by the longest prompt of a batch.
+    The override here is longrope, which must be refused: its angles depend on the longest prompt of
+    a batch.
     """
     read = adapter.model_config
     model = {
@@ -248,7 +249,7 @@ def test_the_models_configuration_is_the_servers_own(
         unnamed(config, engine)
 
 
-def test_weights_that_nothing_names_end_the_start(config: dict[str, Any], engine: Make) -> None:
+def test_unnamed_weights_fail_the_start(config: dict[str, Any], engine: Make) -> None:
     with pytest.raises(ConfigError, match='set "revision"'):
         unnamed(config, engine)
 
@@ -262,7 +263,7 @@ def test_weights_that_nothing_names_end_the_start(config: dict[str, Any], engine
         ({"timeout_per_ki_token_s": -1.0}, "timeout_per_ki_token_s=-1.0"),
     ],
 )
-def test_a_wrong_option_ends_the_start_with_its_name(
+def test_wrong_option_fails_the_start_by_name(
     engine: Make, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -274,13 +275,10 @@ def test_pages_without_a_flat_form_need_interface_v1(engine: Make) -> None:
         engine(mha(v_dim=16), interface_v1=0)
 
 
-# ---- new weights, and clear
-# ----------------------------------------------------------------------------------
+# ---- new weights, and clear -----------------------------------------------------------------
 
 
-def test_after_a_clear_old_pages_miss_and_new_ones_hit(
-    config: dict[str, Any], engine: Make
-) -> None:
+def test_clear_makes_old_pages_miss_and_new_ones_hit(config: dict[str, Any], engine: Make) -> None:
     one = engine(mha())
     stored(one)
     assert one.controller.clear_storage_backend()
@@ -295,7 +293,7 @@ def test_after_a_clear_old_pages_miss_and_new_ones_hit(
     again.detach()
 
 
-def test_a_clear_covers_every_pool(engine: Make) -> None:
+def test_clear_covers_every_pool(engine: Make) -> None:
     from harness import dsa
 
     one = engine(*dsa())
@@ -310,11 +308,12 @@ def test_a_clear_covers_every_pool(engine: Make) -> None:
     assert one.query(tokens, [indexer_transfer()]).storage_hit_count == 0
 
 
-def test_an_update_that_names_a_version_ends_the_epoch(
+def test_weight_update_with_a_version_ends_the_epoch(
     engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R2: the server's next weights miss what the last ones stored, and nothing of the last ones
-    that is still on its way is stored as if it were the next ones'.
+    """R2: after a weight update all old pages miss.
+
+    Saves still in progress are refused, so that old pages are not stored under the new weights.
     """
     serving = SimpleNamespace(weight_version="step-1")
     monkeypatch.setattr(adapter, "get_serving", lambda: serving)
@@ -325,6 +324,6 @@ def test_an_update_that_names_a_version_ends_the_epoch(
         serving.weight_version = f"step-{2 + v1}"
         assert hits(one) == 0
         assert one.backup(TOKENS, SLOTS).completed_tokens == 0
-        monkeypatch.setattr(one.backend, "_settled", 0.0)  # as 15 seconds later
+        monkeypatch.setattr(one.backend, "_settled", 0.0)  # as if 15 seconds had passed
         stored(one)
         assert hits(one) == 8

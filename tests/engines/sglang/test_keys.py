@@ -1,4 +1,4 @@
-"""What SGLang's own page keys cover: claims of docs/identity.md."""
+"""What SGLang's own page keys cover, as docs/identity.md states."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ def keys(tokens: list[int] = TOKENS, **extra: Any) -> list[str]:
     return list(get_storage_hash_str(RadixKey(tokens, **extra), None, page_size=PAGE))
 
 
-def test_a_tenants_salt_and_a_lora_are_in_the_keys() -> None:
-    """The chain of a salted or adapted request starts elsewhere."""
+def test_keys_cover_salt_and_lora() -> None:
+    """The hash chain of a salted or adapted request has another start."""
     chains = [
         keys(),
         keys(cache_salt="tenant-a"),
@@ -27,9 +27,10 @@ def test_a_tenants_salt_and_a_lora_are_in_the_keys() -> None:
     assert len({key for chain in chains for key in chain}) == 4 * 8
 
 
-def test_a_lora_of_the_command_line_is_called_by_name_and_path() -> None:
-    """Not by its weights, which is why those are in the namespace; one that is loaded later is
-    called at random.
+def test_command_line_lora_id_covers_name_and_path() -> None:
+    """The id of a LoRA does not cover its weights, so the namespace must cover them.
+
+    A LoRA loaded later gets a random id.
     """
     assert LoRARef.deterministic_id("french", "/a") == LoRARef.deterministic_id("french", "/a")
     assert LoRARef.deterministic_id("french", "/a") != LoRARef.deterministic_id("french", "/b")
@@ -38,20 +39,18 @@ def test_a_lora_of_the_command_line_is_called_by_name_and_path() -> None:
 
 
 def _padded(features: torch.Tensor) -> list[int]:
-    """A prompt with an image of two pages after the first one."""
+    """Return a prompt with an image of two pages after its first page."""
     item = MultimodalDataItem(modality=Modality.IMAGE, feature=features)
     item.set_pad_value()
     return [*TOKENS[:PAGE], *item.padding_sequence(2 * PAGE), *TOKENS[PAGE:]]
 
 
-def test_an_image_is_in_the_keys_by_its_content() -> None:
+def test_keys_cover_image_content() -> None:
     one, two = torch.zeros(4, 8), torch.zeros(4, 8)
     two[0, 0] = 1
     chains = [keys(_padded(features)) for features in (one, two, one.clone())]
-    assert chains[0] == chains[2], "in any process: nothing is counted"
+    assert chains[0] == chains[2], "the keys must depend on content only"
     assert chains[0][0] == chains[1][0]
     assert not set(chains[0][1:]) & set(chains[1][1:])
     assert min(_padded(one)[PAGE : 3 * PAGE]) >= 1_000_000
-    assert max(_padded(one)).bit_length() > 40, (
-        "enough of the hash to tell millions of images apart"
-    )
+    assert max(_padded(one)).bit_length() > 40, "too few bits of the hash to tell images apart"

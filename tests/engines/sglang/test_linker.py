@@ -1,4 +1,4 @@
-"""The linker with SGLang's own pools, counter and configuration, on CPU tensors."""
+"""The linker with SGLang's own pools, layer counter and configuration, on CPU tensors."""
 
 import secrets
 import threading
@@ -27,7 +27,7 @@ Make = Callable[..., Any]
 LAYERS, SLOTS = 4, 1024
 TOKENS = list(range(10 * PAGE))
 SOURCE = torch.arange(len(TOKENS)) + PAGE
-# Pages in another order
+# Pages in reverse order.
 TARGET = torch.arange(len(TOKENS)).view(10, PAGE).flip(0).reshape(-1) + 512
 
 
@@ -53,7 +53,7 @@ POOLS = {"mha": mha, "later stage": later_stage, "mla": mla}
 
 
 def tensors(pool: Any) -> list[torch.Tensor]:
-    """By layer: the bytes of all slots."""
+    """Return the bytes of all slots, by layer."""
     if hasattr(pool, "k_buffer"):
         pairs = zip(pool.k_buffer, pool.v_buffer, strict=True)
         return [torch.cat([k, v], dim=-1).view(torch.uint8) for k, v in pairs]
@@ -86,7 +86,7 @@ def arguments() -> SimpleNamespace:
 def linker(
     shared_node: NodeProcess, arguments: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Make]:
-    """`linker(pool, option=...)`: by SGLang's factory, from its configuration."""
+    """Return `linker(pool, option=...)`, which makes a linker by SGLang's factory."""
     monkeypatch.setattr(weights, "model_config", lambda _: {"model_type": "llama"})
     made = []
 
@@ -132,8 +132,11 @@ def offloaded(linker: Make, slots: torch.Tensor = SOURCE, **more: Any) -> bool:
     return bool(linker.pop_completed_offload())
 
 
-def test_calls_are_of_the_engines_request(linker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for an offload, of which the engine does not tell it."""
+def test_calls_carry_the_request_id(linker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups and loads carry the engine's request id; an offload has an id of its own.
+
+    The engine passes no request id to an offload.
+    """
     one, asked = linker(mha()), traces_of_calls(monkeypatch)
     assert offloaded(one)
     (own,) = set(asked)
@@ -150,7 +153,7 @@ def test_calls_are_of_the_engines_request(linker: Make, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
 @pytest.mark.parametrize("kind", POOLS)
-def test_pages_come_back_layer_by_layer(linker: Make, kind: str, wire: str) -> None:
+def test_pages_load_layer_by_layer(linker: Make, kind: str, wire: str) -> None:
     source, target = POOLS[kind](), POOLS[kind]()
     fill(source)
     fill(target)
@@ -176,7 +179,7 @@ def test_pages_come_back_layer_by_layer(linker: Make, kind: str, wire: str) -> N
     assert reader.start_layer_wise_loading() == -1
 
 
-def test_requests_of_one_batch_are_ready_together(linker: Make) -> None:
+def test_requests_of_one_batch_load_together(linker: Make) -> None:
     pool = mha()
     fill(pool)
     one = linker(pool)
@@ -192,7 +195,7 @@ def test_requests_of_one_batch_are_ready_together(linker: Make) -> None:
         assert torch.equal(layer[TARGET + 256], layer[SOURCE])
 
 
-def test_lengths_end_at_the_first_page_that_is_gone(linker: Make) -> None:
+def test_lookup_lengths_end_at_the_first_missing_page(linker: Make) -> None:
     one = linker(mha())
     offloaded(one)
     key = bytes.fromhex(hashes(TOKENS, PAGE)[4])
@@ -200,10 +203,8 @@ def test_lengths_end_at_the_first_page_that_is_gone(linker: Make) -> None:
     assert one.lookup("r", transfer()) == [1, 2, 3, 4]
 
 
-def test_hits_of_a_lookup_stay_while_the_node_evicts(
-    arguments: SimpleNamespace, linker: Make
-) -> None:
-    """The node has room for 32 pages; 200 others come between lookup and load."""
+def test_looked_up_pages_are_not_evicted(arguments: SimpleNamespace, linker: Make) -> None:
+    """The node has room for 32 pages; 200 others are saved between lookup and load."""
     pool = mha()
     fill(pool)
     with harness.start_node("--ram-bytes", "512KiB", "--extent-bytes", "64KiB") as small:
@@ -212,7 +213,7 @@ def test_hits_of_a_lookup_stay_while_the_node_evicts(
         assert one.lookup("r", transfer()) == list(range(1, 11))
         for number in range(20):
             offloaded(one, tokens=[1000 + number, *TOKENS[1:]])
-        assert one.lookup("other", transfer(tokens=[1000, *TOKENS[1:]])) == []  # it did evict
+        assert one.lookup("other", transfer(tokens=[1000, *TOKENS[1:]])) == []  # the node did evict
         assert one.load("r", transfer(TARGET))
         assert one.finish_layer_wise_loading(one.start_layer_wise_loading())
         for layer in tensors(pool):
@@ -220,7 +221,7 @@ def test_hits_of_a_lookup_stay_while_the_node_evicts(
         one.close()
 
 
-def test_a_load_that_fails_says_so_and_a_wait_ends(linker: Make) -> None:
+def test_failed_load_is_reported_and_ends_waits(linker: Make) -> None:
     one = linker(mha())
     offloaded(one)
     assert one.load("r", transfer(TARGET))
@@ -233,7 +234,7 @@ def test_a_load_that_fails_says_so_and_a_wait_ends(linker: Make) -> None:
 
 
 def damage(one: Any, key: bytes) -> None:
-    """Flip a bit of a page in the node's memory, behind its back."""
+    """Flip a bit of a page directly in the node's memory."""
     with (
         Client(ClientConfig(address=one._client.config.address, wire="shm")) as client,
         client.open_get(one._agent.namespace, [key]) as slots,
@@ -245,9 +246,7 @@ def damage(one: Any, key: bytes) -> None:
 @pytest.mark.parametrize("page", [1, 4, 9])
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_load_with_one_page_missing_fails(linker: Make, wire: str, page: int, fate: str) -> None:
-    """SGLang inserts and offloads what is said to have landed: slots without their page would
-    poison the store.
-    """
+    """SGLang inserts and offloads loads reported as done, so empty slots would poison the store."""
     pool = mha()
     fill(pool)
     one = linker(pool, wire=wire)
@@ -266,10 +265,10 @@ def test_load_with_one_page_missing_fails(linker: Make, wire: str, page: int, fa
     assert one.finish_layer_wise_loading(index) is False
 
 
-def test_nothing_is_written_any_more_when_a_failed_batch_is_over(
+def test_failed_batch_ends_after_its_last_write(
     linker: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One load of the batch fails at once, the other one is still writing."""
+    """One load of the batch fails at once while the other one is still writing."""
     one = linker(mha())
     offloaded(one)
     transfer_of_agent, written = one._agent._transfer, []
@@ -287,7 +286,7 @@ def test_nothing_is_written_any_more_when_a_failed_batch_is_over(
     assert written == [True]
 
 
-def test_a_node_that_hangs_fails_a_load_by_its_deadline_and_a_lookup_at_once(linker: Make) -> None:
+def test_hung_node_fails_loads_and_lookups_in_time(linker: Make) -> None:
     with harness.start_node("--ram-bytes", "16MiB", "--extent-bytes", "1MiB") as own:
         options = {
             "address": own.address,
@@ -305,7 +304,7 @@ def test_a_node_that_hangs_fails_a_load_by_its_deadline_and_a_lookup_at_once(lin
         one.close()
 
 
-def test_a_queued_load_can_be_cancelled(linker: Make) -> None:
+def test_queued_load_is_cancelled_once(linker: Make) -> None:
     one = linker(mha())
     assert one.load("r", transfer(TARGET))
     assert one.cancel_queued_load("r") is True
@@ -314,7 +313,7 @@ def test_a_queued_load_can_be_cancelled(linker: Make) -> None:
     assert one.load("r", []) is False
 
 
-def test_offloads_end_in_their_order(linker: Make) -> None:
+def test_offloads_complete_in_order(linker: Make) -> None:
     one = linker(mha())
     for number in range(20):
         assert one.offload(transfer(SOURCE, tokens=[number, *TOKENS[1:]]))
@@ -326,10 +325,10 @@ def test_offloads_end_in_their_order(linker: Make) -> None:
     assert one.num_completed_offloads() == 0
 
 
-def test_an_offload_needs_no_thread_that_might_not_be_had(
+def test_offload_without_a_new_thread_fails_without_raising(
     linker: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it raised ended the engine's scheduler."""
+    """Regression: the exception ended the engine's scheduler."""
 
     def refuse(_: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -343,7 +342,7 @@ def test_an_offload_needs_no_thread_that_might_not_be_had(
     assert not subject.pop_completed_offload()
 
 
-def test_after_a_reset_nothing_is_under_way(linker: Make) -> None:
+def test_reset_cancels_pending_calls(linker: Make) -> None:
     one = linker(mha())
     offloaded(one)
     one.load("a", transfer(TARGET))
@@ -363,7 +362,7 @@ def test_other_weights_miss(linker: Make, arguments: SimpleNamespace) -> None:
     assert linker(mha()).lookup("r", transfer()) == []
 
 
-def test_after_an_update_that_names_a_version_old_pages_miss(
+def test_weight_update_with_a_version_makes_old_pages_miss(
     linker: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = ["1"]

@@ -1,5 +1,6 @@
-"""R24: with the allocator `shm` the host pool is a memfd, keys go to the node in messages, and
-pages go between the pool and the node's memory in one copy.
+"""R24: with the allocator `shm` the host pool is a memfd, and pages are copied only once.
+
+Keys go to the node in messages; pages are copied directly between the pool and the node's memory.
 """
 
 import mmap
@@ -19,7 +20,9 @@ SLOTS = torch.arange(len(TOKENS))
 
 
 @pytest.mark.parametrize("pool", [mha, mla])
-def test_another_process_would_see_what_is_loaded(engine: Make, pool: Callable[..., Any]) -> None:
+def test_loaded_pages_are_visible_to_another_process(
+    engine: Make, pool: Callable[..., Any]
+) -> None:
     writer, reader = (
         engine(pool(allocator="shm"), allocator="shm"),
         engine(pool(allocator="shm"), allocator="shm"),
@@ -28,7 +31,7 @@ def test_another_process_would_see_what_is_loaded(engine: Make, pool: Callable[.
     writer.backup(TOKENS, SLOTS)
     assert reader.prefetch(TOKENS)[0] == len(TOKENS)
     (fd,) = reader.host.allocator.fds
-    # As any process of the same user can
+    # Any process of the same user can open the memfd.
     other = os.open(f"/proc/{os.getpid()}/fd/{fd}", os.O_RDONLY)
     nbytes = buffers(reader.host)[0].untyped_storage().nbytes()
     with mmap.mmap(other, 0, prot=mmap.PROT_READ) as mapped:
@@ -38,7 +41,7 @@ def test_another_process_would_see_what_is_loaded(engine: Make, pool: Callable[.
     os.close(other)
 
 
-def test_a_page_is_copied_once_between_the_pool_and_the_nodes_memory(
+def test_page_is_copied_once_between_pool_and_node(
     engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = engine(mha(allocator="shm"), allocator="shm", wire="shm")
@@ -47,7 +50,7 @@ def test_a_page_is_copied_once_between_the_pool_and_the_nodes_memory(
     pool = backend._pages["kv"].agent._pool
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a copy through a buffer")
+        raise AssertionError("a page was copied through a buffer")
 
     monkeypatch.setattr(backend._client, "put", refuse)
     monkeypatch.setattr(backend._client, "get", refuse)

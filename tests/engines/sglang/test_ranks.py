@@ -1,4 +1,4 @@
-"""Several ranks as processes of their own: what they agree on is the least that any of them has."""
+"""Several ranks in processes of their own agree on the pages that all of them have."""
 
 import json
 import os
@@ -20,7 +20,7 @@ PAGES = 10
 
 @pytest.fixture(scope="module")
 def found(shared_node: NodeProcess) -> list[dict[str, Any]]:
-    """What each of two ranks found, by scenario."""
+    """Return the results of two ranks, by scenario."""
     config = harness.options(
         shared_node.address, lookup_timeout_s=10.0, load_timeout_s=10.0, save_timeout_s=10.0
     )
@@ -35,13 +35,13 @@ def found(shared_node: NodeProcess) -> list[dict[str, Any]]:
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=300) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], [errors[-3000:] for _, errors in said]
-    return [json.loads(text.strip().splitlines()[-1]) for text, _ in said]
+    outputs = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], [errors[-3000:] for _, errors in outputs]
+    return [json.loads(text.strip().splitlines()[-1]) for text, _ in outputs]
 
 
-def test_ranks_use_what_all_of_them_have(found: list[dict[str, Any]]) -> None:
-    """Rank 1 has lost page 7 before the query; then rank 0 loses page 3, between query and read."""
+def test_ranks_use_pages_that_all_of_them_have(found: list[dict[str, Any]]) -> None:
+    """Rank 1 loses page 7 before the query; rank 0 loses page 3 between query and read."""
     first, second = (rank["heads"] for rank in found)
     assert first["stored"] == second["stored"] == PAGES
     assert first["hit"] == second["hit"] == 7
@@ -51,13 +51,13 @@ def test_ranks_use_what_all_of_them_have(found: list[dict[str, Any]]) -> None:
 
 
 def test_ranks_intersect_their_sets_of_lengths(found: list[dict[str, Any]]) -> None:
-    """States end at {3, 6, 9} and {3, 6, 8}: both restore 6."""
+    """States end at {3, 6, 9} and {3, 6, 8}, so both ranks restore 6."""
     first, second = (rank["states"] for rank in found)
     assert (first["restorable"], second["restorable"]) == ([3, 6, 9], [3, 6, 8])
     assert first["hit"] == second["hit"] == 6
 
 
-def test_one_rank_writes_latents_that_both_read_also_after_a_clear(
+def test_latents_are_written_by_one_rank_and_read_by_both(
     found: list[dict[str, Any]],
 ) -> None:
     first, second = (rank["latents"] for rank in found)

@@ -1,9 +1,9 @@
-"""Random requests on two of SGLang's schedulers with small caches, while requests are aborted and
-retracted, pages vanish between lookup and load or are damaged, saves fail and the store hangs.
+"""Random requests on two of SGLang's schedulers with small caches, under faults.
 
-Every answer is right or none, every stored page is the one that its key demands, a fresh engine
-reads them back, and no lock, slot or row is left over. SEEDS=1000 runs longer, KVSTORE_SEED names
-the first seed.
+Requests are aborted and retracted, pages vanish between lookup and load or are damaged, saves fail
+and the node hangs. Every request returns correct values or none, every stored page matches its key,
+a fresh engine reads all pages, and no lock, slot or row leaks. SEEDS=1000 runs longer; KVSTORE_SEED
+sets the first seed.
 """
 
 import json
@@ -49,7 +49,7 @@ def storm_node() -> Iterator[NodeProcess]:
 
 
 class Fleet:
-    """Engines of one kind and model on one node."""
+    """Start engines of one kind and model on one node."""
 
     def __init__(self, kind: str, address: str, seed: int) -> None:
         self.kind, self.rng = kind, random.Random(seed)
@@ -106,25 +106,25 @@ def fleet(
     storm_node: NodeProcess, kind: str, storm_seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Fleet]:
     def no_server() -> Any:
-        raise ValueError("the weights are named by options")
+        raise ValueError("the options name the weights")
 
     monkeypatch.setattr(weights, "get_server_args", no_server)
     monkeypatch.setattr(weights, "model_config", lambda _: {"model_type": "llama"})
     made = Fleet(kind, storm_node.address, storm_seed)
-    with storm_engine.server(kind):  # what is read while they run
+    with storm_engine.server(kind):  # the arguments that running engines read
         yield made
         made.close()
 
 
 def prompt(rng: random.Random) -> list[int]:
-    """One of few families, so that requests share prefixes, with its own end."""
+    """Return a prompt of one of a few families, which share prefixes, with its own end."""
     family, length = rng.choice((3, 7, 11)), rng.randrange(1, 100)
     tail = [rng.randrange(5, 500) for _ in range(rng.choice((0, 0, 3, 9)))]
     return [(family * i) % 500 + 5 for i in range(length)] + tail
 
 
 def run(engine: StormEngine) -> None:
-    """Let it end all its requests and all that is under way between it and the store."""
+    """Run the engine until all requests and all transfers to and from the store have ended."""
     end = time.monotonic() + ENDS_S
     while not settled(engine):
         engine.step()
@@ -133,7 +133,7 @@ def run(engine: StormEngine) -> None:
 
 
 def settled(engine: StormEngine) -> bool:
-    """Nothing is under way between the engine and the store."""
+    """Return whether the engine has no requests and no transfers left."""
     cache = engine.cache
     if not engine.idle:
         return False
@@ -196,7 +196,7 @@ def storm(fleet: Fleet, node: NodeProcess) -> None:
 
 
 def wrong_pages(fleet: Fleet, address: str) -> tuple[int, list[str]]:
-    """Return how many pages are stored, and those that are not what their keys demand."""
+    """Return the number of stored pages and the keys of those with wrong bytes."""
     known: dict[bytes, list[int]] = {}
     for engine in fleet.engines:
         known |= engine.known_pages()
@@ -205,29 +205,27 @@ def wrong_pages(fleet: Fleet, address: str) -> tuple[int, list[str]]:
         keys = [page.prefix_hash for page in client.list_pages(namespace)]
         buffers = [bytearray(namespace.layout.page_nbytes) for _ in keys]
         there = client.get(namespace, keys, buffers) if keys else []
-    # Some are damaged
+    # Damaged pages are misses.
     pages = [(key, bytes(page)) for key, page, hit in zip(keys, buffers, there, strict=True) if hit]
     return len(pages), [key.hex() for key, page in pages if page_values(page) != known[key]]
 
 
 @pytest.mark.parametrize("storm_seed", storm_seeds(3))
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_a_storm_leaves_in_the_store_is_right(
-    fleet: Fleet, storm_node: NodeProcess
-) -> None:
+def test_stored_pages_after_a_storm_are_correct(fleet: Fleet, storm_node: NodeProcess) -> None:
     storm(fleet, storm_node)
     fleet.faults.share = 0.0
     stormy = list(fleet.engines)
     for engine in stormy:
         assert engine.wrong == []
-        assert len(engine.ended) == len(engine.everything), "every request ends"
+        assert len(engine.ended) == len(engine.everything), "a request did not end"
     assert sum(fleet.faults.struck.values()) > fleet.faults.struck["none"] > 0
     _, wrong = wrong_pages(fleet, storm_node.address)
     assert wrong == []
     for engine in stormy:
         assert engine.leftovers() == []
 
-    # What is missing is stored by one engine, and all of it is read by another one.
+    # One engine saves the missing pages, then another one reads all of them.
     sequences = [
         [*req.origin_input_ids, *req.output_ids] for engine in stormy for req in engine.everything
     ]

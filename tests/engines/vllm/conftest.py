@@ -1,7 +1,7 @@
-"""vLLM's real engine on the CPU, in processes of its own, with a real node beside it.
+"""vLLM's real engine on the CPU, in processes of its own, with a real node.
 
-An engine takes 15 to 25 s to start. So the tests of a file share engines, each with one role (the
-one that computes, the one that finds what another computed), and use prompts of their own.
+An engine takes 15 to 25 s to start. So the tests of a file share engines, each with one role (such
+as writer or reader), and each test uses prompts of its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,30 +21,31 @@ collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 if TYPE_CHECKING:
     from scheduler_engine import Engines
 
-# For tests that are not about time: a busy machine answers late. A test's own options go first.
+# Long timeouts, for tests that do not test timing. Options that a test sets take precedence.
 PATIENT = {
     "lookup_timeout_s": 30.0,
     "load_timeout_s": 60.0,
     "save_timeout_s": 60.0,
     "timeout_s": 30.0,
-    # an engine that starts beside others may get no processor for seconds
+    # An engine that starts beside others may wait for a CPU for seconds.
     "connect_timeout_s": 30.0,
     "backoff_s_max": 0.1,
-    "slow_hits": "take",  # on a busy machine a load may seem slower than computing so little
+    "slow_hits": "take",  # on a busy machine a load may seem slower than computing
 }
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The engine and what it imports warn as they like."""
+    """Show warnings of the engine and its imports without failing on them."""
     config.addinivalue_line("filterwarnings", "default")
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Callable[..., EngineHandle]]:
-    """`engines(name, model=..., store={...}, ...)`: the engine of that name in this file, started
-    when first asked for.
+    """Return `engines(name, model=..., store={...}, ...)`, which starts each named engine once per
+    file.
 
-    `store`: options of the connector; without, a plain engine. Everything else goes to vllm.LLM.
+    `store` has options of the connector; without it the engine has no connector. Other arguments go
+    to vllm.LLM.
     """
     running: dict[str, EngineHandle] = {}
 
@@ -61,7 +62,9 @@ def engines() -> Iterator[Callable[..., EngineHandle]]:
 
 @pytest.fixture(scope="session")
 def plain(models: Callable[..., str]) -> Iterator[Callable[..., EngineHandle]]:
-    """`plain("llama", dtype=...)`: an engine without a connector, for all files; the reference."""
+    """Return `plain("llama", dtype=...)`: reference engines without a connector, shared by all
+    files.
+    """
     running: dict[str, EngineHandle] = {}
 
     def engine(kind: str = "llama", **arguments: Any) -> EngineHandle:
@@ -76,7 +79,7 @@ def plain(models: Callable[..., str]) -> Iterator[Callable[..., EngineHandle]]:
 
 @pytest.fixture(scope="module")
 def scheduler_node() -> Iterator[NodeProcess]:
-    from scheduler_engine import start_node  # it needs vLLM in this process
+    from scheduler_engine import start_node  # imports vLLM into this process
 
     with start_node() as node:
         yield node
@@ -86,7 +89,7 @@ def scheduler_node() -> Iterator[NodeProcess]:
 def make(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler_node: NodeProcess
 ) -> "Iterator[Engines]":
-    """Engines of vLLM's scheduler without a model, with one node."""
+    """Make engines that run vLLM's scheduler without a model, with one node."""
     from scheduler_engine import Engines
 
     engines = Engines(tmp_path, monkeypatch, scheduler_node.address)

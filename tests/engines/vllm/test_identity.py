@@ -1,4 +1,4 @@
-"""What vLLM's own block hash covers, and what it does not: claims of docs/identity.md."""
+"""What vLLM's own block hash covers and what it does not, as docs/identity.md states."""
 
 import warnings
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what vLLM imports warns
+    warnings.simplefilter("ignore")  # from vLLM's imports
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.hasher import MultiModalHasher
@@ -25,7 +25,7 @@ BLOCK = 16
 
 
 def hashes(**more: Any) -> list[bytes]:
-    """Of a prompt of four blocks, whose second one holds an image if it has one."""
+    """Return the block hashes of a prompt of four blocks, whose second one may hold an image."""
     algorithm = get_hash_fn_by_name("sha256_cbor")
     init_none_hash(algorithm)
     sampling = SamplingParams(max_tokens=1)
@@ -47,18 +47,19 @@ def image(identifier: str) -> list[MultiModalFeatureSpec]:
 
 
 def content(pixels: torch.Tensor) -> str:
-    """The identifier that vLLM gives to an image by itself."""
+    """Return the identifier that vLLM itself gives to an image."""
     return str(MultiModalHasher.hash_kwargs("blake3", model_id="m", image=pixels))
 
 
-def test_a_salt_is_in_the_hash() -> None:
+def test_block_hash_covers_salt() -> None:
     assert hashes() == hashes()
     assert not set(hashes()) & set(hashes(cache_salt="a"))
 
 
-def test_a_lora_is_in_the_hash_by_name_and_path() -> None:
-    """And not by its weights: the connector lets such requests pass by, the tier refuses
-    to start.
+def test_block_hash_covers_lora_name_and_path() -> None:
+    """The hash does not cover a LoRA's weights.
+
+    So the connector ignores requests with a LoRA, and the tier refuses to start.
     """
     found = [
         hashes(lora_request=LoRARequest(name, 1, path))
@@ -68,18 +69,19 @@ def test_a_lora_is_in_the_hash_by_name_and_path() -> None:
     assert hashes(lora_request=LoRARequest("a", 2, "/x")) == found[0]
 
 
-def test_an_image_is_in_the_hash_by_its_content() -> None:
+def test_block_hash_covers_image_content() -> None:
     one, two = torch.zeros(3, 8, 8), torch.zeros(3, 8, 8)
     two[0, 0, 0] = 1
     found = [hashes(mm_features=image(content(pixels))) for pixels in (one, two, one.clone())]
     assert found[0] == found[2]
-    assert found[0][0] == found[1][0], "the block before the image"
+    assert found[0][0] == found[1][0], "the block before the image must be equal"
     assert not set(found[0][1:]) & set(found[1][1:])
 
 
-def test_without_both_caches_an_image_is_numbered_and_so_refused() -> None:
-    """The same number for another image in another process: what LightLLM does always, vLLM does
-    then.
+def test_numbered_images_without_both_caches_are_refused() -> None:
+    """Without its caches vLLM numbers images, as LightLLM always does.
+
+    Different images then get the same number in different processes.
     """
     model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=0))
     cache = SimpleNamespace(enable_prefix_caching=False)

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server with the store, and the metrics it shows."""
+"""vLLM's OpenAI-compatible server with the store, and its metrics."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from vllm_server import Server, store_config
 P = prompt(1, 100)
 
 
-def test_a_second_server_answers_from_the_first_ones_kv(
+def test_second_server_answers_from_stored_kv(
     plain: Callable[..., EngineHandle], models: Callable[..., str], store: RestartableNode
 ) -> None:
     expected = plain().alone(P)[0]["tokens"]
@@ -32,20 +32,20 @@ def test_a_second_server_answers_from_the_first_ones_kv(
         found = second.metrics()
         assert found["vllm:external_prefix_cache_queries_total"] == 100
         assert found["vllm:external_prefix_cache_hits_total"] == 96
-        # The connector's own.
+        # The connector's own metrics.
         assert found["vllm:kvstore_hits_total"] == 1
         assert found["vllm:kvstore_hit_tokens_total"] == 96
         assert found["vllm:kvstore_loaded_nbytes_total"] == 3 * 65536
         assert found["vllm:kvstore_load_seconds_total"] > 0
         assert found["vllm:kvstore_loads_failed_total"] == 0
-        # The node goes away while the server is idle; the server stays and ends as it should.
+        # The node ends while the server is idle; the server keeps serving and exits normally.
         store.end()
         assert second.complete([*P, 5]).tokens
         assert second.close() == 0, second.said()[-6000:]
-        assert "/gpu_agent/" not in second.said(), "a traceback went through us"
+        assert "/gpu_agent/" not in second.said(), "a traceback includes our code"
 
 
-def test_the_demo_tells_by_its_exit_status_that_all_is_well() -> None:
+def test_vllm_demo_exits_with_success() -> None:
     script = Path(__file__).parents[3] / "benchmarks" / "demo_vllm.py"
     command = [
         sys.executable,

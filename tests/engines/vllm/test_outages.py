@@ -1,7 +1,7 @@
 """The store fails at the worst moments.
 
-No request fails, every answer is the one without a store, and nothing wrong is left behind: another
-process finds the pages when the node is back.
+No request fails, every answer equals the one without a store, and no wrong page is stored: another
+process loads the pages after the node's restart.
 """
 
 import itertools
@@ -15,15 +15,15 @@ from engine_handle import EngineHandle
 from restartable_node import RestartableNode
 
 Engines = Callable[..., EngineHandle]
-# So long that what is no waiting is little beside them, on a busy machine too: a prompt takes 0.03
-# s on an idle one.
+# Long timeouts: other delays are small beside them even on a busy machine. A prompt takes 0.03 s on
+# an idle one.
 LOOKUP_S, LOAD_S, SLOW_S = 4.0, 4.0, 2.0
 COMPUTING_S = 30.0  # less than a save may take
-BACK_S = 60.0  # until an engine uses its store again; it takes some tenths of a second
+BACK_S = 60.0  # until an engine uses its store again; normally tenths of a second
 WIRES = {"shared memory": "auto", "sockets": "bulk"}  # they fail differently
 _seeds = itertools.count(10_000)
 
-# What happens to the node, when, and how many of the prompt's blocks are stored before.
+# Moment -> (call, what happens to the node, number of the prompt's blocks stored before).
 MOMENTS = {
     "before the lookup": ("lookup", "kill", 3),
     "during the lookup": ("lookup", "die", 3),
@@ -50,7 +50,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 def victim(
     mode: str, engines: Engines, models: Callable[..., str], store: RestartableNode
 ) -> EngineHandle:
-    """The engine whose store fails."""
+    """Return the engine whose store fails."""
     options = {"wire": WIRES[mode], "lookup_timeout_s": LOOKUP_S, "load_timeout_s": LOAD_S}
     return engines(
         f"victim {mode}", model=models("llama"), store={"address": store.address, **options}
@@ -64,7 +64,7 @@ def node_is_back(store: RestartableNode) -> Iterator[None]:
 
 
 def put(writer: EngineHandle, store: RestartableNode, whole: list[int], tokens: int) -> None:
-    """Has the first tokens of a prompt stored, and on disk."""
+    """Store the first `tokens` tokens of a prompt, on disk too."""
     if tokens:
         reconnect(writer)
         writer.generate(whole[: tokens + 1], max_tokens=1)
@@ -73,9 +73,10 @@ def put(writer: EngineHandle, store: RestartableNode, whole: list[int], tokens: 
 
 
 def reconnect(engine: EngineHandle) -> None:
-    """Until the outage before is forgotten: until what the engine saves is stored, and what is
-    stored is a hit. While the circuit breaker is open saves are dropped; after an outage requests
-    wait only 0.05 s for a lookup.
+    """Wait until the engine has recovered from an outage: its saves are stored and hit.
+
+    While the circuit breaker is open saves are dropped, and after an outage requests wait only 0.05
+    s for a lookup.
     """
     end = time.monotonic() + BACK_S
     while True:
@@ -89,7 +90,7 @@ def reconnect(engine: EngineHandle) -> None:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_the_node_is_killed(
+def test_node_killed_during_a_call(
     moment: str,
     mode: str,
     plain: Engines,
@@ -112,20 +113,20 @@ def test_the_node_is_killed(
 
     store.start()
     assert answers(victim.alone(whole)) == expected
-    # The first call after the restart met a dead connection, and a save behind it is dropped
+    # The first call after the restart fails on the dead connection, and a save after it is dropped.
     reconnect(victim)
     assert answers(victim.alone(whole)) == expected
     victim.settle()
     reconnect(writer)
     third = writer.alone(whole)
     assert answers(third) == expected
-    assert cached(third) == [96], "the victim stored again what was lost"
+    assert cached(third) == [96], "the victim must store the lost pages again"
 
 
-def test_the_node_is_gone_from_the_start(
+def test_engine_starts_without_a_node(
     plain: Engines, engines: Engines, models: Callable[..., str], store: RestartableNode
 ) -> None:
-    """The engine starts without its store, serves, and uses it once it is there."""
+    """An engine that starts without its store serves requests, and uses the store once it is up."""
     store.end()
     orphan = engines("orphan", model=models("llama"), store={"address": store.address})
     whole = prompt(50, 100)
@@ -139,12 +140,10 @@ def test_the_node_is_gone_from_the_start(
     assert cached(found) == [96]
 
 
-def test_a_hung_node_costs_at_most_a_deadline(
+def test_hung_node_costs_at_most_one_deadline(
     mode: str, plain: Engines, writer: EngineHandle, victim: EngineHandle, store: RestartableNode
 ) -> None:
-    """R7, with the lookup: the first request waits for the deadline; then the circuit breaker is
-    open.
-    """
+    """R7: the first request waits for the lookup's deadline, which opens the circuit breaker."""
     prompts = [prompt(500 + 10 * len(mode) + i, 100) for i in range(4)]
     expected = answers(plain().alone(*prompts))
     put(writer, store, prompts[0], 96)
@@ -155,20 +154,17 @@ def test_a_hung_node_costs_at_most_a_deadline(
         seconds = [one["seconds"] for one in found]
         assert [answers(one["requests"])[0] for one in found] == expected
         assert max(seconds) < LOOKUP_S + COMPUTING_S
-        assert min(seconds[1:]) < LOOKUP_S, "each request waited anew"
+        assert min(seconds[1:]) < LOOKUP_S, "each request waited for the deadline"
     finally:
         store.go_on()
     reconnect(victim)
     assert cached(victim.alone(prompts[0])) == [96]
 
 
-def test_a_node_that_hangs_during_a_load_costs_at_most_a_deadline(
+def test_node_hung_during_a_load_costs_at_most_one_deadline(
     plain: Engines, writer: EngineHandle, victim: EngineHandle, store: RestartableNode
 ) -> None:
-    """R7.
-
-    Other requests are answered meanwhile.
-    """
+    """R7: a request whose load hangs is answered by the deadline."""
     whole = prompt(70, 100)
     expected = answers(plain().alone(whole))
     put(writer, store, whole, 96)
@@ -181,22 +177,19 @@ def test_a_node_that_hangs_during_a_load_costs_at_most_a_deadline(
     assert found["seconds"] < LOOKUP_S + LOAD_S + COMPUTING_S
 
 
-def test_a_node_that_hangs_during_a_save_delays_no_request(
+def test_node_hung_during_a_save_delays_no_request(
     mode: str, plain: Engines, victim: EngineHandle, store: RestartableNode
 ) -> None:
-    """R7.
-
-    The blocks are given back when the save has ended.
-    """
+    """R7: requests do not wait for a hung save, whose blocks are freed once it has ended."""
     whole, next_one = prompt(600 + len(mode), 100), prompt(700 + len(mode), 100)
     expected = answers(plain().alone(whole, next_one))
     reconnect(victim)
     victim.arm("save", "stop", node_pid=store.pid)
     found: list[dict[str, Any]] = [victim.ask("generate", prompts=[whole], max_tokens=8)]
-    for _ in range(100):  # blocks wait a moment for more of them: a fast engine has answered before
+    for _ in range(100):  # saves are batched, so a fast engine answers before
         if store.stopped:
             break
-        # Less than a block
+        # A prompt of less than a block.
         victim.ask("generate", prompts=[prompt(800 + len(mode), 20)], max_tokens=8)
     assert store.stopped
     found.append(victim.ask("generate", prompts=[next_one], max_tokens=8))
@@ -207,12 +200,10 @@ def test_a_node_that_hangs_during_a_save_delays_no_request(
     assert victim.settle()["blocks_held"] == 0
 
 
-def test_a_slow_lookup_delays_only_its_own_request(
+def test_slow_lookup_delays_only_its_own_request(
     mode: str, plain: Engines, writer: EngineHandle, victim: EngineHandle, store: RestartableNode
 ) -> None:
-    """The engine goes on with other requests, asks its connector in every step, and gets the hit in
-    the end.
-    """
+    """The engine computes other requests, polls its connector in each step, and gets the hit."""
     slow, quick = prompt(190 + len(mode), 100), prompt(290 + len(mode), 100)
     expected = answers(plain().alone(slow, quick))
     put(writer, store, slow, 96)
@@ -223,18 +214,14 @@ def test_a_slow_lookup_delays_only_its_own_request(
     assert answers(found) == expected
     assert cached(found) == [96, 0]
     assert found[0]["ttft_s"] > 0.95 * SLOW_S
-    # Had it waited, one step would have computed both.
-    assert found[1]["ttft_s"] < found[0]["ttft_s"] - 0.1 * SLOW_S, (
-        "it waited for the other one's lookup"
-    )
+    # If the second request had waited, one step would have computed both.
+    assert found[1]["ttft_s"] < found[0]["ttft_s"] - 0.1 * SLOW_S, "it waited for another lookup"
 
 
-def test_a_slow_save_delays_nothing_and_keeps_its_blocks(
+def test_slow_save_delays_nothing_and_keeps_its_blocks(
     mode: str, plain: Engines, writer: EngineHandle, victim: EngineHandle
 ) -> None:
-    """Its request has ended long before; what others write meanwhile does not get into
-    its pages.
-    """
+    """The request ends long before its save; blocks written meanwhile do not get into its pages."""
     prompts = [prompt(390 + 10 * len(mode) + i, 100) for i in range(3)]
     expected = answers(plain().alone(*prompts))
     reconnect(victim)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: every rank stores its shard; a page is there when all its shards are."""
+"""Tensor parallelism: every rank stores its shard, and a page hits only if all shards exist."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def stored(writer: EngineHandle, *prompts: list[int]) -> list[dict[str, Any]]:
     return found
 
 
-def test_full_partial_and_no_hit(
+def test_full_partial_and_absent_prompts(
     plain: Engines, writer: EngineHandle, reader: EngineHandle
 ) -> None:
     first, second, third = prompt(1, 100), prompt(2, 96), prompt(3, 100)
@@ -44,14 +44,11 @@ def test_full_partial_and_no_hit(
     assert cached(found)[2:] == [64, 0]
 
 
-def test_a_page_without_one_ranks_shard_is_a_miss(
+def test_page_without_one_ranks_shard_is_a_miss(
     plain: Engines, writer: EngineHandle, reader: EngineHandle, store: RestartableNode
 ) -> None:
-    """R4.
-
-    The prefix ends where a shard is missing, whichever rank's it is; the shard is stored again.
-    """
-    reader.settle()  # it stores what it computed in the test before when it steps again
+    """R4: the prefix ends where any rank's shard is missing, and that shard is stored again."""
+    reader.settle()  # its last blocks, of another test, are saved by its next step
     for seed, rank, page, left in ((10, 1, 1, 32), (11, 0, 2, 64), (12, 1, 0, 0)):
         whole = prompt(seed, 100)
         expected = answers(plain(**TWO).alone(whole))
@@ -71,10 +68,10 @@ def test_a_page_without_one_ranks_shard_is_a_miss(
 def test_mla_has_one_writer(
     engines: Engines, models: Callable[..., str], store: RestartableNode
 ) -> None:
-    """Every rank has the whole latent cache: one of them stores it, all of them load it.
+    """All ranks have the same MLA cache, so one rank stores it and all load it.
 
-    The reference is a hit in the engine's own cache; on a CPU without AMX it has none, and stores
-    none (see test_caches.py).
+    The reference is a hit in the engine's own cache. On a CPU without AMX the engine caches
+    nothing, so nothing is stored either (see test_caches.py).
     """
     arguments = {
         "model": models("mla"),

@@ -1,8 +1,8 @@
-"""Nothing that was computed over blocks of a failed load is ever stored.
+"""Nothing computed from blocks of a failed load is ever stored: R10 and the poisoning rule.
 
-A prompt's head is in the store, but one of its pages is evicted between lookup and load. The blocks
-of the load hold garbage. Were they used, what is computed over them would be stored under valid
-names, for every engine, for ever. R10 and the poisoning rule.
+A prompt's head is in the store, but one of its pages is evicted between lookup and load, so the
+load leaves garbage in its blocks. If these blocks were used, the pages computed from them would be
+stored under valid keys, for all engines.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from restartable_node import RestartableNode
 
 Engines = Callable[..., EngineHandle]
 HEAD, TAIL = 96, 70
-# The victim computes again what failed over several steps, so that garbage that is stored a step
-# late is still garbage.
+# The victim recomputes the failed blocks over several steps, so that a save one step late would
+# still store garbage.
 SLOWLY: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
 
 
 def forget_tail(store: RestartableNode, before: dict[Any, bytes]) -> None:
-    """Removes the pages that are not in `before`."""
+    """Remove the pages that are not in `before`."""
     with store.client() as client:
         for namespace, _ in client.namespaces():
             names = [page.prefix_hash for page in client.list_pages(namespace)]
@@ -33,9 +33,9 @@ def forget_tail(store: RestartableNode, before: dict[Any, bytes]) -> None:
 def disturbed(
     writer: EngineHandle, victim: EngineHandle, store: RestartableNode, seed: int, **fault: Any
 ) -> tuple[list[Any], list[Any], dict[str, int]]:
-    """Answers of the victim and of a clean process after it, and the victim's calls.
+    """Let a load of the victim fail, and compare the store with that of an undisturbed run.
 
-    The store must hold what it holds after an undisturbed run.
+    Return the victim's answers, those of a clean process, and the victim's numbers of calls.
     """
     whole = prompt(seed, HEAD + TAIL)
     writer.reset()
@@ -57,11 +57,9 @@ def disturbed(
     calls = {"lookup": sum(process["calls"].get("lookup", 0) for process in report)}
 
     after = store.pages()
-    assert after.keys() == undisturbed.keys(), (
-        "the page that was gone is stored again, and so is the tail"
-    )
+    assert after.keys() == undisturbed.keys(), "the missing page or the tail is not stored again"
     wrong = [name.hex() for (_, name), page in undisturbed.items() if after[_, name] != page]
-    assert wrong == [], "pages with other bytes than those of an undisturbed run"
+    assert wrong == [], "pages differ from those of an undisturbed run"
     clean = writer.alone(whole)
     assert cached(clean) == [160]
     return answers(found), answers(clean), calls
@@ -78,7 +76,7 @@ def victim(engines: Engines, models: Callable[..., str], store: RestartableNode)
 
 
 @pytest.mark.parametrize("page", [0, 1, 2])
-def test_a_page_is_evicted_between_lookup_and_load(
+def test_page_evicted_between_lookup_and_load_poisons_nothing(
     page: int,
     plain: Engines,
     writer: EngineHandle,
@@ -86,8 +84,9 @@ def test_a_page_is_evicted_between_lookup_and_load(
     store: RestartableNode,
     request: pytest.FixtureRequest,
 ) -> None:
-    """With the first page gone nothing is computed yet and the engine asks its connector anew: it
-    must not get the same promise again and again.
+    """With the first page missing, the engine asks its connector again before it computes anything.
+
+    It must not get the same hit again and again.
     """
     seed = 1 + page + 10 * len(request.node.name)
     expected = answers(plain().alone(prompt(seed, HEAD + TAIL)))
@@ -101,10 +100,10 @@ TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend"
 
 
 @pytest.mark.parametrize("page", [0, 1])
-def test_one_rank_of_two_fails_to_load(
+def test_failed_load_of_one_rank_poisons_nothing(
     page: int, plain: Engines, engines: Engines, models: Callable[..., str], store: RestartableNode
 ) -> None:
-    """Rank 0 has loaded all, rank 1 has not: neither may compute over it."""
+    """Rank 0 has loaded all blocks and rank 1 has not; neither may compute from them."""
     writer = engines("two ranks", model=models("llama"), store={"address": store.address}, **TWO)
     victim = engines(
         "two ranks, victim",

@@ -1,6 +1,4 @@
-"""Our connector beside others in vLLM's own `MultiConnector`: first, last, between them and as the
-only one there.
-"""
+"""Our connector with others in vLLM's own `MultiConnector`: first, last, between them and alone."""
 
 import _thread
 import operator
@@ -32,13 +30,13 @@ WHERE: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _nothing_heard() -> None:
+def _clear_records() -> None:
     for kept in (WithHandshake.heard, FailsToLoad.tables, LoadsForever.aborted):
         kept.clear()
 
 
 def example(path: Path) -> dict[str, Any]:
-    """vLLM's own example, which knows one group of layers."""
+    """Return vLLM's own example connector, which supports one group of layers."""
     return {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
@@ -46,8 +44,8 @@ def example(path: Path) -> dict[str, Any]:
     }
 
 
-def hears_its_ranks(engine: Any) -> None:
-    """As an idle engine does after its start."""
+def wait_for_handshake(engine: Any) -> None:
+    """Run the engine until its ranks' handshakes have arrived, as when it idles after its start."""
     assert engine.scheduler.has_requests() or engine.connector._scheduler
     engine.run()
     assert engine.connector._scheduler is not None
@@ -55,13 +53,11 @@ def hears_its_ranks(engine: Any) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("where", WHERE)
-def test_blocks_stored_by_one_engine_are_found_by_another(
-    make: Engines, where: str, ranks: int
-) -> None:
+def test_blocks_saved_by_one_engine_hit_in_another(make: Engines, where: str, ranks: int) -> None:
     arguments: dict[str, Any] = {"beside": WHERE[where], "ranks": ranks}
     make.save(P, **arguments)
     engine = make(**arguments)
-    hears_its_ranks(engine)
+    wait_for_handshake(engine)
     assert engine.generate(P) == answer(P, 8)
     assert engine.cached == {"r": 48}
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
@@ -70,33 +66,32 @@ def test_blocks_stored_by_one_engine_are_found_by_another(
 
 
 @pytest.mark.parametrize("where", ["first", "last"])
-def test_a_connector_of_vllm_itself_beside_ours(make: Engines, where: str, tmp_path: Path) -> None:
-    """It has no handshake, and with it requests end by another call, for it knows one group of
-    layers.
+def test_vllms_example_connector_beside_ours(make: Engines, where: str, tmp_path: Path) -> None:
+    """The example connector has no handshake and supports one group of layers.
+
+    For such a connector vLLM ends requests by another call.
     """
     other = example(tmp_path / "example")
     beside = ([], [other]) if where == "first" else ([other], [])
     make.save(P, beside=beside)
     engine = make(beside=beside)
-    hears_its_ranks(engine)
+    wait_for_handshake(engine)
     assert engine.generate(P) == answer(P, 8)
     assert engine.cached == {"r": 48}
     assert engine.connector._scheduler._requests == {}
 
 
-def test_an_engine_beside_another_finds_what_one_with_ours_alone_stored(make: Engines) -> None:
+def test_multi_connector_finds_pages_saved_without_it(make: Engines) -> None:
     make.save(P)
     engine = make(beside=WHERE["last"])
-    hears_its_ranks(engine)
+    wait_for_handshake(engine)
     assert engine.generate(P) == answer(P, 8)
     assert engine.cached == {"r": 48}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_requests_that_came_before_the_ranks_were_heard_are_stored(
-    make: Engines, ranks: int
-) -> None:
-    """The first one of an engine that did not idle."""
+def test_requests_before_the_handshake_are_saved(make: Engines, ranks: int) -> None:
+    """The first request arrives before the engine has idled."""
     engine = make(beside=WHERE["last"], ranks=ranks, batch_tokens=32)
     assert engine.connector._scheduler is None
     engine.add("early", P)
@@ -105,30 +100,30 @@ def test_requests_that_came_before_the_ranks_were_heard_are_stored(
     engine.run()
     assert engine.outputs["early"] == answer(P, 8)
     again = make(beside=WHERE["last"], ranks=ranks)
-    hears_its_ranks(again)
+    wait_for_handshake(again)
     assert again.generate(P) == answer(P, 8)
     assert again.cached == {"r": 48}
 
 
-def test_ranks_tell_what_they_hold_until_it_is_known_and_no_longer(make: Engines) -> None:
+def test_ranks_stop_reporting_after_the_handshake(make: Engines) -> None:
     engine = make(beside=WHERE["last"], ranks=2)
-    hears_its_ranks(engine)
+    wait_for_handshake(engine)
     engine.generate(P)
     for rank in engine.ranks:
         assert rank.connector.build_connector_worker_meta().held == {}
 
 
-def test_an_engine_whose_ranks_say_nothing_serves_without_a_store_and_comes_to_rest(
+def test_engine_without_handshakes_serves_and_becomes_idle(
     make: Engines,
 ) -> None:
     engine = make(beside=WHERE["last"])
     engine.ranks[0].connector._rank_id, engine.ranks[0].connector._rank = (), None
-    engine.run()  # ends: an idle engine does not wait for ever
+    engine.run()  # returns: an idle engine does not wait forever
     assert engine.connector._scheduler is None
     assert engine.generate(P) == answer(P, 8)
 
 
-def test_an_engine_without_any_page_serves_without_a_store(
+def test_engine_without_pages_serves_without_a_store(
     make: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = make()
@@ -142,7 +137,7 @@ def test_an_engine_without_any_page_serves_without_a_store(
 
 
 @pytest.mark.parametrize("metadata", [{}, {0: None}, {0: Payload("somebody")}])
-def test_metadata_that_is_foreign_or_missing_raises_nothing(
+def test_foreign_or_missing_metadata_does_not_raise(
     make: Engines, metadata: dict[int, Any]
 ) -> None:
     engine = make()
@@ -156,7 +151,7 @@ def test_metadata_that_is_foreign_or_missing_raises_nothing(
 
 
 @pytest.mark.parametrize("where", ["first", "last", "between"])
-def test_the_layout_of_another_connector_is_taken(
+def test_layout_of_another_connector_is_accepted(
     make: Engines, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapter.current_platform, "is_cuda_alike", lambda: True)
@@ -166,10 +161,10 @@ def test_the_layout_of_another_connector_is_taken(
     assert adapter.KVStoreConnector.get_required_kvcache_layout(alone) == "BLHNC"
 
 
-def test_statistics_of_ours_travel_through_the_outer_one(make: Engines) -> None:
-    """A server's front end rebuilds them by the connector's name."""
+def test_statistics_pass_through_the_multi_connector(make: Engines) -> None:
+    """A server's front end rebuilds the statistics by the connector's name."""
     engine = make(beside=WHERE["last"])
-    hears_its_ranks(engine)
+    wait_for_handshake(engine)
     engine.generate(P)
     data = {name: stats.data for name, stats in engine.stats.data.items()}
     assert data["KVStoreConnector"]["lookups"] == 1
@@ -177,14 +172,15 @@ def test_statistics_of_ours_travel_through_the_outer_one(make: Engines) -> None:
     assert rebuilt.data["KVStoreConnector"].data["lookups"] == 1
 
 
-def test_blocks_after_a_failed_load_of_another_connector_are_not_stored(
+def test_other_connectors_failed_load_stops_saves(
     make: Engines,
 ) -> None:
-    """vLLM computes the blocks again, and may keep the wrong ones in its prefix cache: nothing of
-    this engine is stored any more. Until then all is.
+    """After a failed load of another connector the engine saves nothing more, until a reset.
+
+    vLLM recomputes the blocks, but may keep wrong ones in its prefix cache.
     """
     engine = make(beside=([played("FailsToLoad")], []))
-    hears_its_ranks(engine)
+    wait_for_handshake(engine)
     assert engine.generate(P, name="failed") == answer(P, 8)
     longer = P + tokens(13, 60)
     assert engine.generate(longer, name="next") == answer(longer, 8)
@@ -195,10 +191,10 @@ def test_blocks_after_a_failed_load_of_another_connector_are_not_stored(
     assert engine.connector._scheduler._stopped is False
 
 
-def test_a_request_aborted_while_another_connector_loads_it_stores_nothing(make: Engines) -> None:
-    """vLLM counts as computed what the other one has promised."""
+def test_request_aborted_during_another_connectors_load_saves_nothing(make: Engines) -> None:
+    """vLLM counts the tokens promised by the other connector as computed."""
     engine = make(beside=([played("LoadsForever")], []))
-    hears_its_ranks(engine)
+    wait_for_handshake(engine)
     engine.add("r", P)
     engine.run(until=lambda: engine.requests["r"].num_computed_tokens == LoadsForever.TOKENS)
     engine.abort("r")
@@ -209,10 +205,10 @@ def test_a_request_aborted_while_another_connector_loads_it_stores_nothing(make:
     assert reader.cached == {"r": 0}
 
 
-def test_the_process_of_the_lookups_is_started_before_the_first_step(
+def test_lookup_process_starts_before_the_first_step(
     make: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start may wait seconds for it; a step that waited would stop all requests for as long."""
+    """The start may wait seconds for the process; a step that waits would stop all requests."""
     made: list[str] = []
     real, phase = adapter.lookup_backend_for, "start"
     monkeypatch.setattr(
@@ -220,24 +216,22 @@ def test_the_process_of_the_lookups_is_started_before_the_first_step(
     )
     engine = make(beside=WHERE["last"])
     phase = "step"
-    hears_its_ranks(engine)
+    wait_for_handshake(engine)
     assert engine.generate(P) == answer(P, 8)
     assert made == ["start"]
 
 
 @pytest.mark.parametrize("where", [None, WHERE["last"]], ids=["alone", "beside"])
-def test_min_tokens_that_is_no_number_is_refused_at_the_start(make: Engines, where: Any) -> None:
-    """And not in the first step of an engine that serves."""
+def test_non_numeric_min_tokens_is_refused_at_the_start(make: Engines, where: Any) -> None:
+    """The option is not first checked in a step of a serving engine."""
     with pytest.raises(ConfigError, match="option min_tokens='many' is not a whole number"):
         make(store={"min_tokens": "many"}, beside=where)
 
 
-def test_calls_through_a_wrapper_or_a_generator_of_the_outer_one_are_recognised(
+def test_calls_through_a_wrapper_or_generator_are_recognised(
     make: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tracer may wrap our methods, and the outer connector may ask its connectors in a
-    generator.
-    """
+    """A tracer may wrap our methods, and a MultiConnector may call connectors in a generator."""
     ours = adapter.KVStoreConnector.get_handshake_metadata
 
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -245,7 +239,7 @@ def test_calls_through_a_wrapper_or_a_generator_of_the_outer_one_are_recognised(
 
     def asked(self: Any) -> Any:
         return next(
-            (told for told in (one.get_handshake_metadata() for one in self._connectors) if told),
+            (data for data in (one.get_handshake_metadata() for one in self._connectors) if data),
             None,
         )
 
@@ -254,20 +248,20 @@ def test_calls_through_a_wrapper_or_a_generator_of_the_outer_one_are_recognised(
     engine = make(beside=WHERE["first"])
     assert WithHandshake.heard == [{(0, 0): Payload("nobody")}]
     assert isinstance(make().ranks[0].connector.get_handshake_metadata(), adapter.Handshake)
-    hears_its_ranks(engine)
+    wait_for_handshake(engine)
 
 
-def test_a_call_that_no_python_code_made_counts_as_vllms(make: Engines) -> None:
-    """As compiled code makes it: there is no caller to look at."""
+def test_call_without_a_python_caller_counts_as_vllms(make: Engines) -> None:
+    """Compiled code may call the method, so that there is no calling frame to inspect."""
     connector = make().ranks[0].connector
-    told: SimpleQueue[Any] = SimpleQueue()
+    results: SimpleQueue[Any] = SimpleQueue()
     asked = map(operator.call, [connector.get_handshake_metadata])
-    _thread.start_new_thread(deque, (map(told.put, asked), 0))
-    assert isinstance(told.get(timeout=10), adapter.Handshake)
+    _thread.start_new_thread(deque, (map(results.put, asked), 0))
+    assert isinstance(results.get(timeout=10), adapter.Handshake)
 
 
-def test_both_roles_are_built_by_vllms_own_factory(make: Engines) -> None:
-    """And the harness of this file tests the class that users get."""
+def test_both_roles_are_built_by_vllms_factory(make: Engines) -> None:
+    """The harness of this file thus tests the production class."""
     engine = make(beside=WHERE["last"])
     assert isinstance(engine.outer, MultiConnector)
     assert [type(one).__name__ for one in engine.outer.sub_connectors] == [

@@ -1,6 +1,4 @@
-"""vLLM's own scheduler with our connector: what fails, fails as a miss, and nothing wrong is
-stored.
-"""
+"""vLLM's own scheduler with our connector: a failure is a miss, and nothing wrong is stored."""
 
 import contextlib
 import os
@@ -21,20 +19,18 @@ pytestmark = pytest.mark.filterwarnings("default")
 P = tokens(7, 60)  # 3 blocks and 12 tokens
 
 
-def holds_what_an_undisturbed_engine_holds(
-    make: Engines, prompt: list[int], **arguments: Any
-) -> None:
-    """A process of its own loads the whole prompt, and all of it is right."""
+def assert_whole_prompt_loads(make: Engines, prompt: list[int], **arguments: Any) -> None:
+    """Assert that a fresh engine loads the whole prompt and answers correctly."""
     engine = make(**arguments)
     assert engine.generate(prompt) == answer(prompt, 8)
     assert engine.cached == {"r": (len(prompt) - 1) // BLOCK * BLOCK}
 
 
 @pytest.mark.parametrize("page", [0, 1, 2])
-def test_a_page_lost_between_lookup_and_load_is_computed_and_stored_again(
+def test_page_lost_between_lookup_and_load_is_recomputed_and_saved(
     make: Engines, page: int
 ) -> None:
-    """Also the first one: the request may not be offered the same load forever."""
+    """If the first page is lost, the request must not be offered the same load forever."""
     make.save(P)
     engine = make()
     engine.forget_when_loading(page)
@@ -43,10 +39,10 @@ def test_a_page_lost_between_lookup_and_load_is_computed_and_stored_again(
     assert engine.stats.data["lookups"] == 1
     assert len([step for step in engine.steps if step]) < 20
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
-    holds_what_an_undisturbed_engine_holds(make, P)
+    assert_whole_prompt_loads(make, P)
 
 
-def test_a_second_bad_page_cuts_the_prefix_there(make: Engines) -> None:
+def test_second_bad_page_ends_the_prefix(make: Engines) -> None:
     make.save(P)
     engine = make()
     engine.forget_when_loading(1)
@@ -55,7 +51,7 @@ def test_a_second_bad_page_cuts_the_prefix_there(make: Engines) -> None:
 
 
 @pytest.mark.parametrize("group", [0, 1])
-def test_with_several_groups_a_failed_load_is_computed_from_the_start(
+def test_failed_load_with_several_groups_is_recomputed_from_the_start(
     make: Engines, group: int
 ) -> None:
     prompt = tokens(7, 200)
@@ -65,40 +61,40 @@ def test_with_several_groups_a_failed_load_is_computed_from_the_start(
     assert engine.generate(prompt) == answer(prompt, 8)
     assert next(step for step in engine.steps if step) == {"r": 200}
     assert len([step for step in engine.steps if step]) < 20
-    holds_what_an_undisturbed_engine_holds(make, prompt, window=40, blocks=128)
+    assert_whole_prompt_loads(make, prompt, window=40, blocks=128)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_nothing_computed_over_a_failed_load_is_ever_stored(make: Engines, ranks: int) -> None:
-    """Contract 5, poisoning: a prefix is loaded, and its second block fails on one rank only.
+def test_blocks_computed_from_a_failed_load_are_never_saved(make: Engines, ranks: int) -> None:
+    """Contract 5, poisoning: the second block of a loaded prefix fails on one rank only.
 
-    A third engine reads everything back.
+    A third engine reads all pages back.
     """
     prompt = P[:48] + tokens(13, 70)
     make.save(P, ranks=ranks)
-    engine = make(ranks=ranks, batch_tokens=80)  # computing it again takes several steps
+    engine = make(ranks=ranks, batch_tokens=80)  # recomputing takes several steps
     engine.reads_at_once = True
     engine.forget_when_loading(1, rank=ranks - 1)
     assert engine.generate(prompt) == answer(prompt, 8)
     assert engine.stats.data["loads_failed"] == 1
-    holds_what_an_undisturbed_engine_holds(make, prompt, ranks=ranks)
+    assert_whole_prompt_loads(make, prompt, ranks=ranks)
 
 
-def test_overlapping_steps_store_what_is_right(make: Engines) -> None:
-    """Async scheduling: steps are planned before the results of those before them are seen."""
+def test_overlapping_steps_save_correct_blocks(make: Engines) -> None:
+    """With async scheduling, steps are planned before the results of earlier ones are known."""
     prompt = tokens(17, 200)
     make.save(prompt[:100], count=40, overlap=True, batch_tokens=64)
     engine = make(overlap=True, batch_tokens=64)
     engine.forget_when_loading(3)
     assert engine.generate(prompt) == answer(prompt, 8)
-    holds_what_an_undisturbed_engine_holds(make, prompt)
+    assert_whole_prompt_loads(make, prompt)
     longer = prompt[:100] + answer(prompt[:100], 40)
-    holds_what_an_undisturbed_engine_holds(make, longer[:130])
+    assert_whole_prompt_loads(make, longer[:130])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_overlapping_steps_over_a_failed_load_poison_nothing(make: Engines, ranks: int) -> None:
-    """Steps are planned before the result of the one that brings the failure is seen."""
+def test_overlapping_steps_after_a_failed_load_poison_nothing(make: Engines, ranks: int) -> None:
+    """Steps are planned before the result of the step that reports the failure is known."""
     prompt = P[:48] + tokens(13, 150)
     make.save(P, ranks=ranks)
     engine = make(ranks=ranks, overlap=True, batch_tokens=48)
@@ -106,11 +102,11 @@ def test_overlapping_steps_over_a_failed_load_poison_nothing(make: Engines, rank
     engine.forget_when_loading(1, rank=ranks - 1)
     assert engine.generate(prompt, 1) == answer(prompt, 1)
     assert engine.stats.data["loads_failed"] == 1
-    holds_what_an_undisturbed_engine_holds(make, prompt, ranks=ranks)
+    assert_whole_prompt_loads(make, prompt, ranks=ranks)
 
 
-def test_two_requests_with_one_prefix_and_a_failed_load_are_both_right(make: Engines) -> None:
-    """The second may not read blocks that the first is still loading."""
+def test_two_requests_sharing_a_failed_load_are_correct(make: Engines) -> None:
+    """The second request may not read blocks that the first one is still loading."""
     one, two = P[:48] + tokens(13, 40), P[:48] + tokens(17, 40)
     make.save(P)
     engine = make()
@@ -128,12 +124,13 @@ def test_two_requests_with_one_prefix_and_a_failed_load_are_both_right(make: Eng
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("end", ["abort", "preempt"])
-def test_a_request_that_ends_while_it_computes_what_failed_to_load_leaves_no_wrong_block(
+def test_request_ended_during_recomputation_leaves_no_wrong_block(
     make: Engines, end: str, ranks: int, window: int
 ) -> None:
-    """Blocks of a load that fails must not be in vLLM's prefix cache: a request that hits them
-    computes over garbage, and what it computes is stored. Loads within a step (`load="sync"`, gone)
-    left them there.
+    """Regression: loads within a step (`load="sync"`, removed) left failed blocks in the prefix
+    cache.
+
+    A request that hits such blocks computes from garbage, and its results are stored.
     """
     one, two = P[:48] + tokens(13, 200), P[:48] + tokens(13, 70)
     arguments = {"ranks": ranks, "window": window, "blocks": 128}
@@ -151,10 +148,10 @@ def test_a_request_that_ends_while_it_computes_what_failed_to_load_leaves_no_wro
     assert engine.generate(two, name="two") == answer(two, 8)
     assert end == "abort" or engine.outputs["one"] == answer(one, 8)
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
-    holds_what_an_undisturbed_engine_holds(make, two, **arguments)
+    assert_whole_prompt_loads(make, two, **arguments)
 
 
-def test_the_policy_fail_ends_a_request_and_no_other(make: Engines) -> None:
+def test_policy_fail_ends_only_the_failed_request(make: Engines) -> None:
     make.save(P)
     engine = make(policy="fail")
     engine.forget_when_loading(1)
@@ -163,7 +160,7 @@ def test_the_policy_fail_ends_a_request_and_no_other(make: Engines) -> None:
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
 
 
-def test_a_request_aborted_while_it_loads_frees_its_blocks(make: Engines) -> None:
+def test_request_aborted_during_its_load_frees_its_blocks(make: Engines) -> None:
     make.save(P)
     engine = make()
     loading: list[Any] = []
@@ -173,15 +170,17 @@ def test_a_request_aborted_while_it_loads_frees_its_blocks(make: Engines) -> Non
     engine.abort("r")
     engine.run()
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
-    holds_what_an_undisturbed_engine_holds(make, P)
+    assert_whole_prompt_loads(make, P)
 
 
 @pytest.mark.parametrize("window", [0, 40])
-def test_a_request_aborted_while_one_of_two_ranks_still_loads_stores_nothing_wrong(
+def test_request_aborted_while_one_rank_loads_saves_nothing_wrong(
     make: Engines, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
-    """The other rank's load has failed. vLLM hears of that when both have ended, and until then its
-    request counts as computed what was ordered.
+    """One rank's load has failed while the other rank is still loading.
+
+    vLLM learns of the failure when both have ended; until then the promised tokens count as
+    computed.
     """
     prompt, arguments = tokens(7, 200), {"window": window, "blocks": 128, "ranks": 2}
     make.save(prompt, **arguments)
@@ -200,7 +199,7 @@ def test_a_request_aborted_while_one_of_two_ranks_still_loads_stores_nothing_wro
     assert again.generate(prompt) == answer(prompt, 8)
 
 
-def test_a_request_aborted_while_it_computes_stores_what_is_right(make: Engines) -> None:
+def test_request_aborted_during_prefill_saves_correct_blocks(make: Engines) -> None:
     prompt = tokens(17, 200)
     engine = make(batch_tokens=64)
     engine.add("r", prompt)
@@ -213,17 +212,15 @@ def test_a_request_aborted_while_it_computes_stores_what_is_right(make: Engines)
     assert again.cached == {"r": 128}
 
 
-def test_an_engine_starts_and_runs_without_a_node(make: Engines) -> None:
+def test_engine_starts_and_runs_without_a_node(make: Engines) -> None:
     make.address = "127.0.0.1:1"
     engine = make(store={"lookup_timeout_s": 0.5, "save_timeout_s": 0.5})
     assert engine.generate(P) == answer(P, 8)
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
 
 
-def test_r7_a_hung_node_costs_one_deadline(make: Engines) -> None:
-    """R7: a node that answers nothing any more: one request waits for one deadline, those after it
-    do not.
-    """
+def test_r7_hung_node_costs_one_deadline(make: Engines) -> None:
+    """R7: if a node stops answering, one request waits for one deadline, and later ones do not."""
     with start_node() as node:
         make.address = node.address
         make.save(P)
@@ -243,7 +240,7 @@ def test_r7_a_hung_node_costs_one_deadline(make: Engines) -> None:
             os.kill(node.pid, signal.SIGCONT)
 
 
-def test_a_node_killed_before_the_load_is_a_miss(make: Engines) -> None:
+def test_node_killed_before_the_load_is_a_miss(make: Engines) -> None:
     with start_node() as node:
         make.address = node.address
         make.save(P)
@@ -258,9 +255,11 @@ def test_a_node_killed_before_the_load_is_a_miss(make: Engines) -> None:
         assert engine.stats.data["loads_failed"] == 1
 
 
-def test_r2_a_reset_makes_everything_stored_a_miss(make: Engines) -> None:
-    """R2: after a weight update the store is asked in a new epoch, and nothing computed before it
-    is stored in it. Another engine with the old weights still has the old epoch.
+def test_r2_reset_makes_stored_pages_miss(make: Engines) -> None:
+    """R2: after a weight update, lookups use a new epoch, and blocks computed before are not saved
+    in it.
+
+    Another engine with the old weights keeps the old epoch.
     """
     make.save(P)
     engine = make()
@@ -275,14 +274,14 @@ def test_r2_a_reset_makes_everything_stored_a_miss(make: Engines) -> None:
     assert engine.scheduler.reset_prefix_cache()
     assert engine.generate(P, name="stored after") == answer(P, 8)
     assert engine.cached["stored after"] == 48
-    holds_what_an_undisturbed_engine_holds(make, P)
+    assert_whole_prompt_loads(make, P)
     other = make()
     other.connector.reset_cache()
     assert other.generate(P) == answer(P, 8)
     assert other.cached == {"r": 0}
 
 
-def test_a_load_under_way_during_a_reset_brings_nothing(make: Engines) -> None:
+def test_load_in_progress_during_a_reset_is_discarded(make: Engines) -> None:
     make.save(P)
     engine = make()
 
@@ -309,7 +308,7 @@ def test_a_load_under_way_during_a_reset_brings_nothing(make: Engines) -> None:
     ids=lambda change: " ".join(change.get("store", change)),
 )
 def test_r1_other_configurations_never_hit(make: Engines, change: dict[str, Any]) -> None:
-    """R1: each of these alone makes another namespace, and another engine finds nothing in it."""
+    """R1: each change alone makes another namespace, in which another engine finds nothing."""
     make.save(P)
     engine = make(**change)
     first = make()
@@ -328,10 +327,10 @@ def test_r1_other_configurations_never_hit(make: Engines, change: dict[str, Any]
         ("model_config", "dtype", "bfloat16"),
     ],
 )
-def test_r1_every_fact_is_in_the_namespace(
+def test_r1_namespace_covers_every_fact(
     make: Engines, monkeypatch: pytest.MonkeyPatch, place: str, name: str, value: Any
 ) -> None:
-    """R1: dtype, quantisation, KV dtype and layout of an engine are read from its configuration."""
+    """R1: an engine's dtype, quantization, KV dtype and layout are read from its configuration."""
     engine = make()
     before = engine.ranks[0].connector._namespaces[0].digest
     monkeypatch.setattr(getattr(engine.config, place), name, value)
@@ -340,11 +339,12 @@ def test_r1_every_fact_is_in_the_namespace(
     assert connector._namespaces[0].digest != before
 
 
-def test_an_engine_that_caches_nothing_itself_stays_out_of_the_store(
+def test_engine_without_prefix_caching_does_not_use_the_store(
     make: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM turns prefix caching off where a prompt must not go on from KV that was there before,
-    and the store is no way around that. The log says so.
+    """vLLM disables prefix caching where a prompt must not continue from cached KV.
+
+    The store must not bypass that, and the log says so.
     """
     make.save(P)
     engine = make(prefix_caching=False)
@@ -355,11 +355,12 @@ def test_an_engine_that_caches_nothing_itself_stays_out_of_the_store(
     assert all(rank.connector._rank is None for rank in engine.ranks)
 
 
-def test_r22_nothing_is_compiled_or_started_for_the_first_request(
+def test_r22_first_request_compiles_and_starts_nothing(
     make: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R22: agents, buffers and kernels are there when the engine is; a first hit and a first save
-    run no process and import no module of ours.
+    """R22: agents, buffers and kernels are ready when the engine is.
+
+    A first hit and a first save start no process and import no module of ours.
     """
     make.save(P)
     engine = make()
@@ -383,9 +384,7 @@ def test_r22_nothing_is_compiled_or_started_for_the_first_request(
 @pytest.mark.parametrize(
     ("option", "value"), [("lora", "yes"), ("adress", "x"), ("lookup_timeout_s", -1)]
 )
-def test_a_wrong_option_ends_the_start_with_its_name(
-    make: Engines, option: str, value: Any
-) -> None:
+def test_wrong_option_fails_the_start_by_name(make: Engines, option: str, value: Any) -> None:
     from kvstore.errors import ConfigError
 
     with pytest.raises(ConfigError, match=option), contextlib.ExitStack():
@@ -393,9 +392,7 @@ def test_a_wrong_option_ends_the_start_with_its_name(
 
 
 @pytest.mark.parametrize("value", ["sync", "async"])
-def test_an_engine_whose_configuration_names_load_is_refused_with_the_reason_and_the_fix(
-    make: Engines, value: str
-) -> None:
+def test_removed_option_load_is_refused_with_its_fix(make: Engines, value: str) -> None:
     from kvstore.errors import ConfigError
 
     with pytest.raises(

@@ -1,6 +1,4 @@
-"""vLLM's own scheduler with our connector and a real node: hits of every kind, on the official
-wheel.
-"""
+"""vLLM's own scheduler from the official wheel, with our connector and a real node: hits."""
 
 import time
 from typing import Any
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 P = tokens(7, 60)  # 3 blocks and 12 tokens
 
 
-def test_a_cold_engine_computes_and_a_second_one_loads(make: Engines) -> None:
+def test_second_engine_loads_what_the_first_computed(make: Engines) -> None:
     make.save(P)
     engine = make()
     assert engine.generate(P) == answer(P, 8)
@@ -27,10 +25,10 @@ def test_a_cold_engine_computes_and_a_second_one_loads(make: Engines) -> None:
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
 
 
-def test_calls_for_a_request_have_its_id(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_carry_the_request_id(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = traces_of_calls(monkeypatch)
     writer, reader = make(), make()
-    del asked[:]  # namespaces are opened for nobody
+    del asked[:]  # opening namespaces belongs to no request
     writer.generate(P, name="cmpl-1")
     writer.close()
     saved = set(asked)
@@ -39,10 +37,10 @@ def test_calls_for_a_request_have_its_id(make: Engines, monkeypatch: pytest.Monk
     assert reader.cached == {"cmpl-2": 48}
     assert named("cmpl-1") in saved
     assert named("cmpl-2") in asked
-    assert saved | set(asked) <= {named("cmpl-1"), named("cmpl-2"), None}, "None: connecting"
+    assert saved | set(asked) <= {named("cmpl-1"), named("cmpl-2"), None}, "None is for connecting"
 
 
-def test_a_load_waits_in_a_step_of_its_own_and_others_go_on(make: Engines) -> None:
+def test_load_does_not_delay_other_requests(make: Engines) -> None:
     """A hit takes no slot of the batch while it loads."""
     make.save(P)
     engine = make()
@@ -50,10 +48,10 @@ def test_a_load_waits_in_a_step_of_its_own_and_others_go_on(make: Engines) -> No
     engine.add("other", tokens(3, 40))
     engine.run()
     assert engine.outputs == {"hit": answer(P, 8), "other": answer(tokens(3, 40), 8)}
-    assert engine.cached == {"other": 0, "hit": 48}  # in the order of their first tokens
+    assert engine.cached == {"other": 0, "hit": 48}  # in the order of first tokens
 
 
-def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(make: Engines) -> None:
+def test_prompt_of_whole_blocks_leaves_one_token_to_compute(make: Engines) -> None:
     prompt = tokens(11, 4 * BLOCK)
     make.save(prompt)
     engine = make()
@@ -61,7 +59,7 @@ def test_a_prompt_of_whole_blocks_leaves_a_token_to_compute(make: Engines) -> No
     assert engine.cached == {"r": 63}
 
 
-def test_a_longer_prompt_loads_the_part_that_is_stored(make: Engines) -> None:
+def test_longer_prompt_loads_its_stored_prefix(make: Engines) -> None:
     make.save(P)
     longer = P[:48] + tokens(13, 30)
     engine = make()
@@ -69,7 +67,7 @@ def test_a_longer_prompt_loads_the_part_that_is_stored(make: Engines) -> None:
     assert engine.cached == {"r": 48}
 
 
-def test_blocks_of_the_engines_cache_are_not_loaded(make: Engines) -> None:
+def test_locally_cached_blocks_are_not_loaded(make: Engines) -> None:
     longer = tokens(7, 100)
     make.save(longer)
     engine = make()
@@ -79,7 +77,7 @@ def test_blocks_of_the_engines_cache_are_not_loaded(make: Engines) -> None:
     assert engine.stats.data["pages_loaded"] == 2 + 4
 
 
-def test_generated_tokens_are_stored_block_by_block(make: Engines) -> None:
+def test_generated_tokens_are_saved_in_blocks(make: Engines) -> None:
     make.save(P, count=40)  # 99 tokens with KV in the end
     longer = P + answer(P, 40)
     engine = make()
@@ -87,7 +85,7 @@ def test_generated_tokens_are_stored_block_by_block(make: Engines) -> None:
     assert engine.cached == {"r": 96}
 
 
-def test_a_prompt_computed_in_chunks_is_stored_wholly(make: Engines) -> None:
+def test_prompt_computed_in_chunks_is_saved_whole(make: Engines) -> None:
     prompt = tokens(17, 200)
     make.save(prompt, batch_tokens=48)
     engine = make(batch_tokens=48)
@@ -95,19 +93,19 @@ def test_a_prompt_computed_in_chunks_is_stored_wholly(make: Engines) -> None:
     assert engine.cached == {"r": 192}
 
 
-def test_a_preempted_request_is_loaded_again(
+def test_preempted_request_reloads_its_own_pages(
     make: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Contract 12.2: at least one preemption and one load, of what the request itself
-    has stored.
-    """
+    """Contract 12.2: with at least one preemption, a request loads pages that it saved itself."""
     monkeypatch.setattr(scheduler, "REFRESH_S", 0.02)
-    monkeypatch.setattr("gpu_agent.engines.vllm.HOLD_S", 0.0)  # few blocks, and soon needed again
+    monkeypatch.setattr(
+        "gpu_agent.engines.vllm.HOLD_S", 0.0
+    )  # blocks are few and must be freed early
     monkeypatch.setattr("gpu_agent.engines.vllm.PINNED_SHARE", 2)
     engine = make(blocks=9)
     one, two = tokens(7, 50), tokens(11, 50)
     orders: list[Any] = []
-    # So that saves can keep up
+    # Slow the steps down, so that saves can keep up.
     engine.on_execute = lambda step: (
         orders.append(step),
         time.sleep(0.005),
@@ -120,9 +118,7 @@ def test_a_preempted_request_is_loaded_again(
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
 
 
-def test_a_waiting_request_asks_the_store_once(
-    make: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_request_makes_one_lookup(make: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     make.save(P)
     engine = make()
     asked = []
@@ -139,12 +135,12 @@ def test_a_waiting_request_asks_the_store_once(
     request = engine.add("r", P)
     polls = [engine.connector.get_num_new_matched_tokens(request, 0) for _ in range(200)]
     engine.run()
-    assert polls[0] == (None, False)  # not known yet, asked again later
+    assert polls[0] == (None, False)  # not known yet
     assert engine.cached == {"r": 48}
     assert asked == [3]
 
 
-def test_a_window_group_loads_its_window_and_never_the_null_block(make: Engines) -> None:
+def test_window_group_loads_its_window_and_no_null_block(make: Engines) -> None:
     prompt = tokens(7, 200)
     orders: list[Any] = []
     for _ in range(2):
@@ -160,10 +156,10 @@ def test_a_window_group_loads_its_window_and_never_the_null_block(make: Engines)
     assert all(0 not in part.blocks for part in moved)
     full, window = next(step.loads for step in orders if step.loads)[0].parts
     assert len(full.keys) == 12
-    assert len(window.keys) == 3  # 39 tokens before the next one
+    assert len(window.keys) == 3  # 39 tokens before the next token
 
 
-def test_a_window_group_may_lack_what_lies_before_its_window(make: Engines) -> None:
+def test_window_group_may_lack_blocks_before_its_window(make: Engines) -> None:
     prompt = tokens(7, 200)
     make.save(prompt, window=40, blocks=128)
     engine = make(window=40, blocks=128)
@@ -179,10 +175,10 @@ def test_a_window_group_may_lack_what_lies_before_its_window(make: Engines) -> N
     [(0, 7, 7), (1, 7, 12), (1, 10, 10), (0, 0, 0), (1, 11, 11)],
     ids=["full", "before the window", "in the window", "the head", "the last"],
 )
-def test_r4_a_block_that_one_group_lacks_shortens_the_prefix(
+def test_r4_block_missing_in_one_group_shortens_the_prefix(
     make: Engines, group: int, block: int, hit: int
 ) -> None:
-    """R4: all groups of a block appear and disappear together."""
+    """R4: a block hits only if all groups that need it have it."""
     prompt = tokens(7, 200)
     make.save(prompt, window=40, blocks=128)
     engine = make(window=40, blocks=128)
@@ -193,11 +189,8 @@ def test_r4_a_block_that_one_group_lacks_shortens_the_prefix(
     assert engine.cached == {"r": hit * BLOCK}
 
 
-def test_r4_a_block_that_one_rank_lacks_shortens_the_prefix(make: Engines) -> None:
-    """R4: a hit is reported only when all ranks' shards are there.
-
-    The missing one is stored again.
-    """
+def test_r4_block_missing_in_one_rank_shortens_the_prefix(make: Engines) -> None:
+    """R4: a block hits only if the shards of all ranks exist; the missing one is saved again."""
     make.save(P, ranks=2)
     engine = make(ranks=2)
     keys = list(engine.add("probe", P).block_hashes)
@@ -210,7 +203,7 @@ def test_r4_a_block_that_one_rank_lacks_shortens_the_prefix(make: Engines) -> No
     assert again.cached == {"r": 48}
 
 
-def test_requests_may_stay_out_of_the_store(make: Engines) -> None:
+def test_request_can_skip_the_store(make: Engines) -> None:
     engine = make()
     assert engine.generate(P, kv_transfer_params={"kvstore.skip": True}) == answer(P, 8)
     other = make()
@@ -219,8 +212,8 @@ def test_requests_may_stay_out_of_the_store(make: Engines) -> None:
     assert other.cached["r"] == 0
 
 
-def test_r3_a_cache_salt_keeps_tenants_apart(make: Engines) -> None:
-    """R3: the salt is in the engine's block hash, which is our key."""
+def test_r3_cache_salt_isolates_tenants(make: Engines) -> None:
+    """R3: the salt is part of the engine's block hash, which is our key."""
     engine = make()
     assert engine.generate(P, cache_salt="a") == answer(P, 8)
     other = make()
@@ -229,7 +222,7 @@ def test_r3_a_cache_salt_keeps_tenants_apart(make: Engines) -> None:
     assert other.cached == {"b": 0, "a": 48}
 
 
-def test_counts_reach_vllms_statistics(make: Engines) -> None:
+def test_counts_appear_in_vllms_statistics(make: Engines) -> None:
     make.save(P)
     engine = make()
     assert engine.generate(P) == answer(P, 8)
@@ -249,27 +242,26 @@ def test_counts_reach_vllms_statistics(make: Engines) -> None:
     )
 
 
-def test_an_engine_tells_its_counts_before_it_falls_silent(
+def test_engine_reports_its_counts_before_it_becomes_idle(
     make: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside work it tells them seldom, but what is not told by its last step waits for the next
-    request.
+    """Counts are reported rarely while requests run, so the last step must report the rest.
+
+    Otherwise they would wait for the next request.
     """
     monkeypatch.setattr(adapter, "STATS_S", 3600.0)
     engine = make()
     for number in range(3):
         engine.generate(tokens(13 + number, 60), name=f"r{number}")
-    engine.step()  # empty, as the last one of every engine
+    engine.step()  # an empty step, as the last one of every engine
     assert engine.stats.data["pages_saved"] == 3 * 4
-    assert engine.ranks[0].connector._rank.counts.pages_saved == 0, "nothing is left to tell"
+    assert engine.ranks[0].connector._rank.counts.pages_saved == 0, "some counts were not reported"
 
 
-def test_kv_events_of_a_store_with_new_pages_name_the_engines_cache_only(
+def test_kv_events_name_only_the_engines_cache(
     make: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A router would weigh the store's blocks like those on the GPU, and it would never hear of
-    their eviction.
-    """
+    """A router would weigh blocks in the store like those on the GPU, and miss their eviction."""
     with caplog.at_level("INFO", "vllm.kvstore"):
         engine = make(ranks=2, events=True)
     assert caplog.text.count("the store sends none") == 1
@@ -280,23 +272,23 @@ def test_kv_events_of_a_store_with_new_pages_name_the_engines_cache_only(
         publish(batch),
     )
     assert engine.generate(P, name="computed") == answer(P, 8)
-    engine.step()  # pages were on their way when the last block had been read
+    engine.step()  # saves were in progress when the last block was read
     assert engine.scheduler.reset_prefix_cache()
     assert engine.generate(P, name="loaded") == answer(P, 8)
     engine.step()
     assert engine.cached == {"computed": 0, "loaded": 48}
-    assert published, "the engine itself publishes"
+    assert published, "the engine published no events"
     assert {event.medium for event in published if hasattr(event, "medium")} == {"GPU"}
     assert list(engine.connector.take_events()) == []
 
 
-def test_a_long_prompt_at_the_head_of_the_queue_gets_its_blocks(
+def test_long_prompt_at_the_head_of_the_queue_gets_its_blocks(
     make: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It needs 60 of 88, and short prompts keep coming behind it.
+    """Regression: a long prompt that needs 60 of 88 blocks never ran while short ones kept coming.
 
-    Whenever its answer was renewed vLLM was told "not known yet", passed over it, and gave the
-    blocks that had become free to those behind it: it never ran.
+    Whenever its lookup was refreshed, vLLM got "not known yet", skipped it, and gave the free
+    blocks to the prompts behind it.
     """
     monkeypatch.setattr(scheduler, "REFRESH_S", 0.2)
     engine, count = make(blocks=89), 0
@@ -306,7 +298,7 @@ def test_a_long_prompt_at_the_head_of_the_queue_gets_its_blocks(
         count += 1
         engine.add(f"short {count}", [count % 500 + 5, count // 500 + 5, *tokens(3, 63)], 100)
 
-    for _ in range(8):  # staggered, so that blocks become free bit by bit
+    for _ in range(8):  # staggered, so that blocks become free gradually
         short()
         for _ in range(12):
             engine.step()
@@ -324,4 +316,4 @@ def test_a_long_prompt_at_the_head_of_the_queue_gets_its_blocks(
         time.sleep(0.006)
         if "long" in engine.steps[-1]:
             return
-    raise AssertionError(f"it waits after 400 steps; {count} requests came")
+    raise AssertionError(f"still waiting after 400 steps and {count} requests")

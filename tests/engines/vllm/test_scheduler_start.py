@@ -14,11 +14,12 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.mark.parametrize("batch_tokens", [128, 1024], ids=["in chunks", "at once"])
-def test_a_request_that_needs_the_blocks_of_staged_saves_does_not_wait_for_the_process(
+def test_request_needing_blocks_of_staged_saves_does_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_tokens: int
 ) -> None:
-    """It needs more than three quarters of all blocks, and a quarter is pinned until the agents'
-    process is ready.
+    """The request needs more than three quarters of all blocks.
+
+    A quarter is pinned until the agents' process is ready.
     """
     monkeypatch.setattr(
         worker_process, "_command", lambda: [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -1,9 +1,7 @@
-"""vLLM's own scheduler in a storm: aborts, preemptions, slow ranks, pages that vanish between
-lookup and load.
+"""vLLM's own scheduler under random faults: aborts, preemptions, slow ranks and vanishing pages.
 
-Whatever happens, no answer is wrong, no block stays held, and a fresh engine that reads everything
-back from the store answers as if it had computed it. SEEDS=200 runs that many storms,
-KVSTORE_SEED=7 begins with the seventh.
+No answer is wrong, no block leaks, and a fresh engine that loads all pages answers as if it had
+computed them. SEEDS=200 runs that many storms; KVSTORE_SEED=7 begins with the seventh.
 """
 
 import contextlib
@@ -20,20 +18,17 @@ from gpu_agent.blocks.ranks import LoadsEnded
 pytestmark = pytest.mark.filterwarnings("default")
 FIRST, SEEDS = int(os.environ.get("KVSTORE_SEED") or 1), int(os.environ.get("SEEDS") or 6)
 REQUESTS = 30
-LIMIT_S = 180.0  # for a storm to end on a busy machine; it takes some seconds
+LIMIT_S = 180.0  # for a storm on a busy machine; it takes some seconds
 
 
 class Storm:
-    """Two engines with one store.
-
-    `met` counts what happened.
-    """
+    """Run random requests on two engines with one store, under faults; `met` counts events."""
 
     def __init__(self, make: Engines, patch: pytest.MonkeyPatch, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.shape: dict[str, Any] = {"ranks": rng.choice([1, 2]), "window": rng.choice([0, 0, 40])}
         self.met: Counter[str] = Counter()
-        # Blocks; one request needs up to 18 a group
+        # The number of blocks; one request needs up to 18 per group.
         few = rng.choice([26, 40, 128]) * (2 if self.shape["window"] else 1)
         self.engines = [
             make(
@@ -57,7 +52,7 @@ class Storm:
                     if part.keys and self.rng.random() < 0.4:
                         rank = self.rng.randrange(len(engine.ranks))
                         gone = self.rng.sample(part.keys, self.rng.choice([1, 1, len(part.keys)]))
-                        with contextlib.suppress(AssertionError):  # another load has lost it before
+                        with contextlib.suppress(AssertionError):  # already lost by another load
                             engine.forget(gone, rank, part.group)
 
         engine.on_execute = forget
@@ -70,7 +65,7 @@ class Storm:
             )
 
     def prompt(self) -> list[int]:
-        """Heads are shared, tails too now and then."""
+        """Return a prompt with a shared head and, now and then, a shared tail."""
         head = tokens(self.rng.choice([3, 7, 11]), self.rng.choice([16, 48, 60, 100]))
         return head + tokens(self.rng.choice([13, 17]), self.rng.randrange(1, 120))
 
@@ -100,10 +95,7 @@ class Storm:
             engine.run(LIMIT_S)
 
     def check(self) -> list[list[int]]:
-        """Compares what was answered.
-
-        Returns all that was known in the end.
-        """
+        """Check the answers, and return all prompts with their answers."""
         known = []
         for engine in self.engines:
             for name, request in engine.requests.items():
@@ -120,7 +112,7 @@ class Storm:
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + SEEDS))
-def test_a_storm_leaves_nothing_wrong_in_the_engines_and_in_the_store(
+def test_engines_and_store_after_a_storm_are_correct(
     make: Engines, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     storm = Storm(make, monkeypatch, seed)
@@ -129,7 +121,7 @@ def test_a_storm_leaves_nothing_wrong_in_the_engines_and_in_the_store(
     assert storm.met["loads"], storm.met
     fresh = make(**storm.shape, blocks=512)
     for number, prompt in enumerate(known):
-        # From the store, and from caches that went through the storm
+        # Load from the store, and from the caches that went through the storm.
         for engine in (
             fresh,
             *storm.engines,

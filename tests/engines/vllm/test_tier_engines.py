@@ -1,6 +1,7 @@
-"""The tier under vLLM's own scheduler: what one engine stored, another with an empty CPU tier
-restores, and whatever happens to the store in between, requests are served and no restored byte is
-wrong.
+"""The tier under vLLM's own scheduler.
+
+An engine with an empty CPU tier restores pages saved by another engine. Whatever happens to the
+store, requests are served and no restored byte is wrong.
 """
 
 import os
@@ -20,24 +21,25 @@ from kvstore.tools.node_process import NodeProcess
 from kvstore.tracing import named
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what vLLM imports warns
+    warnings.simplefilter("ignore")  # from vLLM's imports
     from scheduler_harness import Engine, model_directory, prompt
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 pytestmark = pytest.mark.filterwarnings("default")
 Start = Callable[..., Engine]
-# A step of the scheduler takes a millisecond or two, on a busy machine much longer; one that waits
-# for the store takes a deadline, of which none here is shorter where it matters.
+# A step of the scheduler takes a millisecond or two, but much longer on a busy machine. A step that
+# waits for the store takes at least a deadline, so deadlines here exceed STEP_S_MAX where it
+# matters.
 DEADLINE_S = 4.0
 STEP_S_MAX = 3.0
 
 
-# For tests that are not about time.
+# For tests that do not test timing.
 PATIENT: dict[str, Any] = {
     "lookup_timeout_s": 20.0,
     "load_timeout_s": 20.0,
     "timeout_s": 30.0,
-    # an engine that starts beside others may get no processor for seconds
+    # An engine that starts beside others may wait for a CPU for seconds.
     "connect_timeout_s": 30.0,
     "backoff_s_max": 0.2,
 }
@@ -45,7 +47,7 @@ PATIENT: dict[str, Any] = {
 
 @pytest.fixture
 def start(tmp_path: Path, node: NodeProcess) -> Iterator[Start]:
-    """Engines that are closed at the end, of one model and one node."""
+    """Return a function that makes engines of one model on one node, closed at the end."""
     engines = []
 
     def make(**arguments: Any) -> Engine:
@@ -60,7 +62,10 @@ def start(tmp_path: Path, node: NodeProcess) -> Iterator[Start]:
 
 
 def before(engine: Engine, method: str, action: Callable[[], object]) -> list[int]:
-    """Lets `action` happen before each call of a method of the tier; grows by one per call."""
+    """Run `action` before each call of a method of the tier.
+
+    Return a list that gets the number of keys of each call.
+    """
     original, calls = getattr(engine.tier, method), []
 
     def called(job: Any) -> None:
@@ -73,7 +78,7 @@ def before(engine: Engine, method: str, action: Callable[[], object]) -> list[in
 
 
 def first_token_s(engine: Engine, requests: int) -> float:
-    """Steps until so many requests were computed."""
+    """Step until `requests` requests were computed, and return the seconds taken."""
     began = time.monotonic()
     while len(engine.computed) < requests:
         engine.step()
@@ -81,12 +86,11 @@ def first_token_s(engine: Engine, requests: int) -> float:
     return time.monotonic() - began
 
 
-# ---- hits
-# ------------------------------------------------------------------------------------------
+# ---- hits -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
-def test_another_engine_restores_what_was_stored(start: Start, wire: str) -> None:
+def test_another_engine_restores_saved_pages(start: Start, wire: str) -> None:
     first, second = (start(options={"wire": wire}) for _ in range(2))
     assert first.serve("cold", prompt(60)) == 0
     assert second.serve("warm", prompt(60)) == 48
@@ -95,7 +99,7 @@ def test_another_engine_restores_what_was_stored(start: Start, wire: str) -> Non
     assert second.slowest_s < STEP_S_MAX
 
 
-def test_calls_for_a_request_have_its_id(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_carry_the_request_id(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = traces_of_calls(monkeypatch)
     first, second = start(), start()
     first.serve("cmpl-1", prompt(60))
@@ -103,7 +107,7 @@ def test_calls_for_a_request_have_its_id(start: Start, monkeypatch: pytest.Monke
     assert set(asked) == {named("cmpl-1"), named("cmpl-2")}
 
 
-def test_only_what_is_missing_here_is_loaded(start: Start) -> None:
+def test_only_missing_blocks_are_loaded(start: Start) -> None:
     first, second = start(), start()
     first.serve("cold", prompt(124))
     second.serve("head", prompt(40))
@@ -112,7 +116,7 @@ def test_only_what_is_missing_here_is_loaded(start: Start) -> None:
     assert loads == [5]  # seven full blocks, of which two are in the second engine's own caches
 
 
-def test_requests_that_wait_for_the_same_pages_load_them_once(start: Start) -> None:
+def test_requests_waiting_for_the_same_pages_load_them_once(start: Start) -> None:
     first, second = start(), start()
     first.serve("cold", prompt(60))
     loads = before(second, "submit_load", lambda: None)
@@ -123,13 +127,13 @@ def test_requests_that_wait_for_the_same_pages_load_them_once(start: Start) -> N
     assert loads == [3]
 
 
-def test_layers_with_a_sliding_window_restore_what_they_need(start: Start) -> None:
+def test_sliding_window_layers_are_restored(start: Start) -> None:
     first, second = (start(window=32) for _ in range(2))
     assert first.serve("cold", prompt(124)) == 0
     assert second.serve("warm", prompt(124)) == 112
 
 
-def test_a_request_with_a_salt_does_not_see_pages_of_one_without(start: Start) -> None:
+def test_salted_request_misses_unsalted_pages(start: Start) -> None:
     first, second = start(), start()
     first.serve("plain", prompt(60))
     second.submit("salted", prompt(60), cache_salt="somebody")
@@ -137,14 +141,14 @@ def test_a_request_with_a_salt_does_not_see_pages_of_one_without(start: Start) -
     assert second.computed["salted"] == 0
 
 
-def test_a_full_cpu_tier_is_a_miss(start: Start) -> None:
+def test_full_cpu_tier_is_a_miss(start: Start) -> None:
     first, second = start(), start(cpu_chunks=2)
     first.serve("cold", prompt(124))
     assert second.serve("warm", prompt(124)) == 0
     assert second.serve("short", prompt(40)) == 32
 
 
-def test_counts_reach_vllm_s_metrics(start: Start, node: NodeProcess) -> None:
+def test_counts_appear_in_vllms_metrics(start: Start, node: NodeProcess) -> None:
     first, second = start(), start()
     first.serve("cold", prompt(60))
     second.serve("warm", prompt(60))
@@ -156,7 +160,7 @@ def test_counts_reach_vllm_s_metrics(start: Start, node: NodeProcess) -> None:
         for name in counts
         if "kvstore" in name
     }
-    # The last lookup failed, and what was computed instead could not be stored.
+    # The last lookup failed, and the blocks computed instead could not be saved.
     assert ours == {"lookups": 2, "lookups_failed": 1, "pages_loaded": 3, "pages_dropped": 3}
     extra = second.config.kv_transfer_config.kv_connector_extra_config
     assert {name for name in counts if "kvstore" in name} <= set(
@@ -164,41 +168,36 @@ def test_counts_reach_vllm_s_metrics(start: Start, node: NodeProcess) -> None:
     )
 
 
-# ---- the store fails
-# -------------------------------------------------------------------------------
+# ---- the store fails ------------------------------------------------------------------------
 
 
-def test_a_store_that_was_killed_is_a_miss(start: Start, node: NodeProcess) -> None:
+def test_killed_node_is_a_miss(start: Start, node: NodeProcess) -> None:
     first, second = start(), start()
     first.serve("cold", prompt(60))
     node.kill()
     assert second.serve("warm", prompt(60)) == 0
-    assert second.serve("again", prompt(60)) == 48  # of its own CPU tier or GPU
+    assert second.serve("again", prompt(60)) == 48  # from its own CPU tier or GPU
     assert second.slowest_s < STEP_S_MAX
 
 
-def test_a_store_that_is_killed_between_lookup_and_load_is_a_miss(
-    start: Start, node: NodeProcess
-) -> None:
+def test_node_killed_between_lookup_and_load_is_a_miss(start: Start, node: NodeProcess) -> None:
     first, second = start(), start()
     first.serve("cold", prompt(60))
     loads = before(second, "submit_load", node.kill)
     assert second.serve("warm", prompt(60)) == 0
-    assert loads == [3]  # and not again and again
+    assert loads == [3]  # loaded once only
 
 
-def test_a_store_that_is_killed_while_it_saves_costs_nothing_but_the_pages(
-    start: Start, node: NodeProcess
-) -> None:
+def test_node_killed_during_a_save_loses_only_the_pages(start: Start, node: NodeProcess) -> None:
     engine = start()
     saves = before(engine, "submit_store", node.kill)
     assert engine.serve("cold", prompt(60)) == 0
     assert saves == [3]
-    assert engine.manager.primary_tier.reset_cache() is None  # no row is held any more
+    assert engine.manager.primary_tier.reset_cache() is None  # no row is held
     assert not engine.tier.has_pending_work()
 
 
-def test_a_store_that_hangs_costs_one_deadline(start: Start, node: NodeProcess) -> None:
+def test_hung_node_costs_one_deadline(start: Start, node: NodeProcess) -> None:
     first, second = start(), start(options={"lookup_timeout_s": DEADLINE_S, "backoff_s_max": 30.0})
     first.serve("cold", prompt(60))
     stop(node.pid)
@@ -209,14 +208,14 @@ def test_a_store_that_hangs_costs_one_deadline(start: Start, node: NodeProcess) 
         second.run()
         began = time.monotonic()
         assert second.serve("next", prompt(60, 3)) == 0
-        # Nobody waits for a store that is known to hang
+        # Requests do not wait for a store known to hang.
         assert time.monotonic() - began < DEADLINE_S
         assert second.slowest_s < STEP_S_MAX
     finally:
         os.kill(node.pid, signal.SIGCONT)
 
 
-def test_a_load_that_hangs_ends_by_its_deadline_and_the_request_is_computed(
+def test_hung_load_ends_by_its_deadline_and_the_request_is_computed(
     start: Start, node: NodeProcess
 ) -> None:
     first, second = start(), start(options={"load_timeout_s": DEADLINE_S})
@@ -232,21 +231,21 @@ def test_a_load_that_hangs_ends_by_its_deadline_and_the_request_is_computed(
     second.run()
 
 
-def test_a_store_that_comes_back_is_used_again(start: Start, node: NodeProcess) -> None:
+def test_resumed_node_is_used_again(start: Start, node: NodeProcess) -> None:
     first, second = start(), start(options={"lookup_timeout_s": 0.3, "save_timeout_s": 0.3})
     stop(node.pid)
     second.serve("away", prompt(60, 3))
     os.kill(node.pid, signal.SIGCONT)
     end, number = time.monotonic() + 60.0, 10
     first.serve("cold", prompt(60, number))
-    # Another prompt: it has computed this one now
+    # Use another prompt each time, since the engine has computed the previous one.
     while second.serve(f"back {number}", prompt(60, number)) != 48:
         assert time.monotonic() < end
         number += 1
         first.serve(f"cold {number}", prompt(60, number))
 
 
-def test_of_a_chain_with_a_hole_the_head_is_loaded(start: Start, node: NodeProcess) -> None:
+def test_chain_with_a_hole_loads_its_head(start: Start, node: NodeProcess) -> None:
     first, second = start(), start()
     request = first.submit("cold", prompt(124))
     first.run()
@@ -256,20 +255,17 @@ def test_of_a_chain_with_a_hole_the_head_is_loaded(start: Start, node: NodeProce
         loads = before(second, "submit_load", lambda: client.remove(space, [hole]))
         assert second.serve("warm", prompt(124)) == 32
         assert loads == [7]
-        # What was computed instead was stored: the hole is closed.
+        # The recomputed blocks were saved, so the hole is closed.
         assert (
             client.lookup(space, [key + bytes(4) for key in request.block_hashes[:7]]).present
             == (True,) * 7
         )
 
 
-# ---- the engine forgets or stops
-# -------------------------------------------------------------------
+# ---- the engine is reset or stops -----------------------------------------------------------
 
 
-def test_a_reset_waits_for_transfers_and_the_store_keeps_its_pages(
-    start: Start, node: NodeProcess
-) -> None:
+def test_reset_waits_for_transfers_and_keeps_stored_pages(start: Start, node: NodeProcess) -> None:
     engine = start(options={"save_timeout_s": 0.5})
     engine.serve("cold", prompt(60))
     before(engine, "submit_store", lambda: stop(node.pid))
@@ -290,9 +286,7 @@ def test_a_reset_waits_for_transfers_and_the_store_keeps_its_pages(
     assert engine.serve("warm", prompt(60)) == 48
 
 
-def test_the_tier_lets_go_of_the_engine_s_memory(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tier_releases_the_engines_memory(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     engine = start()
     engine.serve("cold", prompt(60))
     path = Path(engine.manager.primary_tier._mmap_region.mmap_path)

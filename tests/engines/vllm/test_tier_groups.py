@@ -1,4 +1,4 @@
-"""Which kinds of KV cache the tier takes: those that it was run with, by vLLM's own classes."""
+"""The tier accepts only kinds of KV cache that it was tested with, by vLLM's own classes."""
 
 import warnings
 from pathlib import Path
@@ -11,7 +11,7 @@ from kvstore import ConfigError
 from kvstore.tools.node_process import NodeProcess
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what vLLM imports warns
+    warnings.simplefilter("ignore")  # from vLLM's imports
     from scheduler_harness import BLOCK_TOKENS, Engine, model_directory, prompt
     from vllm.v1 import kv_cache_interface as specs
 
@@ -30,7 +30,7 @@ STATE = specs.MambaSpec(
 
 
 class FutureSpec(specs.FullAttentionSpec):
-    """A kind that a later vLLM may have."""
+    """A kind that a later vLLM may add."""
 
 
 def config(*kinds: Any) -> Any:
@@ -57,22 +57,22 @@ def config(*kinds: Any) -> Any:
     ],
     ids=["recurrent", "recurrent of one type", "cross attention", "sink", "sliding MLA", "unknown"],
 )
-def test_a_group_of_a_kind_that_was_not_tested_is_refused_by_name(kind: Any, name: str) -> None:
+def test_group_of_an_untested_kind_is_refused_by_name(kind: Any, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"group 1 \(layers\.1\) is a {name}, .*Remove the tier"):
         check_tier_groups(config(FULL, kind))
 
 
-def test_an_engine_with_recurrent_state_and_the_tier_does_not_start(tmp_path: Path) -> None:
+def test_engine_with_recurrent_state_does_not_start(tmp_path: Path) -> None:
     groups = config(FULL, STATE).kv_cache_groups
     with pytest.raises(ConfigError, match=r"group 1 \(layers\.1\) is a MambaSpec"):
         Engine(model_directory(tmp_path / "tiny"), {"address": "localhost:1"}, groups=groups)
 
 
 @pytest.mark.parametrize("recurrent", [True, False], ids=["recurrent", "window"])
-def test_by_hand_a_group_that_may_be_recurrent_state_is_refused(
+def test_plain_connector_refuses_groups_that_may_be_recurrent(
     tmp_path: Path, recurrent: bool
 ) -> None:
-    """vLLM's plain connector tells a tier how far back a group reaches, not what it holds."""
+    """vLLM's plain connector passes a group's reach to a tier, but not its kind."""
     window = specs.SlidingWindowSpec(**SHAPE, sliding_window=32)
     groups = config(FULL, STATE if recurrent else window).kv_cache_groups
     named = {"address": "localhost:1", "revision": "r1", "salt": "vllm 0.33 CPU fp32"}
@@ -96,11 +96,9 @@ KINDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_that_the_tier_takes_is_restored(
-    tmp_path: Path, node: NodeProcess, kind: str
-) -> None:
+def test_accepted_kind_is_restored(tmp_path: Path, node: NodeProcess, kind: str) -> None:
     model, options = model_directory(tmp_path / "tiny"), {"address": node.address}
-    # Such layers have full ones beside them
+    # Models with such layers have full attention layers as well.
     beside = [FULL] if kind in ("window", "chunks") else []
     engines = [
         Engine(model, options, groups=config(*beside, KINDS[kind]).kv_cache_groups)
@@ -114,5 +112,5 @@ def test_a_kind_that_the_tier_takes_is_restored(
             engine.close()
 
 
-def test_every_kind_that_the_tier_takes_is_one_that_is_restored_here() -> None:
+def test_all_accepted_kinds_are_tested() -> None:
     assert {type(kind) for kind in KINDS.values()} == set(TIER_SPECS)

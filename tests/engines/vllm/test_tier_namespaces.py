@@ -1,4 +1,4 @@
-"""Which engines share a tier's pages: those whose rows hold the same bytes for the same key."""
+"""Engines share a tier's pages only if their rows hold the same bytes for the same key."""
 
 import warnings
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import torch
 from kvstore import ConfigError, Namespace
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what vLLM imports warns
+    warnings.simplefilter("ignore")  # from vLLM's imports
     from scheduler_harness import Engine, model_directory
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
@@ -112,7 +112,7 @@ CHANGES: dict[str, Callable[[], Namespace]] = {
 }
 
 
-def test_whatever_changes_the_bytes_makes_another_namespace() -> None:
+def test_changes_that_affect_bytes_change_the_namespace() -> None:
     digests = {name: made().digest for name, made in CHANGES.items()}
     assert len(set(digests.values())) == len(digests), digests
 
@@ -124,17 +124,17 @@ def test_options_that_keep_the_bytes_share_a_namespace() -> None:
     assert namespace(config(), load_timeout_s=3.0).digest == plain
 
 
-def test_rows_in_canonical_layout_are_shared_by_engines_of_every_size() -> None:
+def test_canonical_layout_is_shared_by_all_tensor_parallel_sizes() -> None:
     alone, together = (
         namespace(config(canonical_layout=True, agnostic=True, tp_size=size, world_size=size))
         for size in (1, 2)
     )
     assert alone.digest == together.digest
     direct = namespace(config(agnostic=True, tp_size=2, world_size=2))
-    assert direct.tp_size == 2  # vLLM's direct rows go rank by rank
+    assert direct.tp_size == 2  # vLLM's direct rows are split by rank
 
 
-def test_a_tier_that_is_told_too_little_says_what_to_do() -> None:
+def test_tier_without_facts_and_weights_names_the_remedy() -> None:
     untold: dict[str, Any] = {"facts": None, "weights": None}
     with pytest.raises(ConfigError, match=r"KVStoreOffloadingConnector.*revision and salt"):
         namespace(config(), **untold)
@@ -150,19 +150,19 @@ def test_a_tier_that_is_told_too_little_says_what_to_do() -> None:
         ({"load_timeout_s": 0}, "load_timeout_s=0"),
     ],
 )
-def test_a_wrong_option_ends_the_start(options: dict[str, Any], message: str) -> None:
+def test_wrong_option_fails_the_start(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         namespace(config(), **options)
 
 
-def test_an_engine_that_caches_nothing_itself_is_refused() -> None:
-    """vLLM turns prefix caching off where a prompt must not go on from KV that was there before."""
+def test_engine_without_prefix_caching_is_refused() -> None:
+    """vLLM disables prefix caching where a prompt must not continue from cached KV."""
     cache = SimpleNamespace(enable_prefix_caching=False)
     with pytest.raises(ConfigError, match="--enable-prefix-caching"):
         tier_options(SimpleNamespace(model_config=SimpleNamespace(), cache_config=cache), {})
 
 
-def test_the_connector_says_how_the_engine_computes(tmp_path: Path) -> None:
+def test_connector_passes_weights_and_facts_to_the_tier(tmp_path: Path) -> None:
     engine = Engine(model_directory(tmp_path / "tiny"), {"address": "localhost:1"})
     try:
         space = engine.tier.namespace
@@ -194,7 +194,7 @@ def test_the_connector_says_how_the_engine_computes(tmp_path: Path) -> None:
         engine.close()
 
 
-def test_a_server_with_lora_does_not_start_unless_it_vouches(tmp_path: Path) -> None:
+def test_server_with_lora_needs_the_option_lora(tmp_path: Path) -> None:
     engine = Engine(model_directory(tmp_path / "tiny"), {"address": "localhost:1"})
     try:
         served = SimpleNamespace(**{**vars(engine.config), "lora_config": object()})
@@ -205,7 +205,7 @@ def test_a_server_with_lora_does_not_start_unless_it_vouches(tmp_path: Path) -> 
         engine.close()
 
 
-def test_the_plain_connector_of_vllm_needs_the_names_by_hand(tmp_path: Path) -> None:
+def test_plain_connector_needs_revision_and_salt(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "tiny")
     with pytest.raises(ConfigError, match="revision and salt"):
         Engine(model, {"address": "localhost:1"}, connector="OffloadingConnector")

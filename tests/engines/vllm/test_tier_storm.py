@@ -1,6 +1,7 @@
-"""Random requests on two engines with small caches, while pages vanish and the store hangs:
-whatever is restored is right, every request ends, and no row or verdict is left over. KVSTORE_SEED
-repeats a run.
+"""Random requests on two engines with small caches, while pages vanish and the node hangs.
+
+Every restored page is correct, every request ends, and no row or lookup leaks. KVSTORE_SEED repeats
+a run.
 """
 
 import os
@@ -18,7 +19,7 @@ from kvstore import Client, ClientConfig
 from kvstore.tools.node_process import NodeProcess
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what vLLM imports warns
+    warnings.simplefilter("ignore")  # from vLLM's imports
     from scheduler_harness import Engine, model_directory, prompt
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -33,7 +34,7 @@ DEADLINES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("window", [None, 48], ids=["full", "sliding"])
-def test_whatever_is_restored_is_right(
+def test_storm_restores_correct_pages_and_leaks_nothing(
     tmp_path: Path, node: NodeProcess, seed: int, window: int | None
 ) -> None:
     rng = random.Random(seed)
@@ -58,7 +59,7 @@ def test_whatever_is_restored_is_right(
         finally:
             os.kill(node.pid, signal.SIGCONT)
     assert sum(len(engine.computed) for engine in engines) == REQUESTS
-    # Both, but for a busy machine
+    # Normally both engines load, but not always on a busy machine.
     assert any(engine.tier._agent.stats.pages_loaded for engine in engines)
     for engine in engines:
         assert not engine.tier.has_pending_work()

@@ -1,4 +1,4 @@
-"""An engine that must not go on from KV of its own does not go on from the store's."""
+"""An engine that must not continue from its own cached KV must not load from the store either."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +11,10 @@ from kvstore.errors import ConfigError
 
 
 @pytest.mark.parametrize("route", [on_vllm.connector, on_vllm.tier])
-def test_vllm_without_prefix_caching_stays_out(
+def test_vllm_without_prefix_caching_is_refused(
     route: Callable[[Path, Any], Any], tmp_path: Path
 ) -> None:
-    """It turns it off by itself, for one with MLA on a CPU without AMX, where a hit makes other
-    tokens.
-    """
+    """vLLM disables prefix caching for MLA on a CPU without AMX, where a hit changes the tokens."""
     route(tmp_path, {})
     with pytest.raises(ConfigError, match="--enable-prefix-caching"):
         route(tmp_path, {"cache_config.enable_prefix_caching": False})

@@ -1,5 +1,7 @@
-"""What the documents say that a namespace holds, where nothing else that changes with it would
-show: with a revision by hand the checkpoint, and the configuration in it, is not read.
+"""The facts that docs/identity.md says a namespace covers, each tested alone.
+
+With an explicit revision the checkpoint and its configuration are not read, so that only the tested
+fact can change the namespace.
 """
 
 from collections.abc import Iterator
@@ -27,11 +29,11 @@ ADAPTERS = {
 
 
 class MLAAttentionSpec(SimpleNamespace):
-    """Another kind of group, of the same shape."""
+    """Another kind of group with the same shape."""
 
 
 def chunked(**fields: Any) -> SimpleNamespace:
-    """A group whose attention looks back as far as its chunk begins."""
+    """Return a group whose attention reaches back to the start of its chunk."""
     return SimpleNamespace(**fields, attention_chunk_size=4096)
 
 
@@ -59,14 +61,16 @@ OTHER_HASH = {"cache_config.prefix_caching_hash_algo": "sha256_cbor"}
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_a_fact_counts_by_itself(adapter: str, way: dict[str, Any], tmp_path: Path) -> None:
+def test_fact_alone_changes_the_namespace(
+    adapter: str, way: dict[str, Any], tmp_path: Path
+) -> None:
     namespace = ADAPTERS[adapter].namespace
     usual = namespace(tmp_path, VOUCHED)
     assert namespace(tmp_path, VOUCHED).digest == usual.digest
     assert namespace(tmp_path, {**VOUCHED, **way}).digest != usual.digest
 
 
-# Written out: one that is left out of the code's own lists is to be noticed.
+# Written out, so that a setting missing from the code's own lists is noticed.
 PROCESSING = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -111,7 +115,7 @@ LIGHTLLM_HYBRID = (
 
 
 def settings() -> Iterator[Any]:
-    """(adapter, usual way, another one that differs in a single setting)"""
+    """Yield (adapter, usual way, way with a single setting changed)."""
     for name in PROCESSING:
         ways = [
             {"model_config.multimodal_config": images(**changes)}
@@ -129,12 +133,10 @@ def settings() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("adapter", "usual", "other"), list(settings()))
-def test_each_setting_counts_by_itself(
+def test_setting_alone_changes_the_namespace(
     adapter: str, usual: Way, other: Way, tmp_path: Path
 ) -> None:
-    """Of fourteen nobody noticed when they were left out: they are seldom used, and decide a page's
-    bytes.
-    """
+    """Regression: fourteen rarely used settings that affect a page's bytes were missing."""
     namespace = ADAPTERS[adapter].namespace
     assert (
         namespace(tmp_path, {**VOUCHED, **usual}).digest

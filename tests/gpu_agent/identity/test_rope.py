@@ -1,5 +1,6 @@
-"""Rotary embeddings that depend on how long a prompt is: a page of a short prompt is not the
-beginning of a long one's, and nothing but a refusal keeps the two apart.
+"""Rotary embeddings that depend on the length of a prompt must be refused.
+
+A page of a short prompt is not the beginning of a long one's, though both have the same key.
 """
 
 from pathlib import Path
@@ -19,13 +20,13 @@ from gpu_agent.identity.checkpoint import length_dependent
 from kvstore import Client, ClientConfig, InvalidRequest
 from kvstore.tools.node_process import NodeProcess
 
-TOKENS = torch.tensor([[(7 * i) % 120 + 5 for i in range(96)]])  # the models are made for 32
+TOKENS = torch.tensor([[(7 * i) % 120 + 5 for i in range(96)]])  # the models' original length is 32
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def keys(model: Any, count: int) -> torch.Tensor:
-    """K of the first 16 tokens in the last layer, of a prompt of so many."""
+    """Return K of the first 16 tokens in the last layer, for a prompt of `count` tokens."""
     cache = DynamicCache()
     with torch.inference_mode():
         model(TOKENS[:, :count], **{cache_argument(model): cache}, use_cache=True)
@@ -61,9 +62,9 @@ def paged(client: Client, model: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [DYNAMIC, LONGROPE], ids=lambda kind: kind["rope_type"])
-def test_a_page_of_a_short_prompt_is_not_found_for_a_long_one(client: Client, kind: Any) -> None:
+def test_length_dependent_embeddings_are_refused(client: Client, kind: Any) -> None:
     model = tiny(**rope(kind))
-    assert (keys(model, 24) - keys(model, 96)).abs().max() > 1e-3, "what a hit would have got wrong"
+    assert (keys(model, 24) - keys(model, 96)).abs().max() > 1e-3, "a hit would be correct"
     for make in (plain, paged):
         with pytest.raises(
             InvalidRequest, match=f"rotary embeddings of the kind '{kind['rope_type']}'"
@@ -72,7 +73,7 @@ def test_a_page_of_a_short_prompt_is_not_found_for_a_long_one(client: Client, ki
 
 
 @pytest.mark.parametrize("kind", [YARN, LINEAR, LLAMA3], ids=lambda kind: kind["rope_type"])
-def test_embeddings_that_do_not_depend_on_it_are_served(client: Client, kind: Any) -> None:
+def test_length_independent_embeddings_are_served(client: Client, kind: Any) -> None:
     model = tiny(**rope(kind))
     assert torch.allclose(keys(model, 24), keys(model, 96), atol=1e-5)
     plain(client, model)
@@ -105,8 +106,8 @@ def test_rope_configuration_is_read(config: dict[str, Any], found: list[str]) ->
     assert length_dependent(config) == found
 
 
-def test_vllm_chooses_once_by_how_long_a_prompt_may_be(tmp_path: Path) -> None:
-    """So that engines with one limit share, and others do not."""
+def test_vllm_longrope_namespace_depends_on_the_length_limit(tmp_path: Path) -> None:
+    """vLLM selects longrope's factors by its length limit, so only equal limits share."""
     for make in (on_vllm.connector, on_vllm.tier):
         ways = [
             {"model_config.max_model_len": length, "config": {"rope_scaling": LONGROPE}}

@@ -1,4 +1,4 @@
-"""docs/identity.md against the code: every cell of its table is tried, and none is missing."""
+"""Check every cell of the table in docs/identity.md against the code; none may be missing."""
 
 import ast
 import functools
@@ -25,12 +25,12 @@ ADAPTERS: dict[str, Adapter] = {
     **on_others.ADAPTERS,
     **on_transformers.ADAPTERS,
 }
-USUAL: dict[int, bytes] = {}  # digests, by their adapters' ids
+USUAL: dict[int, bytes] = {}  # digests by the id of the adapter
 WORDS = {"namespace", "hash", "refused", "no", "unprotected"}
 
 
 def cells() -> dict[tuple[str, str], str]:
-    """(adapter, ingredient) -> the cell."""
+    """Return the cells of the table by (adapter, ingredient)."""
     lines = itertools.dropwhile(
         lambda line: not line.startswith("| ingredient"), DOCUMENT.read_text().splitlines()
     )
@@ -44,7 +44,7 @@ def cells() -> dict[tuple[str, str], str]:
 
 
 def table() -> dict[tuple[str, str], set[str]]:
-    """(adapter, ingredient) -> words of the cell, without the numbers of notes."""
+    """Return the words of each cell by (adapter, ingredient), without the numbers of notes."""
     return {
         pair: set(re.sub(r"\(\d+\)", "", cell).replace(",", " ").split())
         for pair, cell in cells().items()
@@ -59,7 +59,7 @@ def tried() -> dict[tuple[str, str], set[str]]:
     }
 
 
-def test_the_table_claims_what_is_tried_and_nothing_else() -> None:
+def test_table_equals_the_tested_claims() -> None:
     assert table() == tried()
     assert set().union(*table().values()) <= WORDS
 
@@ -82,7 +82,7 @@ def test_identity_table_cells_hold(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))  # which holds nothing
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))  # an empty cache
     usual = USUAL.get(id(adapter)) or USUAL.setdefault(
         id(adapter), adapter.namespace(tmp_path, {}).digest
     )
@@ -91,17 +91,17 @@ def test_identity_table_cells_hold(
     if word == "refused":
         with pytest.raises((ConfigError, InvalidRequest)) as refusal:
             adapter.namespace(tmp_path, way)
-        assert len(str(refusal.value).split()) > 8, "it says why, and what to do"
+        assert len(str(refusal.value).split()) > 8, "the refusal names no reason or remedy"
     elif word == "namespace":
         assert adapter.namespace(tmp_path, way).digest != usual
     else:
         assert adapter.namespace(tmp_path, way).digest == usual
 
 
-def test_the_same_again_is_the_same(tmp_path: Path) -> None:
-    """Else every claim above would hold for nothing.
+def test_same_configuration_gives_the_same_namespace(tmp_path: Path) -> None:
+    """Without this, the differences tested above would prove nothing.
 
-    In another folder too: it is computed once for all tests.
+    The folder must not matter, since the usual digest is computed once for all tests.
     """
     (tmp_path / "other").mkdir()
     for adapter in ADAPTERS.values():
@@ -127,13 +127,13 @@ def functions(file: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("reference", list(references()))
-def test_a_claim_about_an_engines_own_code_has_its_test_there(reference: str) -> None:
+def test_claim_about_engine_code_names_an_existing_test(reference: str) -> None:
     file, _, name = reference.partition("::")
     assert name in functions(ROOT / file)
 
 
 @pytest.mark.parametrize("read", [table, tried])
-def test_no_pair_of_adapter_and_ingredient_is_left_out(
+def test_all_pairs_of_adapter_and_ingredient_are_covered(
     read: Callable[[], dict[tuple[str, str], set[str]]],
 ) -> None:
     found = read()

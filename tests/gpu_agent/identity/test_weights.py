@@ -1,5 +1,6 @@
-"""Whose weights: a commit, or every byte; and where neither is at hand, a start that ends with the
-remedy.
+"""Weights are identified by a commit or by all their bytes.
+
+Where neither is available, the start fails and names the remedy.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ COMMIT, NEXT = (
     "89abcdef0123456789abcdef0123456789abcdef",
 )
 Names = Callable[..., Any]
-# Adapters that are told what an engine loads, and how: as `where` it loads from, at a revision.
+# Adapters that know where an engine loads its weights from (`where`) and their revision.
 TOLD: dict[str, Names] = {
     "vLLM connector": lambda tmp_path, where, revision=None: on_vllm.connector(
         tmp_path, {"model_config.model": where, "model_config.revision": revision}
@@ -46,12 +47,12 @@ TOLD: dict[str, Names] = {
         tmp_path, {"arguments": {"model_dir": where}}
     ),
 }
-adapters = pytest.mark.parametrize("told", TOLD.values(), ids=TOLD)
+adapters = pytest.mark.parametrize("adapter", TOLD.values(), ids=TOLD)
 
 
 @pytest.fixture(autouse=True)
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """This user's cache of the hub, empty."""
+    """Set and return the user's hub cache, which is empty."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
 
@@ -59,8 +60,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def fetched(
     cache: Path, commit: str = COMMIT, name: str = "org/tiny", revision: str = "main"
 ) -> Path:
-    """As the hub's client leaves a repository: small files called by git's hash, large ones by
-    their SHA-256.
+    """Make a repository as the hub's client stores it, and return its snapshot.
+
+    Small files are named by git's hash, large ones by their SHA-256.
     """
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / commit
@@ -90,35 +92,34 @@ def revision_of(path: Path) -> str:
     return named(Identity(), str(path)).revision
 
 
-# ---- a hub's name
-# -------------------------------------------------------------------------------------------------
+# ---- hub names ------------------------------------------------------------------------------
 
 
 @adapters
-def test_a_hub_name_without_a_revision_is_the_commit_that_is_cached(
-    told: Names, tmp_path: Path, hub: Path
+def test_hub_name_without_a_revision_resolves_to_the_cached_commit(
+    adapter: Names, tmp_path: Path, hub: Path
 ) -> None:
     fetched(hub)
-    space = told(tmp_path, "org/tiny")
+    space = adapter(tmp_path, "org/tiny")
     assert (space.model, space.revision) == ("org/tiny", COMMIT)
     fetched(hub, NEXT)
-    assert told(tmp_path, "org/tiny").revision == NEXT
+    assert adapter(tmp_path, "org/tiny").revision == NEXT
 
 
 @adapters
 @pytest.mark.parametrize("revision", [None, "v1.0"])
-def test_weights_that_nothing_names_end_the_start_with_the_remedy(
-    told: Names, tmp_path: Path, revision: str | None, monkeypatch: pytest.MonkeyPatch
+def test_unknown_weights_fail_the_start_and_name_the_remedy(
+    adapter: Names, tmp_path: Path, revision: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
         ConfigError, match=r"the weights of 'org/tiny' are unknown: .* set the option revision"
     ):
-        told(tmp_path, "org/tiny", revision)
+        adapter(tmp_path, "org/tiny", revision)
     monkeypatch.setenv("KVSTORE_REVISION", "by hand")
-    assert told(tmp_path, "org/tiny", revision).revision == "by hand"
+    assert adapter(tmp_path, "org/tiny", revision).revision == "by hand"
 
 
-def test_a_branch_is_a_commit_and_a_commit_is_itself(hub: Path) -> None:
+def test_branch_resolves_to_its_commit(hub: Path) -> None:
     fetched(hub, revision="v1.0")
     assert named(Identity(), "org/tiny", "v1.0") == Identity(model="org/tiny", revision=COMMIT)
     assert named(Identity(), "org/elsewhere", NEXT).revision == NEXT
@@ -126,10 +127,10 @@ def test_a_branch_is_a_commit_and_a_commit_is_itself(hub: Path) -> None:
         named(Identity(), "org/tiny")
 
 
-def test_a_branch_that_moves_while_the_engine_starts_ends_the_start(hub: Path) -> None:
+def test_branch_moved_during_the_start_fails_the_start(hub: Path) -> None:
     """The engine may have loaded either commit.
 
-    One that is the only one here is what it has loaded.
+    If the cache holds only one commit, the engine has loaded that one.
     """
     fetched(hub)
     ref = hub / "models--org--tiny" / "refs" / "main"
@@ -146,32 +147,33 @@ def test_a_branch_that_moves_while_the_engine_starts_ends_the_start(hub: Path) -
     assert 0 < time.time() - process_start() < 86400
 
 
-def test_a_commit_whose_snapshot_is_gone_names_nothing(hub: Path) -> None:
+def test_commit_without_a_snapshot_is_unknown(hub: Path) -> None:
     shutil.rmtree(fetched(hub))
     with pytest.raises(ConfigError, match="holds no commit"):
         named(Identity(), "org/tiny")
 
 
-def test_weights_are_looked_for_where_the_engine_keeps_them(tmp_path: Path, hub: Path) -> None:
-    """--download-dir: the other cache may hold another commit, and another hub's names mean other
-    repositories.
+def test_weights_are_searched_in_the_engines_cache(tmp_path: Path, hub: Path) -> None:
+    """With --download-dir another cache must not be read, since it may hold another commit.
+
+    Names of another hub mean other repositories.
     """
     fetched(hub)
     fetched(tmp_path / "downloads", NEXT)
     downloads = str(tmp_path / "downloads")
-    on = on_vllm.connector(
+    space = on_vllm.connector(
         tmp_path, {"load_config.download_dir": downloads, "model_config.model": "org/tiny"}
     )
-    assert on.revision == NEXT
-    on = on_sglang.hicache(
+    assert space.revision == NEXT
+    space = on_sglang.hicache(
         tmp_path, {"args.download_dir": downloads, "args.model_path": "org/tiny"}
     )
-    assert on.revision == NEXT
+    assert space.revision == NEXT
     with pytest.raises(ConfigError, match="no hub's name"):
         named(Identity(), "org/tiny", cache=None)
 
 
-def test_the_hubs_cache_is_where_its_own_client_has_it(tmp_path: Path) -> None:
+def test_hub_cache_directory_equals_the_hub_clients(tmp_path: Path) -> None:
     usual = {
         name: value
         for name, value in os.environ.items()
@@ -194,16 +196,15 @@ for variables in ast.literal_eval(sys.argv[1]):
     )
     command = [sys.executable, "-c", code, repr(variables)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=usual)
-    said = [line.split() for line in done.stdout.splitlines()]
-    assert len({theirs for theirs, _ in said}) == len(variables)
-    assert [ours for _, ours in said] == [theirs for theirs, _ in said]
+    directories = [line.split() for line in done.stdout.splitlines()]
+    assert len({theirs for theirs, _ in directories}) == len(variables)
+    assert [ours for _, ours in directories] == [theirs for theirs, _ in directories]
 
 
-# ---- a snapshot of a hub
-# ---------------------------------------------------------------------------------------------
+# ---- hub snapshots --------------------------------------------------------------------------
 
 
-def test_a_snapshot_is_named_by_its_commit(hub: Path) -> None:
+def test_snapshot_is_identified_by_its_commit(hub: Path) -> None:
     snapshot = fetched(hub)
     assert named(Identity(), str(snapshot)) == Identity(model="org/tiny", revision=COMMIT)
     assert named(Identity(), f"{snapshot}/") == Identity(model="org/tiny", revision=COMMIT)
@@ -214,7 +215,7 @@ def test_a_snapshot_is_named_by_its_commit(hub: Path) -> None:
 
 
 def _edited(snapshot: Path) -> None:
-    # Through the link
+    # Writes through the link.
     (snapshot / "config.json").write_text('{"model_type": "llama", "rope_theta": 1}')
 
 
@@ -228,7 +229,7 @@ def _added(snapshot: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [_edited, _replaced, _added])
-def test_a_snapshot_that_was_changed_by_hand_is_not_its_commit(
+def test_modified_snapshot_is_not_identified_by_its_commit(
     hub: Path, change: Callable[[Path], None]
 ) -> None:
     snapshot = fetched(hub)
@@ -236,27 +237,26 @@ def test_a_snapshot_that_was_changed_by_hand_is_not_its_commit(
     assert revision_of(snapshot).startswith("weights=")
 
 
-# ---- files and directories
-# -------------------------------------------------------------------------------------------
+# ---- files and directories ------------------------------------------------------------------
 
 
 @adapters
-def test_a_single_weight_file_counts_by_its_content(told: Names, tmp_path: Path) -> None:
-    """Quantised again it has the same name, length and, if somebody wants so, time."""
+def test_single_weight_file_is_identified_by_its_content(adapter: Names, tmp_path: Path) -> None:
+    """Quantized again, the file may keep its name, length and modification time."""
     file = tmp_path / "tiny-Q4.gguf"
     file.write_bytes(b"quantised once")
-    before, stat = told(tmp_path, str(file)), file.stat()
+    before, stat = adapter(tmp_path, str(file)), file.stat()
     assert before.model == "tiny-Q4.gguf"
-    assert told(tmp_path, str(file)) == before
+    assert adapter(tmp_path, str(file)) == before
     file.write_bytes(b"quantised anew")
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert told(tmp_path, str(file)).digest != before.digest
+    assert adapter(tmp_path, str(file)).digest != before.digest
     moved = directory(tmp_path / "elsewhere") / "tiny-Q4.gguf"
     moved.write_bytes(b"quantised once")
-    assert told(tmp_path, str(moved)) == before
+    assert adapter(tmp_path, str(moved)) == before
 
 
-def test_every_part_of_a_file_that_was_split_counts(tmp_path: Path) -> None:
+def test_all_parts_of_a_split_file_are_read(tmp_path: Path) -> None:
     parts = [tmp_path / f"tiny-0000{part}-of-00002.gguf" for part in (1, 2)]
     for part in parts:
         part.write_bytes(b"weights")
@@ -266,7 +266,7 @@ def test_every_part_of_a_file_that_was_split_counts(tmp_path: Path) -> None:
     assert revision_of(parts[0]) != before
 
 
-def test_a_checkpoint_is_named_by_its_bytes_not_its_place(tmp_path: Path) -> None:
+def test_checkpoint_is_identified_by_its_bytes_not_its_path(tmp_path: Path) -> None:
     first = directory(tmp_path / "here" / "llama")
     copy, changed = tmp_path / "there" / "llama", tmp_path / "changed" / "llama"
     shutil.copytree(first, copy)
@@ -280,7 +280,7 @@ def test_a_checkpoint_is_named_by_its_bytes_not_its_place(tmp_path: Path) -> Non
     )
 
 
-def test_a_checkpoint_that_is_replaced_within_a_process_is_another(tmp_path: Path) -> None:
+def test_checkpoint_replaced_within_a_process_changes_the_revision(tmp_path: Path) -> None:
     first = directory(tmp_path / "llama", b"weights 1")
     before = revision_of(first)
     (first / "model.safetensors").write_bytes(b"weights 2")
@@ -290,7 +290,7 @@ def test_a_checkpoint_that_is_replaced_within_a_process_is_another(tmp_path: Pat
 @pytest.mark.parametrize(
     "name", ["shard.unheard-of", "modeling_tiny.py", "weights/part-1.safetensors", "vocab.txt"]
 )
-def test_every_file_that_may_decide_something_counts(tmp_path: Path, name: str) -> None:
+def test_all_relevant_files_change_the_revision(tmp_path: Path, name: str) -> None:
     path = directory(tmp_path / "llama")
     file = path / name
     file.parent.mkdir(exist_ok=True)
@@ -302,7 +302,7 @@ def test_every_file_that_may_decide_something_counts(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", ["README.md", ".gitattributes", ".cache/lock.bin", "plot.png"])
-def test_files_beside_weights_do_not_change_the_identity(tmp_path: Path, name: str) -> None:
+def test_irrelevant_files_do_not_change_the_revision(tmp_path: Path, name: str) -> None:
     path = directory(tmp_path / "llama")
     before = revision_of(path)
     (path / name).parent.mkdir(exist_ok=True)
@@ -319,16 +319,14 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     assert revision_of(path) != before
 
 
-def test_a_directory_without_weights_says_what_to_do(tmp_path: Path) -> None:
-    """Such as one that an engine made for the configuration of weights that it streams from
-    elsewhere.
-    """
+def test_directory_without_weights_names_the_remedy(tmp_path: Path) -> None:
+    """Engines make such a directory for the configuration of weights streamed from elsewhere."""
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"holds no weights; name them with the option revision"):
         named(Identity(), str(tmp_path))
 
 
-def test_weights_that_can_not_be_read_or_change_meanwhile_end_the_start(
+def test_unreadable_or_changing_weights_fail_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = directory(tmp_path / "llama")
@@ -350,12 +348,12 @@ def test_weights_that_can_not_be_read_or_change_meanwhile_end_the_start(
 
 
 @adapters
-def test_the_hubs_revision_says_nothing_about_a_directory(told: Names, tmp_path: Path) -> None:
+def test_hub_revision_is_ignored_for_a_directory(adapter: Names, tmp_path: Path) -> None:
     path = directory(tmp_path / "llama")
-    assert told(tmp_path, str(path), "main").revision == revision_of(path)
+    assert adapter(tmp_path, str(path), "main").revision == revision_of(path)
 
 
-def test_a_start_that_reads_for_long_says_so(
+def test_slow_reading_of_weights_logs_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "SLOW_NBYTES", 1000)
@@ -365,11 +363,10 @@ def test_a_start_that_reads_for_long_says_so(
     ] == [(logging.WARNING, True)]
 
 
-# ---- weights beside the model's
-# --------------------------------------------------------------------------------------
+# ---- draft weights --------------------------------------------------------------------------
 
 
-def test_a_draft_is_named_like_a_model_or_vouched_for(tmp_path: Path, hub: Path) -> None:
+def test_draft_is_identified_like_a_model_or_by_revision(tmp_path: Path, hub: Path) -> None:
     fetched(hub)
     assert secondary_weights(False, "org/tiny") == f"org/tiny@{COMMIT}"
     one, two = (

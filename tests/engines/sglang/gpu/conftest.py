@@ -1,7 +1,7 @@
 """SGLang's real engine on this machine's GPU: `make gpu-test-sglang`.
 
-An ordinary installation, unpatched, with tiny models in bfloat16; each engine in a process of its
-own, with SGLang's own processes below it.
+It is an ordinary, unpatched installation with tiny models in bfloat16. Each engine runs in a
+process of its own, with SGLang's own processes as its children.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,17 +27,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def _one_rank() -> None:
-    """Of the tests without a GPU, whose SGLang runs in their own process: not here."""
+    """Replace the fixture of the CPU tests, which run SGLang in their own process."""
 
 
 @pytest.fixture(scope="module")
 def engines(
     models: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., SGLangHandle]]:
-    """`engines(name, model={...}, ...)`: an engine with a tiny Llama of this kind, which is
-    starting.
+    """Return `engines(name, model={...}, ...)`, which begins to start an engine with a tiny Llama.
 
-    `model`: changes of the model's configuration. Everything else goes to sglang.Engine.
+    `model` changes the model's configuration. All other arguments go to sglang.Engine.
     """
     running: dict[str, SGLangHandle] = {}
     faults = tmp_path_factory.mktemp("faults")

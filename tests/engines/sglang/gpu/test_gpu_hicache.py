@@ -1,5 +1,6 @@
-"""HiCache on a GPU: an engine that finds in the store what it or another engine computed answers as
-after a hit in its own cache, with CUDA graphs and without.
+"""HiCache on a GPU: a hit in the store gives the same answer as a hit in the engine's own cache.
+
+Pages are computed by the same or another engine, with and without CUDA graphs.
 """
 
 import signal
@@ -23,7 +24,7 @@ from sglang_handle import (
 from kvstore import PutOutcome
 
 Engines = Callable[..., SGLangHandle]
-# Engines that must find nothing of what the others store.
+# Engines that must find none of the pages stored by the others.
 STRANGERS: dict[str, dict[str, Any]] = {
     "another dtype": {"dtype": "float16"},
     "other weights": {"model": {"seed": 1}},
@@ -33,7 +34,7 @@ STRANGERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def fleet(engines: Engines, store: RestartableNode) -> dict[str, SGLangHandle]:
-    """Engines by their roles; they start together, which takes most of the time."""
+    """Start all engines together, since starting takes most of the time; return them by role."""
     found = {
         "plain": engines("plain"),
         "writer": engines("writer", **hicache(store.address)),
@@ -50,22 +51,20 @@ def fleet(engines: Engines, store: RestartableNode) -> dict[str, SGLangHandle]:
 def pair(
     request: pytest.FixtureRequest, fleet: dict[str, SGLangHandle]
 ) -> tuple[SGLangHandle, SGLangHandle]:
-    """(one that computes, one that finds): each of the two once, the one with CUDA graphs and the
-    one without.
-    """
+    """Return (writer, reader): one has CUDA graphs, the other does not, in both orders."""
     others = {"writer": "graphs", "graphs": "writer"}
     return fleet[request.param], fleet[others[request.param]]
 
 
 def seed_of(engine: SGLangHandle, fleet: dict[str, SGLangHandle], seed: int) -> int:
-    """Each engine has prompts of its own."""
+    """Return a seed that differs per engine, so that each engine has prompts of its own."""
     return seed + 500 * (engine is fleet["graphs"])
 
 
-def test_a_hit_is_a_local_hit(
+def test_store_hit_answers_like_a_local_hit(
     pair: tuple[SGLangHandle, SGLangHandle], fleet: dict[str, SGLangHandle], store: RestartableNode
 ) -> None:
-    """One's own, another process's, and of one that has no store at all."""
+    """Compare with local hits of the same engine, another process and an engine without a store."""
     writer, reader = pair
     seed = seed_of(writer, fleet, 10)
     prompts = [prompt(seed, 700), prompt(seed + 1, 1300), prompt(seed + 2, 1921)]
@@ -80,12 +79,10 @@ def test_a_hit_is_a_local_hit(
     assert agree(found, expected)
 
 
-def test_a_partial_hit(
+def test_partial_hit_answers_like_a_local_hit(
     pair: tuple[SGLangHandle, SGLangHandle], fleet: dict[str, SGLangHandle], store: RestartableNode
 ) -> None:
-    """The stored prefix ends in the middle of the prompt; what follows is computed on top of it and
-    stored too.
-    """
+    """The stored prefix ends within the prompt; the rest is computed after it and stored."""
     writer, reader = pair
     seed = seed_of(writer, fleet, 20)
     head = prompt(seed, 640)
@@ -98,8 +95,8 @@ def test_a_partial_hit(
     own_expected = continued_locally(writer, first, own_whole, f"only {seed}")
     expected = continued_locally(reader, first, whole, f"only {seed + 1}")
     assert cached(own_expected) == cached(expected) == [640]
-    assert answers(own) == answers(own_expected)  # the same tokens were computed in the same steps
-    # The head was computed by another engine, with CUDA graphs or without
+    assert answers(own) == answers(own_expected)  # same tokens computed in the same steps
+    # Another engine computed the head, with CUDA graphs or without.
     assert agree(found, expected)
     wait_stored(reader, store, whole)
     again = writer.alone(whole)
@@ -107,12 +104,10 @@ def test_a_partial_hit(
     assert answers(again) == answers(found_locally(writer, whole))
 
 
-def test_generated_tokens_are_stored_too(
+def test_generated_tokens_are_stored(
     pair: tuple[SGLangHandle, SGLangHandle], fleet: dict[str, SGLangHandle], store: RestartableNode
 ) -> None:
-    """A conversation's next turn finds the answer's pages, which were computed a token
-    at a time.
-    """
+    """The next turn of a conversation finds the answer's pages, computed one token at a time."""
     writer, reader = pair
     seed = seed_of(writer, fleet, 30)
     first = prompt(seed, 500)
@@ -148,10 +143,9 @@ def test_hits_and_misses_in_one_batch(
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_a_stranger_finds_nothing(
+def test_incompatible_engine_misses_then_hits_its_own_pages(
     name: str, fleet: dict[str, SGLangHandle], store: RestartableNode
 ) -> None:
-    """And what it stores itself, it finds."""
     one = prompt(60 + list(STRANGERS).index(name), 700)
     found_locally_and_stored(fleet["writer"], store, one)
     stranger = fleet[name]
@@ -161,7 +155,7 @@ def test_a_stranger_finds_nothing(
     assert answers(stranger.alone(one)) == answers(found_locally(stranger, one))
 
 
-def test_a_request_with_a_salt_finds_its_own_only(
+def test_salted_request_finds_only_its_own_pages(
     fleet: dict[str, SGLangHandle], store: RestartableNode
 ) -> None:
     writer, reader = fleet["writer"], fleet["graphs"]
@@ -176,10 +170,10 @@ def test_a_request_with_a_salt_finds_its_own_only(
     assert from_store(writer.alone(one, salts=["another's"])) == [0]
 
 
-def test_wrong_kv_would_show(fleet: dict[str, SGLangHandle], store: RestartableNode) -> None:
-    """The measure itself: an answer over the pages of another prompt, stored under this one's
-    names, is another.
-    """
+def test_wrong_kv_changes_the_answer(
+    fleet: dict[str, SGLangHandle], store: RestartableNode
+) -> None:
+    """Verify the check: another prompt's pages under this prompt's hashes change the answer."""
     writer, reader = fleet["writer"], fleet["graphs"]
     right, wrong = prompt(80, 700), prompt(81, 700)
     expected = found_locally_and_stored(writer, store, right, wrong)[:1]
@@ -200,15 +194,14 @@ def test_wrong_kv_would_show(fleet: dict[str, SGLangHandle], store: RestartableN
 
 
 @pytest.mark.parametrize("name", ["plain", "writer"])
-def test_an_engine_that_is_told_to_end_leaves_nothing(
+def test_terminated_engine_leaves_nothing_behind(
     name: str, fleet: dict[str, SGLangHandle], store: RestartableNode
 ) -> None:
-    """With the store as without."""
     ended(fleet[name], signal.SIGTERM)
     store.wait_nothing_open()
 
 
-def test_an_engine_that_is_killed_leaves_nothing(
+def test_killed_engine_leaves_nothing_behind(
     fleet: dict[str, SGLangHandle], store: RestartableNode
 ) -> None:
     ended(fleet["graphs"], signal.SIGKILL)

@@ -1,6 +1,4 @@
-"""Layouts of HiCache's host pool and an fp8 cache, on a GPU: what one engine stored, another
-restores bit for bit.
-"""
+"""HiCache host pool layouts and an fp8 cache on a GPU: restored pages are identical."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +10,7 @@ from sglang_handle import SGLangHandle, found_locally_and_stored, from_store, hi
 
 Engines = Callable[..., SGLangHandle]
 Pair = tuple[SGLangHandle, SGLangHandle]
-# name -> of hicache(), of SGLang
+# Name -> (arguments of hicache(), arguments of SGLang).
 KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "page_first_direct": ({"layout": "page_first_direct", "io": "direct"}, {}),
     "layer_first": ({"layout": "layer_first", "io": "kernel"}, {}),
@@ -22,7 +20,7 @@ KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def pairs(engines: Engines, store: RestartableNode) -> dict[str, Pair]:
-    """Of each kind one that computes and one that finds; all start together."""
+    """Start a writer and a reader of each kind together."""
 
     def engine(kind: str, role: str) -> SGLangHandle:
         options, arguments = KINDS[kind]
@@ -32,9 +30,12 @@ def pairs(engines: Engines, store: RestartableNode) -> dict[str, Pair]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hit_is_a_local_hit(kind: str, pairs: dict[str, Pair], store: RestartableNode) -> None:
-    """One's own and another process's; the kinds find nothing of each other, though the prompts are
-    the same.
+def test_store_hit_answers_like_a_local_hit(
+    kind: str, pairs: dict[str, Pair], store: RestartableNode
+) -> None:
+    """Compare with local hits of the same and of another process.
+
+    All kinds use the same prompts, but never share pages.
     """
     writer, reader = pairs[kind]
     prompts = [prompt(1, 700), prompt(2, 1921)]

@@ -1,5 +1,6 @@
-"""The linker on a GPU: pages go between SGLang's pool and the store by our kernels, while layers
-are computed.
+"""The linker on a GPU: our kernels copy pages between SGLang's pool and the store.
+
+Copies overlap with the computation of layers.
 """
 
 import signal
@@ -26,7 +27,7 @@ COUNT = 8
 
 @pytest.fixture(scope="module")
 def fleet(engines: Engines, store: RestartableNode) -> Pair:
-    """(one that computes, one that finds, whose store fails at times)."""
+    """Return (writer, reader); the reader's store fails when armed."""
     return (
         engines("writer", **linker(store.address, hold_s=2.0)),
         engines(
@@ -44,8 +45,8 @@ def node_is_back(store: RestartableNode) -> Iterator[None]:
         store.start()
 
 
-def test_a_hit_is_a_local_hit(fleet: Pair, store: RestartableNode) -> None:
-    """One's own, and another process's."""
+def test_store_hit_answers_like_a_local_hit(fleet: Pair, store: RestartableNode) -> None:
+    """Compare with local hits of the same and of another process."""
     writer, reader = fleet
     prompts = [prompt(1, 700), prompt(2, 1300), prompt(3, 1921)]
     expected = found_locally_and_stored(writer, store, *prompts)
@@ -56,7 +57,7 @@ def test_a_hit_is_a_local_hit(fleet: Pair, store: RestartableNode) -> None:
     assert agree(found, expected)
 
 
-def test_a_partial_hit(fleet: Pair, store: RestartableNode) -> None:
+def test_partial_hit_answers_like_a_local_hit(fleet: Pair, store: RestartableNode) -> None:
     writer, reader = fleet
     head = prompt(10, 640)
     first, own_whole, whole = (
@@ -68,8 +69,8 @@ def test_a_partial_hit(fleet: Pair, store: RestartableNode) -> None:
     own_expected = continued_locally(writer, first, own_whole, "only the writer's")
     expected = continued_locally(reader, first, whole, "only the reader's")
     assert cached(own_expected) == cached(expected) == [640]
-    assert answers(own) == answers(own_expected)  # the same tokens were computed in the same steps
-    assert agree(found, expected)  # the head was computed by another engine, without CUDA graphs
+    assert answers(own) == answers(own_expected)  # same tokens computed in the same steps
+    assert agree(found, expected)  # another engine computed the head, without CUDA graphs
 
 
 def test_hits_and_misses_in_one_batch(fleet: Pair, store: RestartableNode) -> None:
@@ -88,11 +89,10 @@ def test_hits_and_misses_in_one_batch(fleet: Pair, store: RestartableNode) -> No
 
 
 @pytest.mark.parametrize(("do", "nth"), [("kill", 1), ("kill", 4), ("die", 2)])
-def test_the_node_is_killed_in_the_middle_of_loads(
-    do: str, nth: int, fleet: Pair, store: RestartableNode
-) -> None:
-    """Requests whose load had been promised fail, as SGLang has it; the others end right, and the
-    engine serves on.
+def test_node_killed_during_loads(do: str, nth: int, fleet: Pair, store: RestartableNode) -> None:
+    """Requests with a promised load fail, as SGLang prescribes; the others succeed.
+
+    The engine keeps serving.
     """
     writer, engine = fleet
     known = [prompt(100 * nth + i, 1200) for i in range(COUNT)]
@@ -104,7 +104,7 @@ def test_the_node_is_killed_in_the_middle_of_loads(
     engine.reset()
     engine.arm(at="load", do=do, nth=nth, node_pid=store.pid)
     found = engine.generate(*known, *fresh)
-    assert not store.running, "no load was under way"
+    assert not store.running, "no load was in progress"
     ends = [one["finish"] for one in found]
     assert set(ends) <= {"length", FAILED}
     assert FAILED in ends[:COUNT]
@@ -120,7 +120,7 @@ def test_the_node_is_killed_in_the_middle_of_loads(
     assert answers(engine.alone(*known)) == answers(found_locally(engine, *known))
 
 
-def test_engines_that_end_leave_nothing(fleet: Pair, store: RestartableNode) -> None:
+def test_ended_engines_leave_nothing_behind(fleet: Pair, store: RestartableNode) -> None:
     writer, engine = fleet
     ended(writer, signal.SIGTERM)
     ended(engine, signal.SIGKILL)

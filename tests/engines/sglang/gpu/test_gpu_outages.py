@@ -1,5 +1,6 @@
-"""HiCache on a GPU whose node is killed, stopped and started again: every request ends with the
-tokens that it has without a store, and hits come back.
+"""HiCache on a GPU whose node is killed, stopped and restarted.
+
+Every request ends with the same tokens as without a store, and hits resume afterwards.
 """
 
 import threading
@@ -18,9 +19,9 @@ PAGES = 18  # of each prompt
 
 @pytest.fixture(scope="module")
 def fleet(engines: Engines, store: RestartableNode) -> tuple[SGLangHandle, SGLangHandle]:
-    """(without a store, with one that fails).
+    """Return (engine without a store, engine whose store fails).
 
-    SGLang's own wait for prefetches is its default.
+    SGLang's own wait for prefetches keeps its default.
     """
     faulty = hicache(
         store.address, module="faulty", policy="timeout", lookup_timeout_s=1.0, load_timeout_s=1.0
@@ -41,9 +42,7 @@ def prompts(seed: int) -> list[list[int]]:
 def hits_again(
     engine: SGLangHandle, known: list[list[int]], expected: list[dict[str, object]]
 ) -> None:
-    """The node is back with what it had on disk, and nothing that was stored in between
-    is wrong.
-    """
+    """Assert that pages on disk hit after the restart and that no stored page is wrong."""
     for one in known:
         wait_hit(engine, one)
     found = engine.alone(*known)
@@ -51,7 +50,7 @@ def hits_again(
     assert answers(found) == answers(expected)
 
 
-def test_the_node_is_killed_while_the_engine_is_idle(
+def test_node_killed_while_the_engine_is_idle(
     fleet: tuple[SGLangHandle, SGLangHandle], store: RestartableNode
 ) -> None:
     plain, engine = fleet
@@ -68,10 +67,10 @@ def test_the_node_is_killed_while_the_engine_is_idle(
 
 
 @pytest.mark.parametrize(("do", "nth"), [("kill", 1), ("kill", 4), ("die", 2)])
-def test_the_node_is_killed_in_the_middle_of_loads(
+def test_node_killed_during_loads(
     do: str, nth: int, fleet: tuple[SGLangHandle, SGLangHandle], store: RestartableNode
 ) -> None:
-    """In front of a load, or while it waits for its answer; some are done, others are asked for."""
+    """The node is killed before a load or during one, while other loads are done or pending."""
     plain, engine = fleet
     known, fresh = prompts(10 + nth), prompts(20 + nth)
     expected = found_locally_and_stored(engine, store, *known)
@@ -79,7 +78,7 @@ def test_the_node_is_killed_in_the_middle_of_loads(
     engine.reset()
     engine.arm(at="load", do=do, nth=nth, node_pid=store.pid)
     found = engine.generate(*known, *fresh)
-    assert not store.running, "no load was under way"
+    assert not store.running, "no load was in progress"
     assert from_store(found).count(0) >= COUNT + 1
     assert agree(found, [*expected, *plain.alone(*fresh)])
     store.start()
@@ -87,7 +86,7 @@ def test_the_node_is_killed_in_the_middle_of_loads(
 
 
 @pytest.mark.parametrize("delay_s", [0.01, 0.04])
-def test_the_node_is_killed_at_any_moment(
+def test_node_killed_during_generation(
     delay_s: float, fleet: tuple[SGLangHandle, SGLangHandle], store: RestartableNode
 ) -> None:
     plain, engine = fleet
@@ -105,17 +104,17 @@ def test_the_node_is_killed_at_any_moment(
     hits_again(engine, known, expected)
 
 
-def test_the_node_is_stopped_and_goes_on(
+def test_node_stopped_and_resumed(
     fleet: tuple[SGLangHandle, SGLangHandle], store: RestartableNode
 ) -> None:
-    """It hangs: each request ends all the same, and late answers change nothing."""
+    """While the node hangs each request ends anyway, and late answers have no effect."""
     plain, engine = fleet
     known, fresh = prompts(60), prompts(61)
     expected = found_locally_and_stored(engine, store, *known)
     engine.reset()
     engine.arm(at="load", do="stop", nth=2, node_pid=store.pid)
     found = engine.generate(*known, *fresh)
-    assert state(store.pid) == "T", "no load was under way"
+    assert state(store.pid) == "T", "no load was in progress"
     assert agree(found, [*expected, *plain.alone(*fresh)])
     store.go_on()
     hits_again(engine, known, expected)

@@ -1,6 +1,7 @@
-"""Stands in for torchvision, whose builds do not load beside a torch without CUDA and without which
-SGLang's pools do not import. Nothing of it is used: every attribute, call and base class is
-accepted.
+"""A stand-in for torchvision, which SGLang's pools import.
+
+torchvision's builds do not load beside a torch without CUDA. Nothing of it is used, so every
+attribute, call and base class is accepted.
 """
 
 import importlib.abc

@@ -1,7 +1,7 @@
 """vLLM's real engine on this machine's GPU: `make gpu-test-vllm`.
 
-The official wheel, unpatched, with tiny models in bfloat16; each engine in a process of its own,
-with its agents' processes beside it as users have them.
+It is the official, unpatched wheel with tiny models in bfloat16. Each engine runs in a process of
+its own, with its agents' processes beside it, as in production.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ MODES: dict[str, dict[str, Any]] = {
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     },
 }
-# All engines of a file share the GPU: none measures what is free of it while another starts.
+# All engines of a file share the GPU, so none may size its cache by the GPU's free memory.
 GPU: dict[str, Any] = {
     "dtype": "bfloat16",
     "kv_cache_memory_bytes": 256 << 20,
@@ -27,7 +27,7 @@ GPU: dict[str, Any] = {
 
 @pytest.fixture(params=MODES, scope="module")
 def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """How the engine runs its decodes."""
+    """Return the arguments that select how the engine runs decodes."""
     return MODES[request.param]
 
 
@@ -35,9 +35,7 @@ def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
 def on_gpu(
     engines: Callable[..., EngineHandle], models: Callable[..., str]
 ) -> Callable[..., EngineHandle]:
-    """`on_gpu(name, "llama", store={...}, ...)`: an engine on the GPU with a tiny model of that
-    kind.
-    """
+    """Return `on_gpu(name, "llama", store={...}, ...)`, which makes an engine with a tiny model."""
 
     def engine(
         name: str, kind: str = "llama", store: dict[str, Any] | None = None, **arguments: Any

@@ -1,5 +1,6 @@
-"""Other caches than plain attention over bfloat16, on a GPU: MLA, two groups of layers, fp8; and
-two ranks.
+"""Caches other than plain attention in bfloat16, on a GPU.
+
+They are MLA, two groups of layers, fp8, and two ranks.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from gpu_answers import agents_ready, stored
 from restartable_node import RestartableNode
 
 Engines = Callable[..., EngineHandle]
-# name -> model, vLLM's arguments, processes that are agents of one engine
+# Name -> (model, vLLM's arguments, number of agent processes per engine).
 CACHES: dict[str, tuple[str, dict[str, Any], int]] = {
     "fp8": ("llama", {"kv_cache_dtype": "fp8"}, 1),
     "MLA": ("mla", {"block_size": 64}, 1),
@@ -29,7 +30,9 @@ CACHES: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_hit_is_a_local_hit(cache: str, on_gpu: Engines, store: RestartableNode) -> None:
+def test_store_hit_answers_like_a_local_hit(
+    cache: str, on_gpu: Engines, store: RestartableNode
+) -> None:
     kind, arguments, ranks = CACHES[cache]
     if ranks > torch.cuda.device_count():
         pytest.skip(f"needs {ranks} GPUs")
@@ -40,7 +43,7 @@ def test_a_hit_is_a_local_hit(cache: str, on_gpu: Engines, store: RestartableNod
     )
     assert len(agents_ready(writer)) == len(agents_ready(reader)) == ranks
     before = store.pages().keys()
-    # Prompts of its own: one rank and two share the pages of MLA
+    # Each cache has its own prompts, since one rank and two ranks share the pages of MLA.
     number = 2 * list(CACHES).index(cache)
     prompts = [prompt(number + 1, 2 * block + 36), prompt(number + 2, 300)]
     computed = stored(writer, *prompts)

@@ -1,6 +1,4 @@
-"""An engine on a GPU that finds what another engine computed answers as after a hit in its own
-cache.
-"""
+"""On a GPU, a hit on another engine's pages answers like a hit in the engine's own cache."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +21,9 @@ FEW_BLOCKS: dict[str, Any] = {"num_gpu_blocks_override": 9, "max_model_len": 256
 
 @pytest.fixture(scope="module")
 def fleet(mode: dict[str, Any], on_gpu: Engines, store: RestartableNode) -> dict[str, EngineHandle]:
-    """Engines by their roles.
+    """Start all engines together, since starting takes most of the time; return them by role.
 
-    They start together, which takes most of the time. What engines of another mode stored would be
-    theirs too: it goes first.
+    Pages stored by engines of another mode would hit too, so they are removed first.
     """
     with store.client() as client:
         for namespace, _ in client.namespaces():
@@ -49,17 +46,17 @@ def fleet(mode: dict[str, Any], on_gpu: Engines, store: RestartableNode) -> dict
 
 @pytest.fixture
 def plain(fleet: dict[str, EngineHandle]) -> EngineHandle:
-    """Without a connector."""
+    """Return the engine without a connector."""
     return fleet["plain"]
 
 
 @pytest.fixture
 def pair(fleet: dict[str, EngineHandle]) -> Pair:
-    """One that computes, and one that finds."""
+    """Return (writer, reader)."""
     return fleet["writer"], fleet["reader"]
 
 
-def test_a_full_hit(plain: EngineHandle, pair: Pair) -> None:
+def test_full_hit(plain: EngineHandle, pair: Pair) -> None:
     writer, reader = pair
     prompts = [prompt(1, 100), prompt(2, 96), prompt(3, 500)]
     expected = found_locally(plain, *prompts)
@@ -69,21 +66,19 @@ def test_a_full_hit(plain: EngineHandle, pair: Pair) -> None:
     assert cached(found)[1] in (95, 96)
     assert cached(found)[2] == 480
     assert answers(found)[::2] == answers(expected)[::2]
-    assert agree(found, expected)  # of 96 tokens vLLM computes the last one anew, or the last block
+    assert agree(found, expected)  # vLLM recomputes the last token or block of 96 tokens
     assert answers(found)[::2] == answers(found_locally(reader, *prompts))[::2]
 
 
-def test_a_partial_hit(plain: EngineHandle, pair: Pair) -> None:
-    """The stored prefix ends in the middle of the prompt; what follows is computed on top of it and
-    stored too.
-    """
+def test_partial_hit(plain: EngineHandle, pair: Pair) -> None:
+    """The stored prefix ends within the prompt; the rest is computed after it and stored."""
     writer, reader = pair
     head = prompt(4, 96)
     stored(writer, head + prompt(5, 10))
     whole = head + prompt(6, 70)
     plain.reset()
     plain.generate(head + prompt(7, 10))
-    expected = plain.generate(whole)  # the same tokens are computed, behind the same head
+    expected = plain.generate(whole)  # computes the same tokens after the same head
     assert cached(expected) == [96]
     found = reader.alone(whole)
     assert cached(found) == [96]
@@ -94,7 +89,7 @@ def test_a_partial_hit(plain: EngineHandle, pair: Pair) -> None:
     assert agree(again, expected)
 
 
-def test_no_hit(plain: EngineHandle, pair: Pair) -> None:
+def test_absent_prompts_miss(plain: EngineHandle, pair: Pair) -> None:
     _, reader = pair
     prompts = [prompt(10, 100), prompt(11, 20), prompt(12, 31)]
     expected = plain.alone(*prompts)
@@ -103,10 +98,8 @@ def test_no_hit(plain: EngineHandle, pair: Pair) -> None:
     assert answers(found) == answers(expected)
 
 
-def test_generated_tokens_are_stored_too(plain: EngineHandle, pair: Pair) -> None:
-    """A conversation's next turn finds the answer's blocks, which graphs computed a token at a
-    time.
-    """
+def test_generated_tokens_are_stored(plain: EngineHandle, pair: Pair) -> None:
+    """The next turn of a conversation finds the answer's blocks, computed one token at a time."""
     writer, reader = pair
     first = prompt(13, 60)
     answer = stored(writer, first, max_tokens=40)[0]["tokens"]
@@ -131,9 +124,7 @@ def test_hits_and_misses_in_one_batch(plain: EngineHandle, pair: Pair) -> None:
 
 
 def test_chunked_prefill(plain: EngineHandle, pair: Pair, fleet: dict[str, EngineHandle]) -> None:
-    """A prompt computed 64 tokens at a time is stored block by block and found whole, and the other
-    way round.
-    """
+    """A prompt computed 64 tokens at a time is stored and found whole, and vice versa."""
     writer, chunked = pair[0], fleet["chunked"]
     long, other = prompt(40, 300), prompt(41, 300)
     expected = plain.alone(long, other)
@@ -145,9 +136,7 @@ def test_chunked_prefill(plain: EngineHandle, pair: Pair, fleet: dict[str, Engin
 
 
 def test_preemption(plain: EngineHandle, fleet: dict[str, EngineHandle]) -> None:
-    """Blocks for one and a half of two requests: one is thrown out and comes back with its KV from
-    the store.
-    """
+    """With blocks for one and a half of two requests, the preempted one reloads its KV."""
     engine = fleet["few blocks"]
     prompts = [prompt(50, 70), prompt(51, 70)]
     expected = plain.alone(*prompts, max_tokens=100)
@@ -156,15 +145,13 @@ def test_preemption(plain: EngineHandle, fleet: dict[str, EngineHandle]) -> None
     engine.settle()
     metrics = engine.ask("metrics")
     assert metrics["vllm:num_preemptions"] >= 1
-    assert metrics["vllm:kvstore_hit_tokens"] >= 32, (
-        "the request that was thrown out was not reloaded"
-    )
+    assert metrics["vllm:kvstore_hit_tokens"] >= 32, "the preempted request was not reloaded"
 
 
-def test_wrong_kv_would_show(plain: EngineHandle, pair: Pair, store: RestartableNode) -> None:
-    """The measure itself: an answer over the pages of another prompt, stored under this one's
-    names, is another.
-    """
+def test_wrong_kv_changes_the_answer(
+    plain: EngineHandle, pair: Pair, store: RestartableNode
+) -> None:
+    """Verify the check: another prompt's pages under this prompt's hashes change the answer."""
     writer, reader = pair
     right, wrong = prompt(60, 100), prompt(61, 100)
     expected = plain.alone(right)

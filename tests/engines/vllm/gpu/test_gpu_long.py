@@ -1,6 +1,4 @@
-"""A prompt of 128k tokens on a GPU: what an engine finds in the store is what another one computed,
-byte for byte.
-"""
+"""A prompt of 128k tokens on a GPU: loaded blocks equal the computed ones byte by byte."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +17,7 @@ LONG: dict[str, Any] = {
 }
 
 
-def test_a_prompt_of_128k_tokens(
+def test_prompt_of_128k_tokens_loads_exactly(
     on_gpu: Callable[..., EngineHandle], models: Callable[..., str], store: RestartableNode
 ) -> None:
     model = models("llama", dtype="bfloat16", max_position_embeddings=1 << 18)

@@ -1,6 +1,6 @@
-"""What dies beside an engine on a GPU: the node, the agents' process, the engine itself.
+"""Kill or stop the node, the agents' process or the engine itself, on a GPU.
 
-No request fails, every answer is the one without a store, and nothing is left behind.
+No request fails, every answer equals the one without a store, and no resource leaks.
 """
 
 import os
@@ -19,8 +19,8 @@ from processes import GONE_S, children, gone, wait_gone
 from restartable_node import RestartableNode
 
 Engines = Callable[..., EngineHandle]
-BACK_S = 90.0  # an agents' process takes ten seconds to start, and waits before it does
-LEFT_NBYTES = 64 << 20  # of the GPU's memory, which drivers count in large pieces
+BACK_S = 90.0  # an agents' process takes ten seconds to start, after a backoff
+LEFT_NBYTES = 64 << 20  # of GPU memory, which drivers allocate in large pieces
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def plain(on_gpu: Engines) -> EngineHandle:
 
 @pytest.fixture(scope="module")
 def engine(on_gpu: Engines, store: RestartableNode) -> EngineHandle:
-    """Whose store fails."""
+    """Return the engine whose store fails."""
     found = on_gpu(
         "victim", store={"address": store.address, "load_timeout_s": 5.0}, enforce_eager=True
     )
@@ -45,7 +45,7 @@ def node_is_back(store: RestartableNode) -> Iterator[None]:
 
 
 def hits_again(engine: EngineHandle, seed: int) -> None:
-    """Until what the engine saves is stored, and what is stored is a hit."""
+    """Wait until the engine's saves are stored and hit again."""
     end = time.monotonic() + BACK_S
     while True:
         one = prompt(seed, 100)
@@ -54,17 +54,15 @@ def hits_again(engine: EngineHandle, seed: int) -> None:
             return
         seed += 1
         assert time.monotonic() < end, (
-            f"the engine does not use its store again:\n{engine.said()[-3000:]}"
+            f"the engine does not use its store any more:\n{engine.said()[-3000:]}"
         )
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.03, 0.1, 0.3])
-def test_the_node_is_killed_while_pages_move(
+def test_node_killed_during_saves_and_loads(
     delay_s: float, plain: EngineHandle, engine: EngineHandle, store: RestartableNode
 ) -> None:
-    """Saves of half of the prompts and loads of the other half are under way, at whatever moment it
-    is.
-    """
+    """The node is killed while half of the prompts are saved and half loaded."""
     seed = 1000 + round(delay_s * 1000)
     known = [prompt(seed * 10 + i, 400) for i in range(6)]
     fresh = [prompt(seed * 10 + 6 + i, 400) for i in range(6)]
@@ -82,15 +80,15 @@ def test_the_node_is_killed_while_pages_move(
     store.start()
     hits_again(engine, seed * 100 + 50)
     again = engine.alone(*known, *fresh)
-    assert agree(again, expected), "a page that was stored in between is wrong"
+    assert agree(again, expected), "a page stored in the meantime is wrong"
     assert answers(engine.alone(*known)) == answers(found_locally(engine, *known))
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-def test_the_agents_process_ends_while_pages_move(
+def test_agents_process_killed_or_stopped_during_saves_and_loads(
     how: str, plain: EngineHandle, engine: EngineHandle, store: RestartableNode
 ) -> None:
-    """A stopped one is killed when what it should have done is overdue."""
+    """A stopped agents' process is killed once its work is overdue."""
     seed = 300 if how == "kill" else 400
     known = [prompt(seed + i, 400) for i in range(6)]
     fresh = [prompt(seed + 6 + i, 400) for i in range(6)]
@@ -116,10 +114,10 @@ def test_the_agents_process_ends_while_pages_move(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_an_engine_that_ends_leaves_nothing(
+def test_ended_engine_leaves_nothing_behind(
     number: signal.Signals, on_gpu: Engines, store: RestartableNode
 ) -> None:
-    """No process of ours, none of the GPU's memory, no place of the node's that nobody can have."""
+    """No process, no GPU memory and no open slot of the node leaks."""
     free_before, _ = torch.cuda.mem_get_info()
     engine = on_gpu(f"ended by {number.name}", store={"address": store.address}, enforce_eager=True)
     (worker,) = agents_ready(engine)
@@ -127,11 +125,11 @@ def test_an_engine_that_ends_leaves_nothing(
     stored(engine, whole)
     processes = children(engine.pid)
     assert worker["pid"] in processes
-    assert len(processes) >= 2, "the agents' process, and that of the lookups"
+    assert len(processes) >= 2, "expected the agents' process and the lookup process"
     os.kill(engine.pid, number)
     wait_gone([engine.pid, *processes])
     end = time.monotonic() + GONE_S
     while torch.cuda.mem_get_info()[0] < free_before - LEFT_NBYTES:
-        assert time.monotonic() < end, "GPU memory is not given back"
+        assert time.monotonic() < end, "GPU memory was not freed"
         time.sleep(0.05)
     store.wait_nothing_open()

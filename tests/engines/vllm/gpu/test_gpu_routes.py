@@ -1,5 +1,6 @@
-"""vLLM's OpenAI server on a GPU with our connector, and route B: our tier behind vLLM's own CPU
-offloading.
+"""vLLM's OpenAI server on a GPU with our connector, and our tier behind vLLM's CPU offloading.
+
+The latter is called route B.
 """
 
 import signal
@@ -18,10 +19,10 @@ STORED_S = 60.0
 FLAGS = {"dtype": "bfloat16", "kv-cache-memory-bytes": 256 << 20, "gpu-memory-utilization": 0.03}
 
 
-def test_a_second_server_answers_from_the_first_ones_kv(
+def test_second_server_answers_from_stored_kv(
     models: Callable[..., str], store: RestartableNode
 ) -> None:
-    """And ends within its time when it is told to, by SIGINT and by SIGTERM."""
+    """The servers also exit in time after SIGINT and SIGTERM."""
     config = store_config(
         store.address, lookup_timeout_s=30.0, load_timeout_s=60.0, slow_hits="take"
     )
@@ -30,8 +31,8 @@ def test_a_second_server_answers_from_the_first_ones_kv(
         first.wait_up()
         answer = first.complete(one)
         assert answer.cached_tokens == 0
-        # What was computed before the agents' process was ready waits for it, and beside other
-        # engines that takes long.
+        # Blocks computed before the agents' process was ready wait for it, which takes long beside
+        # other engines.
         assert first.wait_metric("vllm:kvstore_pages_saved_total", 3, READY_S) == 3, first.said()[
             -6000:
         ]
@@ -43,7 +44,7 @@ def test_a_second_server_answers_from_the_first_ones_kv(
     with Server(model, config, **FLAGS) as second:
         second.wait_up()
         end = time.monotonic() + STORED_S
-        # The agents' process takes its time
+        # The agents' process needs time to start.
         while second.metrics().get("vllm:kvstore_pages_loaded_total", 0) == 0:
             assert time.monotonic() < end
             second.forget()
@@ -51,13 +52,13 @@ def test_a_second_server_answers_from_the_first_ones_kv(
         assert found.tokens == answer.tokens
         assert found.cached_tokens == 96
         assert second.close(how=signal.SIGTERM) in (0, -signal.SIGTERM), second.said()[-6000:]
-        assert "/gpu_agent/" not in second.said(), "a traceback went through us"
+        assert "/gpu_agent/" not in second.said(), "a traceback includes our code"
 
 
-def test_route_b_restores_what_another_engine_offloaded(
+def test_route_b_restores_blocks_offloaded_by_another_engine(
     on_gpu: Engines, store: RestartableNode
 ) -> None:
-    """GPU -> vLLM's CPU tier -> the store -> another engine's CPU tier -> its GPU."""
+    """Blocks go from a GPU and vLLM's CPU tier to the store, then to another engine's."""
     tier = {
         "type": "KVStoreTier",
         "module_path": "gpu_agent.engines.vllm_tier",
@@ -84,7 +85,7 @@ def test_route_b_restores_what_another_engine_offloaded(
     end = time.monotonic() + STORED_S
     while len(store.pages()) < before + 9:
         assert time.monotonic() < end, f"{len(store.pages()) - before} pages of 9 are stored"
-        # An engine in its own process steps while it generates
+        # An engine in its own process steps only while it generates.
         writer.generate(prompt(3, 20), max_tokens=1)
         time.sleep(0.2)
     found = reader.alone(one)
@@ -93,12 +94,10 @@ def test_route_b_restores_what_another_engine_offloaded(
     assert answers(found) == answers(found_locally(reader, one))
 
 
-def test_beside_vllms_own_offloading_in_a_multi_connector(
-    on_gpu: Engines, store: RestartableNode
-) -> None:
-    """Ours behind the other one, then before it.
+def test_multi_connector_with_vllms_offloading(on_gpu: Engines, store: RestartableNode) -> None:
+    """Our connector works after the other one, then before it.
 
-    Each asks for a layout of its own when it is alone.
+    Each of them asks for a layout of its own when it is alone.
     """
     offloading = {
         "kv_connector": "OffloadingConnector",
@@ -117,7 +116,7 @@ def test_beside_vllms_own_offloading_in_a_multi_connector(
         engines[role] = on_gpu(f"{role} beside", kv_transfer_config=multi, enforce_eager=True)
     one = prompt(4, 300)
     agents_ready(engines["reader"])
-    engines["writer"].settle()  # steps: its ranks tell what they hold
+    engines["writer"].settle()  # steps, so that its ranks report what they hold
     before = len(store.pages())
     expected = stored(engines["writer"], one)
     end = time.monotonic() + STORED_S
