@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from kvstore.deadline import Deadline
-from kvstore.errors import KVStoreError, ProtocolError
+from kvstore.errors import KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.grpc_wire import FRAMES_MAX, GrpcWire, Outbox
 
@@ -177,3 +177,25 @@ def test_waiter_for_an_ended_outbox_returns() -> None:
     assert ends(lambda: said.extend(outbox.put(b"frame") for _ in range(FRAMES_MAX + 2)))
     assert said == [True] * FRAMES_MAX + [False, False]
     timer.join()
+
+
+def test_call_without_a_thread_for_grpc_gives_the_channel_up(
+    wire_to: Callable[[Replies], GrpcWire], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: no later call of the channel ended, nor did its close."""
+    wire = wire_to(
+        lambda messages: iter([pb.PutFrameReply(begin=pb.PutReply()).SerializeToString()])
+    )
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        target = repr(getattr(thread, "_target", ""))
+        if "anaged" in target or "_run_with_context" in target:  # gRPC's thread for a channel
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(Unavailable, match="gRPC has no thread"):
+            put(wire, 0)
+    assert ends(wire.close)

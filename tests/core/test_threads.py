@@ -3,6 +3,7 @@ back.
 """
 
 import concurrent.futures
+import os
 import signal
 import threading
 from typing import Any
@@ -116,3 +117,17 @@ def test_pool_whose_thread_can_not_start_shuts_down_at_once(
     assert not ended.is_alive()
     # It is held until here, with all that its frames refer to
     assert refused.value.__traceback__ is not None
+
+
+def test_shutdown_in_a_forked_child_does_not_wait_for_the_parents_threads() -> None:
+    """Regression: it waited for ever, because the child has the count but not the threads."""
+    pool = ThreadPool(1, "kvstore-test")
+    pool.submit(lambda: None).result(10.0)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        pool.shutdown()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert pool.submit(lambda: 7).result(10.0) == 7
+    pool.shutdown()

@@ -3,6 +3,8 @@
 They also run in threads where memory can not be shared.
 """
 
+import dataclasses
+import pathlib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -95,3 +97,13 @@ def test_lookups_run_in_threads_without_an_executable(monkeypatch: pytest.Monkey
     asker = choice.lookup_backend_for(CLIENT, True, "auto")
     assert isinstance(asker, ThreadLookups)
     asker.close()
+
+
+@pytest.mark.parametrize("where", ["threads", "process"])
+def test_unreadable_tls_file_ends_the_start(where: str, tmp_path: pathlib.Path) -> None:
+    """Regression: a process that could not read it was started again and again."""
+    client = dataclasses.replace(CLIENT, tls_ca=str(tmp_path / "typo.pem"))
+    with pytest.raises(ConfigError, match=r"typo\.pem can not be read"):
+        choice.lookup_backend_for(client, True, where)
+    with pytest.raises(ConfigError, match=r"typo\.pem can not be read"):
+        choice.agent_backend_for(places_on("cpu"), client, CONFIG, where)

@@ -393,3 +393,24 @@ def test_unsupported_configuration_ends_the_start(
     made = SimpleNamespace(start_layer=0) if pool is object else pool()
     with pytest.raises(ConfigError, match="SimpleNamespace" if pool is object else message):
         linker(made, **more)
+
+
+def test_reset_drops_offloads_that_have_not_begun(linker: Make) -> None:
+    """Regression: a reset waited for the whole queue, each offload with its own deadline."""
+    subject, gate, begun = linker(mha()), threading.Event(), threading.Event()
+    save = subject._agent.save
+
+    def late(*arguments: Any, **named: Any) -> Any:
+        begun.set()
+        assert gate.wait(20.0)
+        return save(*arguments, **named)
+
+    subject._agent.save = late
+    for number in range(5):
+        assert subject.offload(transfer(SOURCE, tokens=[number, *TOKENS[1:]]))
+    assert begun.wait(20.0)
+    waiting = [done for done, _ in subject._pending][1:]
+    threading.Timer(0.2, gate.set).start()
+    subject.reset()
+    assert all(done.cancelled() for done in waiting)
+    assert subject.num_completed_offloads() == 0
