@@ -1,5 +1,5 @@
-"""A view: what can not be a cluster is refused with the remedy; owners and holders while members
-come and go.
+"""Cluster views: invalid ones are refused with the remedy; joining and draining members change
+owners.
 """
 
 from dataclasses import replace
@@ -83,7 +83,7 @@ def test_invalid_member_is_refused(wrong: dict[str, Any], said: str) -> None:
         replace(MEMBERS[0], **wrong)
 
 
-def test_a_state_that_nobody_knows() -> None:
+def test_unknown_member_state_is_refused() -> None:
     message = view_message(VIEW)
     message.members[1].state = 9  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="n1 is in an unknown state"):
