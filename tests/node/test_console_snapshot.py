@@ -1,4 +1,4 @@
-"""What watchers are told: to each his own, made seldom, and of bounded size."""
+"""Console snapshots: limited to what the viewer may see, rebuilt rarely, and bounded in size."""
 
 import json
 from types import SimpleNamespace
@@ -13,13 +13,13 @@ from node.console.snapshot import COST_FACTOR, EVERY_S, FINDINGS_S, SAMPLES, SCO
 
 OPERATOR = Principal("operator", ALL, Role.ADMIN)
 TEAMS = [Principal("one", f"team-{number}", Role.READ) for number in range(2 * SCOPES_MAX)]
-NOBODY: Any = None  # the service below asks nobody who calls
+NOBODY: Any = None  # the fake service below ignores the caller
 
 
 class Asked:
-    """A service whose status says what drains it: the tenant.
+    """A fake service whose status names the tenant of `who`.
 
-    Each takes `took_s` of a clock that is ours.
+    Each call takes `took_s` on a fake clock.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def told(asked: Asked) -> Any:
     return tell
 
 
-def test_a_tenant_is_told_neither_of_members_nor_of_calls_nor_what_another_should_know(
+def test_tenant_snapshot_has_no_members_calls_or_other_tenants(
     told: Any,
 ) -> None:
     operator, one, other = told(OPERATOR), told(TEAMS[0]), told(TEAMS[1])
@@ -76,11 +76,11 @@ def test_a_tenant_is_told_neither_of_members_nor_of_calls_nor_what_another_shoul
     assert one["samples"] == {"most": SAMPLES}
 
 
-def test_a_status_is_made_as_seldom_as_it_takes_long(told: Any, asked: Asked) -> None:
+def test_status_interval_grows_with_its_cost(told: Any, asked: Asked) -> None:
     told(OPERATOR)
     asked.now_s += EVERY_S - 0.1
     told(OPERATOR)
-    assert asked.count == 1, "who comes a little later is told the same"
+    assert asked.count == 1, "a viewer soon after must get the same status"
     asked.now_s, asked.took_s = asked.now_s + 0.2, 1.0
     began_s = asked.now_s
     told(OPERATOR)

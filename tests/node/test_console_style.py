@@ -1,6 +1,4 @@
-"""What the console looks like can be read: each of its inks on each of its grounds, in light and
-dark (WCAG, AA).
-"""
+"""Console colours are readable: each ink on each background, light and dark (WCAG, AA)."""
 
 import re
 from pathlib import Path
@@ -37,7 +35,7 @@ def schemes() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_ink_is_read_on_every_ground(scheme: str) -> None:
+def test_every_ink_has_contrast_on_every_background(scheme: str) -> None:
     palette = colours(schemes()[scheme])
     assert {*INKS, *MARKS, "panel", "ground"} <= palette.keys()
     for ground in ("panel", "ground"):
@@ -50,6 +48,6 @@ def test_every_ink_is_read_on_every_ground(scheme: str) -> None:
         } == {}
 
 
-def test_the_two_schemes_name_the_same_colours() -> None:
+def test_light_and_dark_schemes_define_the_same_colours() -> None:
     light, dark = (colours(block) for block in schemes().values())
     assert light.keys() == dark.keys()

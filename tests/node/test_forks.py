@@ -1,5 +1,6 @@
-"""A process that forks while its threads are in calls: its children are told that the client is not
-theirs, may make one of their own, and end; it goes on.
+"""Forks of a process whose threads are in calls.
+
+A child cannot use the client and learns why, may make its own, and ends; the parent goes on.
 """
 
 import os
@@ -34,10 +35,9 @@ def test_forks_beside_calls_leave_parent_and_children_well(
     assert process.returncode == 0
 
 
-def test_a_fork_beside_a_grpc_call_that_hangs_refuses_clients_in_the_child() -> None:
-    """gRPC can not be used there: a call would not end.
-
-    The fork does not wait for the call.
+def test_child_forked_during_a_hanging_grpc_call_refuses_clients() -> None:
+    """The fork does not wait for the call, and gRPC cannot be used in the child: calls would
+    hang.
     """
     with NodeProcess("--ram-bytes", "64MiB", "--extent-bytes", "16MiB") as node:
         process = begin(node, "grpc", 0)
