@@ -1,4 +1,4 @@
-"""A node's log under a stranger who makes it talk."""
+"""The rate limit of a node's log lines, which clients could otherwise flood."""
 
 import logging
 import socket
@@ -7,7 +7,7 @@ from kvstore.log_rate import LINES, WINDOW_S, LogRate
 from kvstore.tools.node_process import NodeProcess
 
 
-def test_lines_of_a_kind_are_few_and_the_others_are_counted() -> None:
+def test_log_lines_of_a_kind_are_limited_and_counted() -> None:
     now = 100.0
     rate = LogRate(lambda: now)
 
@@ -26,7 +26,7 @@ def test_lines_of_a_kind_are_few_and_the_others_are_counted() -> None:
     assert say(1, "a", 3) == "a said 3"
 
 
-def test_a_stranger_who_makes_it_talk_does_not_fill_the_log() -> None:
+def test_invalid_connections_do_not_flood_the_log() -> None:
     with NodeProcess("--ram-bytes", "1MiB", "--log-level", "INFO") as process:
         for _ in range(300):
             with socket.create_connection(("127.0.0.1", process.bulk_port)) as stranger:
