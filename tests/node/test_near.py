@@ -298,9 +298,9 @@ def test_near_node_is_searched_at_addresses_of_this_host(
     client.open(pages.namespace)
     assert client.maps_arena
     assert pages.get(client, pages.keys(*NUMBERS)) == [False] * len(NUMBERS)
-    strangers = connect(nodes[0], "auto")
+    remote_client = connect(nodes[0], "auto")
     # The client must not connect to these
     far_away = [Member(f"n{number}", f"203.0.113.{number}:7440") for number in range(1, 9)]
     tell(nodes[:1], View("fleet", 2, (view_of(nodes).members[0], *far_away)))
-    strangers.open(pages.namespace)
-    assert not strangers.maps_arena
+    remote_client.open(pages.namespace)
+    assert not remote_client.maps_arena
