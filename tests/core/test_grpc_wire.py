@@ -1,4 +1,4 @@
-"""The gRPC wire against nodes that answer what no node should, and its outbox."""
+"""The gRPC wire against nodes with invalid answers, and the outbox of a put."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ Replies = Callable[[Iterator[bytes]], Iterator[bytes]]
 
 @pytest.fixture
 def wire_to() -> Iterator[Callable[[Replies], GrpcWire]]:
-    """A wire to a node whose Put and Get answer, message by message, what `replies` yields."""
+    """Return a function that makes a wire to a node which answers Put and Get with `replies`."""
     ends: list[Callable[[], Any]] = []
 
     def start(replies: Replies) -> GrpcWire:
@@ -56,7 +56,7 @@ def writes(count: int) -> bytes:
 
 
 def ends(call: Callable[[], Any]) -> bool:
-    """Whether it returns within 20 s."""
+    """Return whether the call ends within 20 s."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(20.0)
@@ -69,7 +69,7 @@ BEGIN = pb.GetFrame(begin=pb.GetReply(hits=[True], checksums=[bytes(16)])).Seria
 @pytest.mark.parametrize(
     "frames", [[b"\xff\xff"], [BEGIN, b"\xff\xff"], [BEGIN, BEGIN], [BEGIN], []]
 )
-def test_a_get_that_is_answered_with_nonsense_is_refused(
+def test_get_with_an_invalid_answer_is_refused(
     wire_to: Callable[[Replies], GrpcWire], frames: list[bytes]
 ) -> None:
     with pytest.raises(ProtocolError, match="the node's answer to a get is incomplete"):
@@ -90,7 +90,7 @@ UNFIT = "the reply to a get does not fit its request"
         (pb.GetReply(hits=[True], checksums=[bytes(16)]), "more page bytes than it announced"),
     ],
 )
-def test_a_get_that_is_answered_for_another_one_is_refused(
+def test_get_with_the_answer_of_another_is_refused(
     wire_to: Callable[[Replies], GrpcWire], begin: pb.GetReply, said: str
 ) -> None:
     frames = [pb.GetFrame(begin=begin).SerializeToString(), CHUNK, CHUNK]
@@ -99,14 +99,14 @@ def test_a_get_that_is_answered_for_another_one_is_refused(
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_put_that_is_answered_for_other_pages_is_refused(
+def test_put_with_a_wrong_number_of_verdicts_is_refused(
     wire_to: Callable[[Replies], GrpcWire], count: int
 ) -> None:
     with pytest.raises(ProtocolError, match=f"{count} verdicts for 2 pages"):
         put(wire_to(lambda messages: iter([writes(count)])))
 
 
-def test_a_put_whose_commit_is_not_answered_is_not_stored(
+def test_put_without_an_answer_to_its_commit_is_refused(
     wire_to: Callable[[Replies], GrpcWire],
 ) -> None:
     def replies(messages: Iterator[bytes]) -> Iterator[bytes]:
@@ -120,10 +120,10 @@ def test_a_put_whose_commit_is_not_answered_is_not_stored(
 
 
 @pytest.mark.parametrize("writing", [False, True])
-def test_a_put_that_the_node_ends_early_waits_for_nothing(
+def test_put_ended_by_the_node_returns_at_once(
     wire_to: Callable[[Replies], GrpcWire], monkeypatch: pytest.MonkeyPatch, writing: bool
 ) -> None:
-    """Neither the calling thread, which has more to send, nor gRPC's, which would send more."""
+    """Neither the caller nor gRPC's thread waits to send the rest."""
     over, said = threading.Event(), list[str]()
 
     class Watched(Outbox):
@@ -152,7 +152,7 @@ def test_a_put_that_the_node_ends_early_waits_for_nothing(
     assert over.wait(20.0)
 
 
-def test_an_outbox_is_full_until_somebody_takes_a_frame() -> None:
+def test_full_outbox_blocks_until_a_frame_is_taken() -> None:
     outbox, said = Outbox(), list[int]()
 
     def fill() -> None:
