@@ -90,7 +90,7 @@ def test_single_node_recovering_while_read_is_not_some_fail(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link's state is read once; otherwise a failed call would count as a miss."""
-    said = iter([True, False, False])
-    monkeypatch.setattr(NodeChannel, "failing", property(lambda link: next(said)))
+    answers = iter([True, False, False])
+    monkeypatch.setattr(NodeChannel, "failing", property(lambda link: next(answers)))
     monkeypatch.setattr(NodeChannel, "wire_name", "bulk")
     assert not nodes.some_fail

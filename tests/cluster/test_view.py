@@ -37,7 +37,7 @@ def test_view_is_equal_after_a_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "error_text"),
     [
         (
             {"members": (*MEMBERS, replace(MEMBERS[0], address="other:1"))},
@@ -57,13 +57,13 @@ def test_view_is_equal_after_a_round_trip() -> None:
         ),
     ],
 )
-def test_invalid_cluster_is_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_cluster_is_refused(wrong: dict[str, Any], error_text: str) -> None:
+    with pytest.raises(ConfigError, match=error_text):
         replace(VIEW, **wrong)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "error_text"),
     [
         ({"id": "a b"}, "a member's id is called 'a b'"),
         ({"id": "x" * 65}, "use up to 64"),
@@ -78,8 +78,8 @@ def test_invalid_cluster_is_refused(wrong: dict[str, Any], said: str) -> None:
         ({"weight": float("inf")}, "weight of n0 is inf"),
     ],
 )
-def test_invalid_member_is_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_member_is_refused(wrong: dict[str, Any], error_text: str) -> None:
+    with pytest.raises(ConfigError, match=error_text):
         replace(MEMBERS[0], **wrong)
 
 

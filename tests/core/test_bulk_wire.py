@@ -228,9 +228,9 @@ def ending_after(answer: bytes) -> Callable[[FrameSocket], None]:
 
     def talk(connection: FrameSocket) -> None:
         ends = next(first) == 1
-        for said in (hello(), GOOD_LOOKUP, answer if ends else GOOD_LOOKUP):
+        for answer_bytes in (hello(), GOOD_LOOKUP, answer if ends else GOOD_LOOKUP):
             connection.recv_frame(1 << 20)
-            connection.send(said)
+            connection.send(answer_bytes)
         if ends:
             connection.shutdown()
 
@@ -266,13 +266,13 @@ def test_connection_with_unexpected_bytes_is_not_reused(
     """
 
     def talk(connection: FrameSocket) -> None:
-        for said in (
+        for answer_bytes in (
             hello(),
             GOOD_LOOKUP + frame(lookup=pb.LookupReply(present=[False, False])),
             GOOD_LOOKUP,
         ):
             connection.recv_frame(1 << 20)
-            connection.send(said)
+            connection.send(answer_bytes)
 
     port = bulk_port(talk)
     wire = BulkWire("127.0.0.1", port.port, ClientConfig())

@@ -111,10 +111,10 @@ def test_bad_certificate_is_reported_and_the_old_one_stays(
     placed: Placed, strangers: Authority, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
     good = placed.files.poll()
-    spoil, said = WRONG[wrong]
+    spoil, message = WRONG[wrong]
     time.sleep(0.02)  # a change within a tick of the file system's clock is not seen
     spoil(placed, strangers)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         PemFiles(str(placed.ca), str(placed.cert), str(placed.key)).poll()
     for _ in range(3):
         assert placed.files.poll() is good

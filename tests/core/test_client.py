@@ -351,10 +351,10 @@ def test_wire_that_damages_pages_does_not_flood_the_log(
 
 def test_pages_of_another_layout_are_refused(client: Client, namespace: Namespace) -> None:
     put(client, namespace, keys_of(1))
-    liar = Namespace(namespace.model, opaque_layout(2 * PAGE))
-    object.__setattr__(liar, "digest", namespace.digest)  # as a client with a bug would
+    mislabelled = Namespace(namespace.model, opaque_layout(2 * PAGE))
+    object.__setattr__(mislabelled, "digest", namespace.digest)  # as a client with a bug would
     with pytest.raises(LayoutMismatch):
-        client.put(liar, keys_of(2), [bytes(2 * PAGE)])
+        client.put(mislabelled, keys_of(2), [bytes(2 * PAGE)])
 
 
 def test_listing_goes_in_order_and_in_pieces(client: Client, namespace: Namespace) -> None:

@@ -114,7 +114,7 @@ def test_addresses_of_frames(address: str, expected: Address) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
         ("bulk://host", "names no port; write bulk://HOST:7441"),
         ("bulk://::1", "names no port"),
@@ -129,15 +129,15 @@ def test_addresses_of_frames(address: str, expected: Address) -> None:
         ("unix:/run/\ud800", "is no path of a Unix socket"),
     ],
 )
-def test_invalid_frame_address_is_refused_with_the_remedy(address: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_invalid_frame_address_is_refused_with_the_remedy(address: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         parse_address(address)
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         ClientConfig(f"n0:1,{address}")
 
 
 @pytest.mark.parametrize(
-    ("address", "wire", "said"),
+    ("address", "wire", "message"),
     [
         (
             "bulk://host:1",
@@ -149,9 +149,9 @@ def test_invalid_frame_address_is_refused_with_the_remedy(address: str, said: st
     ],
 )
 def test_wire_that_conflicts_with_the_address_is_refused(
-    address: str, wire: str, said: str
+    address: str, wire: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         ClientConfig(address, wire=wire)
 
 

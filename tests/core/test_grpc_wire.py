@@ -81,7 +81,7 @@ UNFIT = "the reply to a get does not fit its request"
 
 
 @pytest.mark.parametrize(
-    ("begin", "said"),
+    ("begin", "message"),
     [
         (pb.GetReply(hits=[True] * 2, checksums=[bytes(16)] * 2), UNFIT),
         (pb.GetReply(hits=[], checksums=[]), UNFIT),
@@ -91,10 +91,10 @@ UNFIT = "the reply to a get does not fit its request"
     ],
 )
 def test_get_with_the_answer_of_another_is_refused(
-    wire_to: Callable[[Replies], GrpcWire], begin: pb.GetReply, said: str
+    wire_to: Callable[[Replies], GrpcWire], begin: pb.GetReply, message: str
 ) -> None:
     frames = [pb.GetFrame(begin=begin).SerializeToString(), CHUNK, CHUNK]
-    with pytest.raises(ProtocolError, match=said):
+    with pytest.raises(ProtocolError, match=message):
         get(wire_to(lambda messages: iter(frames)))
 
 
@@ -124,7 +124,7 @@ def test_put_ended_by_the_node_returns_at_once(
     wire_to: Callable[[Replies], GrpcWire], monkeypatch: pytest.MonkeyPatch, writing: bool
 ) -> None:
     """Neither the caller nor gRPC's thread waits to send the rest."""
-    over, said = threading.Event(), list[str]()
+    over, errors = threading.Event(), list[str]()
 
     class Watched(Outbox):
         def __iter__(self) -> Iterator[bytes]:
@@ -143,37 +143,37 @@ def test_put_ended_by_the_node_returns_at_once(
     def call() -> None:
         with pytest.raises(KVStoreError) as caught:
             put(wire, count=8, seconds=600.0)
-        said.append(str(caught.value))
+        errors.append(str(caught.value))
 
     monkeypatch.setattr("kvstore.transports.grpc_wire.Outbox", Watched)
     wire = wire_to(replies)
     assert ends(call)
-    assert "in trouble" in said[0]
+    assert "in trouble" in errors[0]
     assert over.wait(20.0)
 
 
 def test_full_outbox_blocks_until_a_frame_is_taken() -> None:
-    outbox, said = Outbox(), list[int]()
+    outbox, sent = Outbox(), list[int]()
 
     def fill() -> None:
         for number in range(FRAMES_MAX + 2):
             assert outbox.put(b"%d" % number)
-            said.append(number)
+            sent.append(number)
         outbox.end()
 
     thread = threading.Thread(target=fill, daemon=True)
     thread.start()
     thread.join(0.1)
-    assert said == list(range(FRAMES_MAX))
+    assert sent == list(range(FRAMES_MAX))
     taken = list[bytes]()
     assert ends(lambda: taken.extend(outbox))
     assert taken == [b"%d" % number for number in range(FRAMES_MAX + 2)]
 
 
 def test_waiter_for_an_ended_outbox_returns() -> None:
-    outbox, said = Outbox(), list[bool]()
+    outbox, results = Outbox(), list[bool]()
     timer = threading.Timer(0.05, outbox.end)
     timer.start()
-    assert ends(lambda: said.extend(outbox.put(b"frame") for _ in range(FRAMES_MAX + 2)))
-    assert said == [True] * FRAMES_MAX + [False, False]
+    assert ends(lambda: results.extend(outbox.put(b"frame") for _ in range(FRAMES_MAX + 2)))
+    assert results == [True] * FRAMES_MAX + [False, False]
     timer.join()

@@ -25,7 +25,7 @@ def test_file_over_the_limit_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "forbidden", "said"),
+    ("mode", "forbidden", "message"),
     [
         (0o644, stat.S_IROTH, r"\(mode 0644\); chmod o-r /.*/a=file, or"),
         (0o777, stat.S_IWOTH, r"\(mode 0777\); chmod o-w /"),
@@ -33,14 +33,14 @@ def test_file_over_the_limit_is_refused(path: Path) -> None:
     ],
 )
 def test_file_readable_for_others_is_refused_with_the_remedy(
-    path: Path, mode: int, forbidden: int, said: str
+    path: Path, mode: int, forbidden: int, message: str
 ) -> None:
     path.chmod(mode)
     for look in (
         lambda: checked_stat(f"setting={path}", forbidden),
         lambda: read_guarded(f"setting={path}", forbidden, 8),
     ):
-        with pytest.raises(ConfigError, match=f"^setting=.* is open to others {said}"):
+        with pytest.raises(ConfigError, match=f"^setting=.* is open to others {message}"):
             look()
 
 
@@ -55,11 +55,11 @@ def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
                 read_guarded(file, stat.S_IXOTH, 8)
     finally:
         os.close(writer)
-    for file, said in (
+    for file, message in (
         (f"setting={tmp_path}", "Is a directory"),
         (f"setting={tmp_path}/none", "No such file"),
     ):
-        with pytest.raises(ConfigError, match=f"^{file} can not be read: {said}"):
+        with pytest.raises(ConfigError, match=f"^{file} can not be read: {message}"):
             read_guarded(file, 0, 8)
 
 

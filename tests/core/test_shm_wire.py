@@ -142,7 +142,7 @@ def unix_node() -> Iterator[ServeShm]:
 
 
 @pytest.mark.parametrize(
-    ("make_fd", "said"),
+    ("make_fd", "message"),
     [
         (
             lambda: arena_fd(ARENA // 2),
@@ -155,10 +155,10 @@ def unix_node() -> Iterator[ServeShm]:
     ],
 )
 def test_arena_that_differs_from_the_hello_is_not_mapped(
-    unix_node: ServeShm, make_fd: Callable[[], int], said: str
+    unix_node: ServeShm, make_fd: Callable[[], int], message: str
 ) -> None:
     _, wire = unix_node(fd=make_fd())
-    with pytest.raises(ProtocolError, match=said):
+    with pytest.raises(ProtocolError, match=message):
         wire.connect(Deadline(20))
 
 

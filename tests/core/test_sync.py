@@ -176,7 +176,7 @@ STORM = """
             left[0] = 0
         except Abort:
             left[0] = 0
-            assert len(ended) == len(began), "it goes on after the call"
+            assert len(ended) == len(began), "work goes on after the call"
             return 1
         return 0
     count = 0

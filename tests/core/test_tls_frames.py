@@ -242,5 +242,5 @@ def test_server_knows_the_client_certificate(connected: Connected, ours: Authori
     thread = beside(client.handshake)
     server.handshake()
     thread.join()
-    said: Any = server.certificate
-    assert said["subject"] == ((("commonName", "team-a"),),)
+    certificate: Any = server.certificate
+    assert certificate["subject"] == ((("commonName", "team-a"),),)

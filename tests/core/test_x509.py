@@ -62,12 +62,12 @@ def test_validity_of_a_chain_is_that_of_its_first_certificate() -> None:
 
 
 def test_certificate_outside_its_dates_is_refused_with_the_remedy(ours: Authority) -> None:
-    for days, since_days, said in (
+    for days, since_days, message in (
         (-1.0, 2.0, "tls_cert=x expired on .*; renew it, or set this host's clock, which says "),
         (3.0, -2.0, "tls_cert=x is valid from .* on, and this host's clock says .*; set it"),
     ):
         ours.node("dated", HERE, days, force=True, since_days=since_days)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             check_dates("tls_cert=x", Path(pair(ours, "dated")["tls_cert"]).read_bytes())
     check_dates("tls_cert=x", Path(pair(ours, "node")["tls_cert"]).read_bytes())
 

@@ -140,7 +140,7 @@ def test_etcd_tls_errors_name_the_cause(
         "etcd does not accept this node's certificate: etcd_cert is not given, has "
         "expired, or is not from"
     )
-    for files, said in (
+    for files, message in (
         ((strangers.path, *good), wrong_authority),
         ((ours.path,), rejected),
         ((ours.path, *old), rejected),
@@ -152,7 +152,7 @@ def test_etcd_tls_errors_name_the_cause(
         ),
         ((good[1], *good), r"TLS to etcd \(etcd_ca, etcd_cert, etcd_key\): .*; of .*good.key"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             start(etcd, *files, **USER)
     for user in (
         {**USER, "etcd_password": "wrong"},

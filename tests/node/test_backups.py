@@ -163,12 +163,12 @@ def test_member_reports_a_copy_with_its_id_until_the_copy_stops(
     fleet: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy takes the id when it cannot reach the member and believes it dead."""
-    data, said = tmp_path / "data", "is that of a copy of this data directory, at 127.0.0.1:{}"
+    data, message = tmp_path / "data", "is that of a copy of this data directory, at 127.0.0.1:{}"
     one = fleet("n1", data_dir=str(data), **DISK)
     copied(data, tmp_path / "copy")
     monkeypatch.setattr("node.cluster.registry.Registry._is_alive", lambda *_: False)
     twin = fleet("n1", data_dir=str(tmp_path / "copy"), **DISK)
-    wait_until(lambda: said.format(twin.grpc.port) in one.peers.status().registry)
+    wait_until(lambda: message.format(twin.grpc.port) in one.peers.status().registry)
     assert twin.peers.status().registry == "etcd"
     stop(twin)
     wait_until(lambda: one.peers.status().registry == "etcd")

@@ -95,9 +95,9 @@ def test_cluster_wide_command_reports_unreachable_members(
         (("cluster", "rebalance"), {"dry_run": False}),
     ):
         ran = kvstore(*command, "--json")
-        told = json.loads(ran.stdout)
-        assert (ran.exit_code, told["away"]) == (3, ["gone"]), ran.stderr
-        assert wanted.items() <= told.items()
+        printed = json.loads(ran.stdout)
+        assert (ran.exit_code, printed["away"]) == (3, ["gone"]), ran.stderr
+        assert wanted.items() <= printed.items()
         assert "gone" in ran.stderr
     assert [node.tier.visible_count for node in fleet] == [0, 0]
 

@@ -271,7 +271,7 @@ def test_console_fault_is_logged_and_ends_one_call(
 
 
 @pytest.mark.parametrize(
-    ("told", "host"),
+    ("advertised", "host"),
     [
         ("node.example", "node.example"),
         ("node.example:7441", "node.example"),
@@ -280,6 +280,6 @@ def test_console_fault_is_logged_and_ends_one_call(
         ("[2001:db8::5]:7441", "2001:db8::5"),
     ],
 )
-def test_advertised_address_needs_no_port(told: str, host: str) -> None:
+def test_advertised_address_needs_no_port(advertised: str, host: str) -> None:
     """Regression: a node with a console did not start when its advertised address had no port."""
-    assert split_address(with_port(told, 7440))[0] == host
+    assert split_address(with_port(advertised, 7440))[0] == host

@@ -47,7 +47,7 @@ def test_console_findings_cover_the_largest_namespaces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "state", "said"),
+    ("status", "state", "text"),
     [
         (changed(state="DRAINING"), FindingState.WARN, "DRAINING"),
         (changed(insecure="anybody may write"), FindingState.WARN, "anybody may write"),
@@ -66,7 +66,7 @@ def test_console_findings_cover_the_largest_namespaces() -> None:
     ],
 )
 def test_each_problem_gives_one_finding(
-    status: pb.NodeStatusReply, state: FindingState, said: str
+    status: pb.NodeStatusReply, state: FindingState, text: str
 ) -> None:
     (found,) = findings(status)
-    assert (found.state, said in found.found) == (state, True), found
+    assert (found.state, text in found.found) == (state, True), found

@@ -71,12 +71,12 @@ def test_sample_is_the_change_per_second(
     spaces.of("team-a").pages_asked += 40
     spaces.of("team-b").nbytes_got += 1000
     pass_by(2 * EVERY_S)
-    told = history.visible_to(OPERATOR)
-    assert told["asked"] == [50 / EVERY_S, 40 / EVERY_S / 2]
-    assert told["got_nbytes"] == [0.0, 1000 / EVERY_S / 2]
-    assert told["ram_nbytes"] == [300.0, 600.0]
-    assert told["disk_nbytes"] == [200.0, 400.0]
-    assert "get_p99_ms" not in told, "no latency source was given"
+    shown = history.visible_to(OPERATOR)
+    assert shown["asked"] == [50 / EVERY_S, 40 / EVERY_S / 2]
+    assert shown["got_nbytes"] == [0.0, 1000 / EVERY_S / 2]
+    assert shown["ram_nbytes"] == [300.0, 600.0]
+    assert shown["disk_nbytes"] == [200.0, 400.0]
+    assert "get_p99_ms" not in shown, "no latency source was given"
 
 
 def test_tenant_sees_only_its_own_history(
@@ -106,10 +106,10 @@ def test_console_history_keeps_one_hour(
     for number in range(KEPT + 10):
         spaces.of("team-a").pages_got = 10 * number * (number + 1) // 2
         pass_by(EVERY_S)
-    told = history.visible_to(OPERATOR)
-    assert told["count"] == KEPT + 10
-    assert len(told["times"]) == len(told["got"]) == KEPT
-    assert told["got"] == [float(number) for number in range(10, KEPT + 10)]
+    shown = history.visible_to(OPERATOR)
+    assert shown["count"] == KEPT + 10
+    assert len(shown["times"]) == len(shown["got"]) == KEPT
+    assert shown["got"] == [float(number) for number in range(10, KEPT + 10)]
     assert history.visible_to(OPERATOR, 1)["got"] == [float(KEPT + 9)]
     assert len(history.visible_to(OPERATOR, 10 * KEPT)["got"]) == KEPT
 
@@ -163,11 +163,11 @@ def test_latency_quantiles_appear_with_a_latency_source() -> None:
         counts["get"] = [old + new for old, new in zip(counts["get"], more, strict=True)]
         clock.s += EVERY_S
         history.poll()
-    told = history.visible_to(OPERATOR)
-    assert told is not None
-    assert told["get_p50_ms"] == [pytest.approx(0.5556), None, 10.0]
-    assert told["get_p99_ms"] == [pytest.approx(9.1), None, 10.0]
-    assert told["put_p50_ms"] == [None, None, None]
+    shown = history.visible_to(OPERATOR)
+    assert shown is not None
+    assert shown["get_p50_ms"] == [pytest.approx(0.5556), None, 10.0]
+    assert shown["get_p99_ms"] == [pytest.approx(9.1), None, 10.0]
+    assert shown["put_p50_ms"] == [None, None, None]
 
 
 def test_quantiles_lie_within_their_bucket() -> None:

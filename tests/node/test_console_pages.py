@@ -166,9 +166,9 @@ def test_member_shows_owners_and_refuses_removal(start_node: StartNode) -> None:
     assert values["owners"] == list(node.membership.view.owners.owners(SPACE.digest, KEYS[:1])[0])
     assert len(values["owners"]) == 2
     asked = {"act": "remove", "namespace": SPACE.digest.hex(), "key": KEYS[0].hex()}
-    status, told_ = told(node, "/console/act", asked)
+    status, refused = told(node, "/console/act", asked)
     assert status == 400
-    assert "kvstore rm" in told_["error"]
+    assert "kvstore rm" in refused["error"]
 
 
 def test_scrub_continues_from_its_cursor() -> None:

@@ -46,7 +46,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 
 @pytest.fixture
-def told(asked: Asked) -> Any:
+def snapshot_for(asked: Asked) -> Any:
     history = SimpleNamespace(visible_to=lambda principal, most=360: {"most": most})
     heat, slow = SimpleNamespace(hottest=list), SimpleNamespace(newest=list)
     members = SimpleNamespace(describe=lambda status: {"cluster": "fleet"})
@@ -63,9 +63,9 @@ def told(asked: Asked) -> Any:
 
 
 def test_tenant_snapshot_has_no_members_calls_or_other_tenants(
-    told: Any,
+    snapshot_for: Any,
 ) -> None:
-    operator, one, other = told(OPERATOR), told(TEAMS[0]), told(TEAMS[1])
+    operator, one, other = snapshot_for(OPERATOR), snapshot_for(TEAMS[0]), snapshot_for(TEAMS[1])
     assert (operator["cluster"], operator["slow"]) == ({"cluster": "fleet"}, [])
     assert "DRAINING" in str(operator["findings"])
     for values, team in ((one, "team-0"), (other, "team-1")):
@@ -76,36 +76,36 @@ def test_tenant_snapshot_has_no_members_calls_or_other_tenants(
     assert one["samples"] == {"most": SAMPLES}
 
 
-def test_status_interval_grows_with_its_cost(told: Any, asked: Asked) -> None:
-    told(OPERATOR)
+def test_status_interval_grows_with_its_cost(snapshot_for: Any, asked: Asked) -> None:
+    snapshot_for(OPERATOR)
     asked.now_s += EVERY_S - 0.1
-    told(OPERATOR)
+    snapshot_for(OPERATOR)
     assert asked.count == 1, "a viewer soon after must get the same status"
     asked.now_s, asked.took_s = asked.now_s + 0.2, 1.0
     began_s = asked.now_s
-    told(OPERATOR)
+    snapshot_for(OPERATOR)
     asked.now_s = began_s + COST_FACTOR - 0.5
-    told(OPERATOR)
+    snapshot_for(OPERATOR)
     assert asked.count == 2
     asked.now_s = began_s + COST_FACTOR + 0.5
-    told(OPERATOR)
+    snapshot_for(OPERATOR)
     assert asked.count == 3
 
 
 def test_namespaces_are_compared_seldom(
-    told: Any, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    snapshot_for: Any, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, findings = [], snapshot.findings
     monkeypatch.setattr(
         snapshot, "findings", lambda status: (made.append(asked.now_s), findings(status))[1]
     )
     for _ in range(int(3 * FINDINGS_S)):
-        told(OPERATOR)
+        snapshot_for(OPERATOR)
         asked.now_s += 1.0
     assert 2 <= len(made) <= 4
 
 
-def test_console_snapshot_is_bounded(told: Any) -> None:
+def test_console_snapshot_is_bounded(snapshot_for: Any) -> None:
     for who in TEAMS:
-        told(who)
-        assert all(len(kept) <= SCOPES_MAX for kept in told.kept)
+        snapshot_for(who)
+        assert all(len(kept) <= SCOPES_MAX for kept in snapshot_for.kept)

@@ -39,12 +39,12 @@ def test_every_ink_has_contrast_on_every_background(scheme: str) -> None:
     palette = colours(schemes()[scheme])
     assert {*INKS, *MARKS, "panel", "ground"} <= palette.keys()
     for ground in ("panel", "ground"):
-        told = {ink: round(ratio(palette[ink], palette[ground]), 2) for ink in (*INKS, *MARKS)}
+        ratios = {ink: round(ratio(palette[ink], palette[ground]), 2) for ink in (*INKS, *MARKS)}
         assert {
-            ink: value for ink, value in told.items() if ink in INKS and value < TEXT_RATIO
+            ink: value for ink, value in ratios.items() if ink in INKS and value < TEXT_RATIO
         } == {}
         assert {
-            ink: value for ink, value in told.items() if ink in MARKS and value < MARK_RATIO
+            ink: value for ink, value in ratios.items() if ink in MARKS and value < MARK_RATIO
         } == {}
 
 

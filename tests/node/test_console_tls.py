@@ -28,10 +28,10 @@ def test_console_accepts_a_client_certificate(node: Node, ours: Authority) -> No
     there = connection(node, shown)
     there.request("POST", "/console/events", b"{}", OWN)
     reply = there.getresponse()
-    told = events(reply)
-    name, values = next(told)
+    stream = events(reply)
+    name, values = next(stream)
     assert (name, values["who"]["tenant"], values["who"]["name"]) == ("now", "team-a", "team-a")
-    assert next(told)[0] == "now"
+    assert next(stream)[0] == "now"
     reply.close()
     there.close()
 

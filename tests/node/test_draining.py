@@ -64,8 +64,8 @@ def test_drained_member_hands_over_all_its_pages(
     for name in ("n0", "n2"):
         sweep(named(fleet)[name])
     wait_until(lambda: direct.drain().over)
-    told = direct.drain()
-    assert (told.pages_left, told.pages_handed) == (0, len(had))
+    status = direct.drain()
+    assert (status.pages_left, status.pages_handed) == (0, len(had))
     tell(n1=None)
     assert pages.get(connect(fleet[2]), pages.keys(*NUMBERS)) == [True] * len(NUMBERS)
     direct.drain(end=True)

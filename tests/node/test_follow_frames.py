@@ -66,13 +66,13 @@ def test_waiting_followers_get_a_new_view(one: Node, raw: ConnectRaw) -> None:
 
 def test_no_view_is_missed_between_two_requests(one: Node, raw: ConnectRaw) -> None:
     """Many views change between two requests, and one just before a wait begins."""
-    client, heard, last = raw(one), 1, 60
+    client, latest, last = raw(one), 1, 60
     views = threading.Thread(
         target=lambda: [tell([one], view_of([one], number=n)) for n in range(2, last + 1)]
     )
     views.start()
-    while heard < last:
-        heard = client.ask(follow=pb.FollowRequest(number=heard, wait_ms=LONG_MS)).follow.number
+    while latest < last:
+        latest = client.ask(follow=pb.FollowRequest(number=latest, wait_ms=LONG_MS)).follow.number
     views.join()
 
 

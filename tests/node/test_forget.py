@@ -49,9 +49,9 @@ def test_forget_erases_pages_at_all_members(
     wait_replicated(nodes)
     assert sum(in_ram(node, gone) for node in nodes) >= replicas * len(keys)
     away: Away = {}
-    told = client.forget("gone", 30.0, away)
-    assert (told.left, away) == (0, {})
-    assert told.pages >= replicas * len(keys)
+    report = client.forget("gone", 30.0, away)
+    assert (report.left, away) == (0, {})
+    assert report.pages >= replicas * len(keys)
     assert [in_ram(node, gone) for node in nodes] == [0, 0, 0]
     assert gone.get(client, keys) == [False] * len(keys)
     assert kept.get(client, keys) == [True] * len(keys)
@@ -67,8 +67,8 @@ def test_forget_erases_pages_queued_for_an_absent_member(
     client = connect(nodes[0], direct=True, timeout_s=20.0)
     gone.put(client, gone.keys(*NUMBERS))
     assert nodes[0].peers.status().queue_pages > 0
-    told = client.forget("gone", 30.0)
-    assert told.left == 0
+    report = client.forget("gone", 30.0)
+    assert report.left == 0
     assert nodes[0].peers.status().queue_pages == 0
     assert in_ram(nodes[0], gone) == 0
 

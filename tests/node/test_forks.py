@@ -28,10 +28,10 @@ def test_forks_beside_calls_leave_parent_and_children_well(
 ) -> None:
     process = begin(shared_node, wire, FORKS)
     try:
-        said, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=300)
     finally:
         process.kill()
-    assert said.splitlines() == ["children 0", "failed"]
+    assert output.splitlines() == ["children 0", "failed"]
     assert process.returncode == 0
 
 
@@ -48,10 +48,10 @@ def test_child_forked_during_a_hanging_grpc_call_refuses_clients() -> None:
             os.kill(node.pid, signal.SIGSTOP)
             process.stdin.write("\n")
             process.stdin.flush()
-            said = process.stdout.readline()
+            output = process.stdout.readline()
             os.kill(node.pid, signal.SIGCONT)
             rest, _ = process.communicate(timeout=120)
         finally:
             os.kill(node.pid, signal.SIGCONT)
             process.kill()
-        assert said + rest == "children 0\nfailed\n"
+        assert output + rest == "children 0\nfailed\n"

@@ -277,8 +277,8 @@ def test_static_member_announces_its_own_bulk_port(start_node: StartNode, connec
     cluster = "static:fleet/" + ",".join(f"n{i}=127.0.0.1:{port}" for i, port in enumerate(ports))
     nodes = [start_node(cluster=cluster, member=f"n{i}", port=ports[i]) for i in range(2)]
     client = connect(nodes[0])
-    told = {member.id: member.bulk_port for member in client.view().members}
-    assert told == {"n0": nodes[0].bulk.port, "n1": 0}
+    announced = {member.id: member.bulk_port for member in client.view().members}
+    assert announced == {"n0": nodes[0].bulk.port, "n1": 0}
     for link in client._fan_out.nodes.all().values():
         link.run(lambda link, limit: None, None, Deadline(30.0))
     both = {member.id: member.bulk_port for member in client._fan_out.nodes.view.members}
@@ -342,12 +342,12 @@ def test_member_can_register_a_bulk_address(fleet: Start, connect: Connect, page
     assert pages.get(client, pages.keys(1)) == [True]
 
 
-@pytest.mark.parametrize("told", ["", "127.0.0.1"])
+@pytest.mark.parametrize("advertise", ["", "127.0.0.1"])
 def test_member_with_private_grpc_registers_its_bulk_port(
-    fleet: Start, connect: Connect, pages: Pages, told: str
+    fleet: Start, connect: Connect, pages: Pages, advertise: str
 ) -> None:
     """Members reach a node by its bulk port when its gRPC is off, or for administrators only."""
-    node = fleet("n0", grpc_host="none", advertise=told)
+    node = fleet("n0", grpc_host="none", advertise=advertise)
     assert node.membership.view.by_id["n0"].address == by_frames(node)
     client = connect(node, "bulk", address=by_frames(node), near="none")
     pages.put(client, pages.keys(1))

@@ -28,8 +28,6 @@ def test_pause_is_a_thousand_times_the_last_collection(
 ) -> None:
     """The pause between collections is 1000 times the duration, but at least 1 and at most 2
     minutes.
-
-    Regression: a node whose collections took a hundredth of the time passed for one.
     """
     now, began = [0.0], list[float]()
 

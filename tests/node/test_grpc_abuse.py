@@ -110,11 +110,11 @@ BAD_STREAMS: dict[str, tuple[Callable[[Any], list[pb.PutFrame]], str]] = {
 def test_put_out_of_order_gets_one_status_and_stores_nothing(
     node: Node, stub: KVStoreStub, space: Pages, what: str
 ) -> None:
-    frames, said = BAD_STREAMS[what]
+    frames, message = BAD_STREAMS[what]
     with Bystander(node), pytest.raises(grpc.RpcError) as caught:
         list(stub.Put(iter(frames(space)), timeout=5.0))
     assert caught.value.code() is INVALID
-    assert said in caught.value.details()
+    assert message in caught.value.details()
     assert stored(node, space) == 8
     settle(node, sessions=1)
 
@@ -272,11 +272,11 @@ def test_invalid_messages_are_refused(node: Node, caplog: pytest.LogCaptureFixtu
             with pytest.raises(grpc.RpcError) as caught:
                 list(channel.unary_stream(method)(b"\xff\xff\xff", timeout=5.0))
             assert caught.value.code() is INVALID
-        said = [
+        logged = [
             record for record in caplog.records if "is no message of the schema" in record.message
         ]
-        assert {record.levelno for record in said} == {logging.INFO}
-        assert len(said) == len(methods) - 1, "invalid frames of a put are not logged so"
+        assert {record.levelno for record in logged} == {logging.INFO}
+        assert len(logged) == len(methods) - 1, "invalid frames of a put are not logged so"
         with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary("/kvstore.KVStore/Nothing")(b"", timeout=5.0)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

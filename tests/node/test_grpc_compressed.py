@@ -37,12 +37,12 @@ def answer(port: int, sent: bytes) -> bytes:
     """Send bytes to the node; return its reply up to the status of the call."""
     with socket.create_connection(("127.0.0.1", port), 60.0) as sock:
         sock.sendall(sent)
-        said = b""
-        while b"grpc-status" not in said or b"is disabled" not in said:
+        reply = b""
+        while b"grpc-status" not in reply or b"is disabled" not in reply:
             some = sock.recv(1 << 16)
-            assert some, f"the node hung up after {said!r}"
-            said += some
-    return said
+            assert some, f"the node hung up after {reply!r}"
+            reply += some
+    return reply
 
 
 def peak_mib(pid: int) -> int:
@@ -62,8 +62,8 @@ def test_compressed_bomb_is_refused_without_using_memory() -> None:
                 "/grpc.health.v1.Health/Check",
                 "/any/thing",
             ):
-                said = answer(port, GREETING + bomb(path, encoding, BOMB_MIB))
-                assert f"Compression algorithm '{encoding}' is disabled".encode() in said
+                answered = answer(port, GREETING + bomb(path, encoding, BOMB_MIB))
+                assert f"Compression algorithm '{encoding}' is disabled".encode() in answered
         assert peak_mib(process.pid) - before < GROWTH_MIB_MAX
         with Client(ClientConfig(address=process.address, wire="grpc", timeout_s=20.0)) as client:
             assert client.node_status().state == "SERVING"
@@ -165,7 +165,7 @@ def test_node_with_an_old_grpcio_names_both_versions(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     *log, line = done.stderr.splitlines()
-    assert all(" INFO " in told for told in log)
+    assert all(" INFO " in entry for entry in log)
     assert line.startswith("kvstore-node: gateway-0 does not start: grpcio 1.62.3 decompresses")
     assert "a node needs grpcio 1.82.2 or newer" in line
 

@@ -24,10 +24,10 @@ def status(port: int, path: str, *hosts: str, header: str = "Host: ") -> str:
     with socket.create_connection(("127.0.0.1", port), 20.0) as sock:
         lines = "".join(f"{header}{host}\r\n" for host in hosts)
         sock.sendall(f"GET {path} HTTP/1.1\r\n{lines}\r\n".encode())
-        said = b""
+        reply = b""
         while some := sock.recv(1 << 16):
-            said += some
-    return said.split(b" ")[1].decode()
+            reply += some
+    return reply.split(b" ")[1].decode()
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/health", "/any"])

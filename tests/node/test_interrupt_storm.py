@@ -56,12 +56,12 @@ def test_repeated_interrupts_leave_nothing_behind(
         )
         try:
             assert child.stdout is not None
-            said = child.stdout.readline()
-            if said == "wait_replicated\n":
+            output = child.stdout.readline()
+            if output == "wait_replicated\n":
                 settle(node, sessions=None)  # while the process lives
-            said += child.communicate()[0]
+            output += child.communicate()[0]
         finally:
             child.kill()
             child.wait()
         errors.seek(0)
-        assert (said, child.returncode) == ("wait_replicated\nclosed\n", 0), errors.read()
+        assert (output, child.returncode) == ("wait_replicated\nclosed\n", 0), errors.read()

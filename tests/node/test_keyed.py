@@ -244,7 +244,7 @@ def test_client_without_the_key_cannot_put_or_get(
 ) -> None:
     (key,) = keyed.keys(1)
     keyed.put(client, [key])
-    for settings, says in (({}, "has none"), ({"page_key": OTHER}, f"has {key_id(OTHER)}")):
+    for settings, message in (({}, "has none"), ({"page_key": OTHER}, f"has {key_id(OTHER)}")):
         other = connect(node, wire, **settings)
         for call in (
             keyed.put,
@@ -253,7 +253,7 @@ def test_client_without_the_key_cannot_put_or_get(
         ):
             with pytest.raises(
                 ConfigError,
-                match=f"signed with the key {key_id()}, and this client {says}; set KVSTORE",
+                match=f"signed with the key {key_id()}, and this client {message}; set KVSTORE",
             ):
                 call(other, [key])
         assert other.lookup(keyed.namespace, [key]).prefix_pages == 1

@@ -227,14 +227,14 @@ def test_busy_reflection_stream_is_timed_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("node.gateway.server.REFLECTION_S_MAX", 0.5)
-    said = silence()
+    stream_in = silence()
     stream = reflection_pb2_grpc.ServerReflectionStub(channels()).ServerReflectionInfo(
-        iter(said), timeout=30.0
+        iter(stream_in), timeout=30.0
     )
 
     def talk() -> None:
         for _ in range(600):
-            said.say(reflection_pb2.ServerReflectionRequest(list_services=""))
+            stream_in.say(reflection_pb2.ServerReflectionRequest(list_services=""))
             next(stream)
             threading.Event().wait(0.05)
 

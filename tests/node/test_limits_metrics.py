@@ -113,8 +113,8 @@ def test_cached_texts_are_limited_and_head_has_no_body(node: Node) -> None:
     node.metrics._cached.clear()
     with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
         sock.sendall(b"HEAD /metrics HTTP/1.0\r\n\r\n")
-        with sock.makefile("rb") as told:
-            assert told.read().endswith(b"\r\n\r\n"), "a reply to HEAD must have no body"
+        with sock.makefile("rb") as replied_head:
+            assert replied_head.read().endswith(b"\r\n\r\n"), "a reply to HEAD must have no body"
 
 
 def test_long_head_and_other_methods_are_refused(

@@ -72,11 +72,11 @@ def refusals(node: Node, raw: ConnectRaw, op: str, body: bytes) -> list[str]:
 
     The bulk connection must still serve afterwards.
     """
-    said = []
+    messages = []
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         with pytest.raises(grpc.RpcError) as caught:
             list(channel.unary_stream(f"/kvstore.KVStore/{op.capitalize()}")(body, timeout=20.0))
-        said.append(caught.value.details())
+        messages.append(caught.value.details())
     connection = raw(node)
     connection.arm(20.0)
     connection.ask(hello=pb.HelloRequest())
@@ -84,9 +84,9 @@ def refusals(node: Node, raw: ConnectRaw, op: str, body: bytes) -> list[str]:
     assert 1 << 14 <= len(body) < 1 << 21
     length = bytes([len(body) & 127 | 128, len(body) >> 7 & 127 | 128, len(body) >> 14])
     connection.send_frame(bytes([number << 3 | 2]) + length + body)
-    said.append(connection.reply()[0].error.message)
+    messages.append(connection.reply()[0].error.message)
     assert connection.ask(hello=pb.HelloRequest()).hello.bulk_port
-    return said
+    return messages
 
 
 @pytest.mark.parametrize("op", ["stat", "lookup", "get"])
@@ -105,8 +105,8 @@ def test_oversized_request_is_refused_before_parsing(
     with monkeypatch.context() as patch:
         patch.setitem(limits._TYPES, op, (0, Unparsed))
         for body in (b"\x12\x00" * 1_000_000, b"\x1a\x00" * 500_000):
-            for said in refusals(node, raw, op, body):
-                assert "split the batch" in said
+            for message in refusals(node, raw, op, body):
+                assert "split the batch" in message
 
 
 def test_ranges_of_large_gets_count_as_request_bytes(
@@ -122,7 +122,7 @@ def test_ranges_of_large_gets_count_as_request_bytes(
     get = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(16)))
     get.ranges.extend([pb.ByteRange(offset=1 << 40, nbytes=1 << 40)] * GET_RANGES_MAX)
     body = get.SerializeToString()
-    assert all("leaves the page" in said for said in refusals(node, raw, "get", body))
+    assert all("leaves the page" in message for message in refusals(node, raw, "get", body))
     assert len(seen) == 2
     assert min(seen) >= 8 * len(body)
     end = time.monotonic() + 20.0
@@ -144,9 +144,9 @@ def test_get_of_too_many_ranges_is_refused_on_every_wire(
     ):
         del get.ranges[:]
         get.ranges.extend([pb.ByteRange(offset=4, nbytes=1)] * count)
-        for said in refusals(node, raw, "get", get.SerializeToString()):
-            assert f"{count} ranges" in said
-            assert f"at most {GET_RANGES_MAX}" in said
+        for message in refusals(node, raw, "get", get.SerializeToString()):
+            assert f"{count} ranges" in message
+            assert f"at most {GET_RANGES_MAX}" in message
     buffer = bytearray(GET_RANGES_MAX + 1)
     with pytest.raises(InvalidRequest, match=f"at most {GET_RANGES_MAX}"):
         client.get_ranges(

@@ -56,7 +56,7 @@ def test_static_list_has_at_least_as_many_members_as_replicas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "member", "said"),
+    ("cluster", "member", "message"),
     [
         (TEXT, "n4", "member='n4' is not of the cluster fleet; its members are n1, n2, n3"),
         (
@@ -93,9 +93,9 @@ def test_static_list_has_at_least_as_many_members_as_replicas() -> None:
     ],
 )
 def test_invalid_cluster_settings_end_the_start(
-    start_node: StartNode, cluster: str, member: str, said: str
+    start_node: StartNode, cluster: str, member: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         start_node(cluster=cluster, member=member)
 
 
@@ -116,12 +116,12 @@ def test_too_few_connections_for_members_are_logged_once(
     members = tuple(Member(f"n{number}", f"127.0.0.1:{number + 1}") for number in range(6))
     for number, count in enumerate((4, 5, 6, 4), 1):
         node.membership.become(View("fleet", number, members[:count]), "n0")
-    said = [
+    logged = [
         record.getMessage() for record in caplog.records if "sessions_max" in record.getMessage()
     ]
-    assert len(said) == 1
-    assert "5 members and sessions_max=8" in said[0]
-    assert "--sessions-max 20" in said[0]
+    assert len(logged) == 1
+    assert "5 members and sessions_max=8" in logged[0]
+    assert "--sessions-max 20" in logged[0]
 
 
 @pytest.mark.parametrize("address", ["10.0.0.5:7440", "[2001:db8::5]:7440", "10.0.0.5"])

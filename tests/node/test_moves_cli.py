@@ -121,8 +121,8 @@ def test_rebalance(
 ) -> None:
     pages.put(connect(fleet[0]), pages.keys(*KEYS))
     shown = kvstore("cluster", "rebalance", "--dry-run", "--json")
-    told = json.loads(shown.stdout)["members"]
-    assert [(member["member"], member["pages"]) for member in told] == [("n0", 0), ("n1", 0)]
+    shares = json.loads(shown.stdout)["members"]
+    assert [(member["member"], member["pages"]) for member in shares] == [("n0", 0), ("n1", 0)]
     assert "WOULD FETCH" in kvstore("cluster", "rebalance", "--dry-run").stdout
     assert "2 members rebalance" in kvstore("cluster", "rebalance").stdout
 

@@ -17,7 +17,7 @@ from kvstore.transports.bulk import BulkWire
 from node.auth.access import THE_NODE, Caller
 from node.server import Node
 
-# ---- what is fetched ---------------------------------------------------------------------
+# ---- fetched pages -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])

@@ -175,7 +175,7 @@ def test_help_names_all_but_expert_settings_with_default_and_unit(
     for field in dataclasses.fields(NodeConfig):
         if field.name in FLAGS and field.name not in EXPERT:
             assert f"{field.metadata['help']}(default".replace(" ", "") in text, field.name
-    for said in (
+    for expected in (
         "(default 1GiB; 4KiB..64TiB)",
         "(default 8MiB/s; 0..1TiB/s)",
         "(default 10 s; 0 s..3600 s)",
@@ -185,7 +185,7 @@ def test_help_names_all_but_expert_settings_with_default_and_unit(
         "(default empty)",
         "(default off)",
     ):
-        assert said.replace(" ", "") in text, said
+        assert expected.replace(" ", "") in text, expected
     assert "examples:" in text
 
 

@@ -57,7 +57,7 @@ def test_token_crosses_the_network_unencrypted_only_if_insecure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "address"),
+    ("setting", "address"),
     [
         ("10.0.0.5", "10.0.0.5:7440"),
         ("n1.example:7450", "n1.example:7450"),
@@ -66,6 +66,6 @@ def test_token_crosses_the_network_unencrypted_only_if_insecure() -> None:
         ("[fd00::5]:7450", "[fd00::5]:7450"),
     ],
 )
-def test_advertised_address_without_a_port_gets_the_nodes_port(told: str, address: str) -> None:
+def test_advertised_address_without_a_port_gets_the_nodes_port(setting: str, address: str) -> None:
     """A pod knows its address without a port, and an IPv6 one without brackets."""
-    assert advertised(told, "0.0.0.0", 7440, []) == address
+    assert advertised(setting, "0.0.0.0", 7440, []) == address

@@ -117,8 +117,8 @@ class OlderNode(KVStoreServicer):
 
     def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloReply:
         if request.protocol_version not in (0, self.version):
-            said = f"client speaks protocol {request.protocol_version}, this node {self.version}"
-            context.abort(grpc.StatusCode.UNIMPLEMENTED, said)
+            message = f"client speaks protocol {request.protocol_version}, this node {self.version}"
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
         return pb.HelloReply(
             view=self.view,
             protocol_version=self.version,
@@ -223,12 +223,12 @@ def test_acks_beyond_owners_of_version_3_are_refused(older: Any) -> None:
     members = tuple(Member(f"n{number}", address) for number, (_, address) in enumerate(nodes))
     for node, _ in nodes:
         node.view = view_message(View("fleet", 1, members, 2))
-    space, said = (
+    space, message = (
         Namespace(model="protocol-3", layout=opaque_layout(4096)),
         "speaks protocol 3, .* update it to 4",
     )
     with Client(ClientConfig(address=nodes[0][1], wire="grpc", connect_timeout_s=5.0)) as client:
-        with pytest.raises(Exhausted, match=said):
+        with pytest.raises(Exhausted, match=message):
             client.put(space, [bytes(32)], [bytes(4096)], Keep(ack="all"))
         assert client.stats.failures == 0, "the refusal must not count as a failure"
 

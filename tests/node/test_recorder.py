@@ -75,9 +75,11 @@ def test_ids_reveal_no_keys_and_differ_between_recordings(recorder: Recorder) ->
         recorder.note(SPACE.digest, KEYS, stored=False)
         reply = fetch(recorder, name, end=True)
         seen.append(list(reply.uses[0].pages))
-        told = reply.SerializeToString()
-        assert SPACE.digest not in told
-        assert not any(key[start : start + 8] in told for key in KEYS for start in (0, 8, 16, 24))
+        encoded = reply.SerializeToString()
+        assert SPACE.digest not in encoded
+        assert not any(
+            key[start : start + 8] in encoded for key in KEYS for start in (0, 8, 16, 24)
+        )
     assert len({*seen[0], *seen[1]}) == 2 * len(KEYS)
 
 

@@ -172,7 +172,7 @@ def test_restarted_node_takes_over_its_id_at_once(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             {"replicas": 2},
@@ -193,11 +193,11 @@ def test_restarted_node_takes_over_its_id_at_once(
     ],
 )
 def test_invalid_cluster_settings_end_the_start(
-    fleet: Start, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], said: str
+    fleet: Start, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr("node.cluster.membership.TRIED_S", 0.3)
     fleet("n1")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         fleet("n2", **settings)
 
 
@@ -284,9 +284,9 @@ GARBAGE = [
 
 def test_garbage_in_etcd_does_not_exclude_other_members(fleet: Start, etcd: FakeEtcd) -> None:
     one = fleet("n1")
-    for number, said in enumerate(GARBAGE):
-        etcd.put(f"/kvstore/fleet/members/odd{number}", said)
-        etcd.put(f"/kvstore/fleet/removed/{number:032x}", said)
+    for number, garbage in enumerate(GARBAGE):
+        etcd.put(f"/kvstore/fleet/members/odd{number}", garbage)
+        etcd.put(f"/kvstore/fleet/removed/{number:032x}", garbage)
     fleet("n2")
     wait_until(lambda: members(one) == ["n1", "n2"])
     assert sorted(line.partition(":")[0] for line in peers(one).apart) == [

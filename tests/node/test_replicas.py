@@ -264,11 +264,11 @@ def test_replica_has_the_head_of_a_chain_as_its_newest_page(
     asked: list[list[bytes]] = []
     begin_put = pair[1].service.begin_put
 
-    def told(session: Any, request: pb.PutRequest) -> Any:
+    def recorded(session: Any, request: pb.PutRequest) -> Any:
         asked.append(list(request.prefix_hashes))
         return begin_put(session, request)
 
-    monkeypatch.setattr(pair[1].service, "begin_put", told)
+    monkeypatch.setattr(pair[1].service, "begin_put", recorded)
     keys = pages.keys(*range(12))
     pages.put(connect(pair[0], direct=True), keys)
     wait_replicated(pair)
@@ -280,10 +280,10 @@ def test_metrics_count_replicated_pages(pair: list[Node], connect: Connect, page
     wait_replicated(pair)
     text = metrics_text(pair[0].service)({}, HttpClient("me", ())).body().decode()
     found = dict(line.split() for line in text.splitlines() if line.startswith("kvstore_peers_"))
-    told = {name.removeprefix("kvstore_peers_"): float(value) for name, value in found.items()}
+    metrics = {name.removeprefix("kvstore_peers_"): float(value) for name, value in found.items()}
     assert {
         name: value
-        for name, value in told.items()
+        for name, value in metrics.items()
         if name.startswith(("queue", "pages_ha", "bytes_ha", "pages_d"))
     } == {
         "queue_pages": 0,

@@ -328,18 +328,18 @@ while input():
     except Unavailable as error:
         print(error, flush=True)
 """
-    says = [
+    messages = [
         "Permission denied",
         f"the memory of this node is for uid {os.geteuid()} and root, not for uid 12345",
     ]
     try:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:
-            for mode, said in zip((0o600, 0o666), says, strict=True):
+            for mode, expected in zip((0o600, 0o666), messages, strict=True):
                 os.chmod(path, mode)
                 process.stdin.write("connect\n")
                 process.stdin.flush()
-                assert said in process.stdout.readline()
+                assert expected in process.stdout.readline()
             process.kill()
     finally:
         os.chmod(path, 0o600)
@@ -413,13 +413,13 @@ def test_invalid_socket_path_ends_the_start(
 ) -> None:
     plain = pathlib.Path(runtime_dir, "plain")
     plain.write_text("not a socket")
-    for path, said in (
+    for path, expected in (
         (str(plain), "is no socket"),
         (f"{plain}/node.sock", "File exists"),
         (f"/tmp/{'x' * 103}", "has 108 bytes; a Unix socket's path has at most 107"),
         ("node.sock", "must be an absolute path"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=expected):
             make_node(shm_socket=path)
     assert plain.read_text() == "not a socket"
 

@@ -19,7 +19,7 @@ PAGE = 16 << 10
 KEYS = 96  # the node has room for 64
 
 
-class Mill:
+class RandomCalls:
     """Random calls on pages whose contents follow from their keys."""
 
     def __init__(self, client: Client, pages: Pages, seed: int) -> None:
@@ -79,23 +79,23 @@ def test_random_calls_of_many_threads_read_no_wrong_byte(
 ) -> None:
     node = start_node(ram_nbytes=1 << 20, extent_nbytes=256 << 10, batch_nbytes_max=256 << 10)
     client, pages = connect(node, "shm"), Pages("storm", PAGE)
-    mills = [Mill(client, pages, seed + number) for number in range(6)]
+    workers = [RandomCalls(client, pages, seed + number) for number in range(6)]
     failures: list[BaseException] = []
 
-    def work(mill: Mill) -> None:
+    def work(worker: RandomCalls) -> None:
         try:
-            mill.run(150)
+            worker.run(150)
         except BaseException as error:  # noqa: BLE001 -- raised again below, in the test's thread
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(mill,)) for mill in mills]
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if failures:
         raise failures[0]
-    assert sum(mill.hits for mill in mills) > 50
+    assert sum(worker.hits for worker in workers) > 50
     assert client.stats == (1, 0, 0, 0)
     settle(node, sessions=None)
     assert node.tier.slots.used_nbytes == node.tier.visible_count * PAGE

@@ -75,8 +75,8 @@ def test_sweep_reports_its_progress(
     monkeypatch.setattr(fleet[2].peers.rebalancer._sweep, "_pause", look)
     assert counts(fleet[2]).sweep_age_ms == 0
     sweep(fleet[2])
-    assert all(told.sweeping for told in seen)
-    fetched = [told.sweep_pages_fetched for told in seen if told.sweep_pages_missing == mine]
+    assert all(status.sweeping for status in seen)
+    fetched = [status.sweep_pages_fetched for status in seen if status.sweep_pages_missing == mine]
     assert fetched == sorted(fetched)
     assert {2, mine} <= {*fetched}
     done = counts(fleet[2])
@@ -320,8 +320,8 @@ def test_dry_sweep_reports_missing_pages(
     view = tell()
     mine = sorted(of(view, pages, "n0"))
     plant(fleet[1], pages, mine)
-    told = alone(fleet[0]).sweep(dry=True)
-    assert (told.pages_missing, told.nbytes_missing) == (len(mine), len(mine) * pages.nbytes)
+    report = alone(fleet[0]).sweep(dry=True)
+    assert (report.pages_missing, report.nbytes_missing) == (len(mine), len(mine) * pages.nbytes)
     assert alone(fleet[0]).stat(pages.namespace, mine[:1])[0].present is False
     alone(fleet[0]).sweep()
     wait_until(lambda: there(alone(fleet[0]), pages) == set(mine))

@@ -193,7 +193,7 @@ def test_expiring_certificate_is_logged(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"tls_cert": "a"}, "tls_cert and tls_key are given together"),
         ({"tls_client_ca": "a"}, "tls_client_ca and tls_ca need tls_cert and tls_key"),
@@ -204,8 +204,8 @@ def test_expiring_certificate_is_logged(
         ),
     ],
 )
-def test_conflicting_tls_settings_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_conflicting_tls_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         certificates_of(NodeConfig(**settings))
 
 

@@ -35,7 +35,7 @@ def plain(start_node: StartNode) -> Node:
     return start_node()
 
 
-def told(connect: Connect, node: Node, wire: str, **settings: Any) -> str:
+def error_of(connect: Connect, node: Node, wire: str, **settings: Any) -> str:
     """Return the error message of a failing call."""
     client = connect(node, wire, **settings)
     with pytest.raises(Unavailable) as failed:
@@ -47,7 +47,7 @@ def told(connect: Connect, node: Node, wire: str, **settings: Any) -> str:
 def test_plain_client_is_told_that_the_node_uses_tls(
     node: Node, connect: Connect, wire: str
 ) -> None:
-    assert "the node uses TLS; name the authority of its certificate with tls_ca" in told(
+    assert "the node uses TLS; name the authority of its certificate with tls_ca" in error_of(
         connect, node, wire
     )
 
@@ -56,8 +56,8 @@ def test_plain_client_is_told_that_the_node_uses_tls(
 def test_tls_client_refuses_a_plain_node(
     plain: Node, connect: Connect, ours: Authority, wire: str
 ) -> None:
-    said = told(connect, plain, wire, **of_client(ours))
-    assert "the peer does not use TLS; start the node with --tls-cert and --tls-key" in said
+    message = error_of(connect, plain, wire, **of_client(ours))
+    assert "the peer does not use TLS; start the node with --tls-cert and --tls-key" in message
 
 
 def test_bulk_wire_with_tls_refuses_a_plain_node(plain: Node, ours: Authority) -> None:
@@ -71,18 +71,18 @@ def test_bulk_wire_with_tls_refuses_a_plain_node(plain: Node, ours: Authority) -
 def test_client_names_an_untrusted_node_certificate(
     node: Node, connect: Connect, ours: Authority, strangers: Authority, wire: str
 ) -> None:
-    said = told(connect, node, wire, **pair(ours, "client"), tls_ca=str(strangers.path))
-    assert f"the node's certificate is not from an authority in tls_ca={strangers.path}" in said
+    message = error_of(connect, node, wire, **pair(ours, "client"), tls_ca=str(strangers.path))
+    assert f"the node's certificate is not from an authority in tls_ca={strangers.path}" in message
 
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_client_names_a_wrong_host_name(
     node: Node, connect: Connect, ours: Authority, wire: str
 ) -> None:
-    said = told(connect, node, wire, **of_client(ours), tls_name="elsewhere")
+    message = error_of(connect, node, wire, **of_client(ours), tls_name="elsewhere")
     assert (
         "the node's certificate does not name elsewhere; call it by a name that it has, or set "
-        "tls_name" in said
+        "tls_name" in message
     )
 
 
@@ -90,7 +90,7 @@ def test_client_names_a_wrong_host_name(
 def test_client_without_a_certificate_is_refused(
     node: Node, connect: Connect, ours: Authority, wire: str
 ) -> None:
-    assert "requires client certificates (--tls-client-ca); set tls_cert and tls_key" in told(
+    assert "requires client certificates (--tls-client-ca); set tls_cert and tls_key" in error_of(
         connect, node, wire, tls_ca=str(ours.path)
     )
 
@@ -99,26 +99,26 @@ def test_client_without_a_certificate_is_refused(
 def test_client_with_an_untrusted_certificate_is_refused(
     node: Node, connect: Connect, ours: Authority, strangers: Authority, wire: str
 ) -> None:
-    said = told(connect, node, wire, **pair(strangers, "client"), tls_ca=str(ours.path))
+    message = error_of(connect, node, wire, **pair(strangers, "client"), tls_ca=str(ours.path))
     assert (
         f"tls_cert={pair(strangers, 'client')['tls_cert']} has expired, or is not from an "
-        "authority in its" in said
+        "authority in its" in message
     )
 
 
 @pytest.mark.parametrize(
-    ("shown", "said"),
+    ("shown", "message"),
     [
         ("nothing", "the node requires a client certificate"),
         ("strange", "the node does not know the authority of tls_cert="),
     ],
 )
 def test_bulk_wire_alone_names_a_refused_certificate(
-    node: Node, ours: Authority, strangers: Authority, shown: str, said: str
+    node: Node, ours: Authority, strangers: Authority, shown: str, message: str
 ) -> None:
     files = pair(strangers, "client") if shown == "strange" else {}
     wire = BulkWire("127.0.0.1", node.bulk.port, ClientConfig(tls_ca=str(ours.path), **files))
-    with pytest.raises(Unavailable, match=said):
+    with pytest.raises(Unavailable, match=message):
         wire.connect(Deadline(20.0))
     wire.close()
 
@@ -136,8 +136,8 @@ def test_client_names_an_expired_node_certificate(
     with monkeypatch.context() as patch:
         patch.setattr("node.tls.check_dates", lambda *_: None)
         node = start_node(**pair(ours, "old"))
-        said = told(connect, node, wire, tls_ca=str(ours.path))
-    assert "the node's certificate has expired; renew it, or set this host's clock" in said
+        message = error_of(connect, node, wire, tls_ca=str(ours.path))
+    assert "the node's certificate has expired; renew it, or set this host's clock" in message
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -172,7 +172,7 @@ def test_node_does_not_load_an_expired_certificate(ours: Authority, tmp_path: Pa
     place("node")
     config = NodeConfig(tls_client_ca=str(ours.path), **files)
     certificates = Certificates(config)
-    good, told = certificates.pems, certificates.status()
+    good, before = certificates.pems, certificates.status()
     for days, since_days, problem in ((-0.5, 1.0, "expired on"), (3.0, -2.0, "is valid from")):
         ours.node("dated", HERE, days, force=True, since_days=since_days)
         place("dated")
@@ -181,8 +181,8 @@ def test_node_does_not_load_an_expired_certificate(ours: Authority, tmp_path: Pa
         assert f"tls_cert={files['tls_cert']} {problem}" in certificates.status().problem
         with pytest.raises(ConfigError, match=problem):
             Certificates(config)
-    assert certificates.status().certificates == told.certificates
-    assert {one.setting: one.ends_unix_s for one in told.certificates} == {
+    assert certificates.status().certificates == before.certificates
+    assert {one.setting: one.ends_unix_s for one in before.certificates} == {
         "tls_cert": int(validity(good.chain)[1]),
         "tls_client_ca": int(validity(ours.path.read_bytes())[1]),
     }
