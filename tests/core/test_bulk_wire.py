@@ -93,7 +93,7 @@ def test_invalid_answer_ends_the_connection(bulk_port: ServeBulk, what: str) -> 
         call(wire, op)
     with pytest.raises((ProtocolError, Unavailable)):
         call(wire, op)
-    assert len(port.accepted) == 2, "a connection out of step was used again"
+    assert len(port.accepted) == 2, "a connection was reused after an invalid answer"
     wire.close()
 
 

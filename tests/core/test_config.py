@@ -1,4 +1,4 @@
-"""Settings: sources, ranges, and messages that name the setting and what is allowed."""
+"""Settings: their sources and ranges, and errors that name the setting and its range."""
 
 import re
 from typing import Any

@@ -20,7 +20,7 @@ from kvstore.sync import LeaseTable, NoThread, run_in_helper_thread
 from kvstore.threads import ThreadPool
 
 INTERRUPTS = int(os.environ.get("INTERRUPTS", "100"))
-WAIT_S = 30.0  # far more than a starved machine needs
+WAIT_S = 30.0  # far more than a busy machine needs
 
 
 class Holder:

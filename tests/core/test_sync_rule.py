@@ -121,7 +121,7 @@ def test_module_uses_no_forbidden_type(path: Path) -> None:
     assert not extra, (
         f"use kvstore.sync, kvstore.threads or a with statement in place of {sorted(extra)}"
     )
-    assert found == allowed, f"ALLOWED has more than is used: {reason}"
+    assert found == allowed, f"ALLOWED lists unused types: {reason}"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def start_node() -> Iterator[StartNode]:
 
     def start(**settings: Any) -> Node:
         node = Node(NodeConfig(**{**SMALL, **settings}))
-        node.peers.rebalancer.settle_s = 1e6  # a test that wants a sweep asks for it
+        node.peers.rebalancer.settle_s = 1e6  # no sweep unless a test starts one
         node.start()
         nodes.append(node)
         return node

@@ -259,7 +259,7 @@ def test_wire_after_a_fork_raises_without_waiting(
     keys = pages.keys(*range(6))
     pages.put(client, keys)
     wire = link_of(client)
-    wire._pool._pid = os.getpid() + 1  # what a fork looks like from within
+    wire._pool._pid = os.getpid() + 1  # as in a forked child
     monkeypatch.setattr(wire._threads, "run", None)
     request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=keys)
     buffers = [(memoryview(bytearray(pages.nbytes)),) for _ in keys]

@@ -173,7 +173,7 @@ def test_member_reports_a_copy_with_its_id_until_the_copy_stops(
     stop(twin)
     wait_until(lambda: one.peers.status().registry == "etcd")
 
-    def address() -> str | None:  # none, until it has registered again
+    def address() -> str | None:  # None until it has registered again
         view = one.membership.view
         member = view.by_id.get("n1") if view is not None else None
         return member.address if member is not None else None

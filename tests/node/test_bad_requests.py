@@ -309,7 +309,7 @@ def test_invalid_request_gets_one_clear_error(
 
 def test_message_over_the_limit_is_refused(node: Node, wire: Wire) -> None:
     too_large = pb.ListRequest(key_prefix=bytes(MESSAGE_NBYTES_MAX + 1))
-    # Without gRPC the node hangs up while the rest is still being sent, so its error may get lost.
+    # Without gRPC the node closes while the rest is still being sent, so its error may get lost.
     expected: Any = Exhausted if wire.name == "grpc" else (ProtocolError, Unavailable)
     with Bystander(node), pytest.raises(expected, match=r"at most 2097152|failed|larger than max"):
         wire.call("list", too_large, Deadline(5))

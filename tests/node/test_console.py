@@ -133,7 +133,9 @@ def test_silent_connections_are_evicted_and_metrics_still_work(node: Node) -> No
     wait_until(lambda: node.metrics._places.count == HTTP_CONNECTIONS_MAX // 2)
     assert visit(node, "/console/")[0] == 200
     assert b"kvstore_serving" in visit(node, "/metrics")[2]
-    wait_until(lambda: len(node.metrics._threads) <= HTTP_CONNECTIONS_MAX // 2)  # a peer's share
+    wait_until(
+        lambda: len(node.metrics._threads) <= HTTP_CONNECTIONS_MAX // 2
+    )  # the limit of one peer
     for sock in silent:
         sock.close()
 

@@ -57,7 +57,7 @@ class Stopping:
 
     def wait(self) -> None:
         self._thread.join(30.0)
-        assert not self._thread.is_alive(), "the node does not stop"
+        assert not self._thread.is_alive(), "the node did not stop"
 
     @property
     def done(self) -> bool:

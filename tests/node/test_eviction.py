@@ -273,7 +273,7 @@ def test_full_extents_of_pinned_pages_cause_no_eviction() -> None:
     with pytest.raises(Exhausted):
         box.reserve(large, large.keys(0))
     assert len(held) == 15
-    assert box.present(small, keys) == set(keys), "pages were evicted in vain"
+    assert box.present(small, keys) == set(keys), "pages were evicted without need"
 
 
 def test_pin_ends_after_its_time_to_live() -> None:

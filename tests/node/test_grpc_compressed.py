@@ -40,7 +40,7 @@ def answer(port: int, sent: bytes) -> bytes:
         reply = b""
         while b"grpc-status" not in reply or b"is disabled" not in reply:
             some = sock.recv(1 << 16)
-            assert some, f"the node hung up after {reply!r}"
+            assert some, f"the node closed after {reply!r}"
             reply += some
     return reply
 

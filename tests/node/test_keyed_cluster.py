@@ -117,5 +117,5 @@ def test_sweep_copies_pages_with_their_seals(
     assert present(cluster[2], keyed.namespace, mine) == [True] * len(mine)
     for node in cluster[:2]:
         node.tier.remove(keyed.namespace.digest, mine)
-    reader = connect(cluster[2], near="none", page_key=SECRET)  # it knows the newest view
+    reader = connect(cluster[2], near="none", page_key=SECRET)  # this client knows the newest view
     assert keyed.get(reader, keys) == [True] * len(keys)

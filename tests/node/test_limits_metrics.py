@@ -67,7 +67,7 @@ def test_silent_scrapes_use_few_threads_and_do_not_block_others(
     before = threading.active_count()
     for _ in range(60):
         dial(node.metrics.port).sendall(b"GET /metrics HT")
-        threading.Event().wait(0.001)  # the listener's turn; a full backlog costs a second
+        threading.Event().wait(0.001)  # lets the listener accept; a full backlog costs a second
     status, content_type, text = scrape(node.metrics.port)
     assert (status, content_type.partition(";")[0]) == (200, "text/plain")
     assert b"kvstore_serving 1.0" in text

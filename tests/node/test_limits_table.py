@@ -40,5 +40,7 @@ def test_every_limit_has_its_row(node: Node, monkeypatch: pytest.MonkeyPatch) ->
             assert cap.total == int(CAPS[cap.what].size.replace(",", "")), cap.what
     assert all(0 < cap.per_peer <= cap.total for cap in caps)
     sources = [path.read_text() for path in (ROOT / "node").rglob("*.py")]
-    made = sum(len(re.findall(r"\bmake_limit\(", text)) for text in sources) - 1  # its definition
+    made = (
+        sum(len(re.findall(r"\bmake_limit\(", text)) for text in sources) - 1
+    )  # minus its definition
     assert made == len(caps) - len(limits.LONG_CALLS) + 1, "a limit that this test does not know"

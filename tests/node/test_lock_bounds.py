@@ -334,7 +334,7 @@ def test_pins_are_limited_to_half_of_the_memory() -> None:
         box.pin(pages, keys[100:129])
     assert len(box.tier.eviction.pins) == 100, "a refused pin must pin none of its pages"
     assert all(box.pin(pages, keys[:128])), "pages that are already pinned must count once"
-    assert all(box.pin(pages, keys[:128], 5000)), "a pin may be renewed"
+    assert all(box.pin(pages, keys[:128], 5000)), "a renewed pin must not count again"
     box.put(other, other.keys(0))
     with pytest.raises(Exhausted):
         box.pin(other, other.keys(0))

@@ -20,7 +20,7 @@ def test_log_lines_of_a_kind_are_limited_and_counted() -> None:
     assert [log_line(1, "a", n) for n in range(LINES + 30)] == [
         f"a said {n}" for n in range(LINES)
     ] + [None] * 30
-    assert log_line(2, "b", 1) == "b said 1", "another statement is another kind"
+    assert log_line(2, "b", 1) == "b said 1", "each log statement has its own limit"
     now += WINDOW_S
     assert log_line(1, "a %", 2) == "a % said 2 (and 30 more like this before)"
     assert log_line(1, "a", 3) == "a said 3"

@@ -39,7 +39,7 @@ class Shelf(LocalTier):
         return [prefix_hash in self.keys for prefix_hash in prefix_hashes]
 
     def find(self, query: Query) -> dict[bytes, Source]:
-        assert not self._box.tier.lock.locked(), "a tier that may wait is asked under the lock"
+        assert not self._box.tier.lock.locked(), "a tier was asked under the lock, and may block"
         self.asked.append(list(query.prefix_hashes))
         found = {key: Source(self, key) for key in query.prefix_hashes if key in self.keys}
         self.open += found
@@ -60,7 +60,7 @@ class Shelf(LocalTier):
         gone: Callable[[], bool],
         deadline: Deadline,
     ) -> None:
-        assert not self._box.tier.lock.locked(), "bytes are read under the lock"
+        assert not self._box.tier.lock.locked(), "bytes were read under the lock"
         for page, source in loads:
             self.open.remove(source.place)
             if source.place not in self.broken:

@@ -32,7 +32,7 @@ class MovingSandbox:
         copy, self.copies = box.tier._copy, 0
 
         def copy_and(source: int, target: int, nbytes: int) -> None:
-            assert not box.tier.lock.locked(), "bytes are copied under the lock"
+            assert not box.tier.lock.locked(), "bytes were copied under the lock"
             self.copies += 1
             copy(source, target, nbytes)
             meanwhile(self)

@@ -43,8 +43,8 @@ PAGE = bytes(i % 251 for i in range(4096))
 MAGIC = struct.Struct("<2sBBIQ")
 
 
-class Before:
-    """A client of another version on a bulk connection."""
+class VersionedClient:
+    """A bulk connection of a client with another protocol version."""
 
     def __init__(self, node: Node, version: int) -> None:
         self._sock = socket.create_connection(("127.0.0.1", node.bulk.port), timeout=10.0)
@@ -64,7 +64,9 @@ class Before:
     def _receive(self, nbytes: int) -> bytes:
         data = b""
         while len(data) < nbytes:
-            data += self._sock.recv(nbytes - len(data)) or pytest.fail("the node hung up")
+            data += self._sock.recv(nbytes - len(data)) or pytest.fail(
+                "the node closed the connection"
+            )
         return data
 
     def close(self) -> None:
@@ -73,7 +75,7 @@ class Before:
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
 def test_client_of_a_neighbour_version_is_served_in_its_version(node: Node, version: int) -> None:
-    client = Before(node, version)
+    client = VersionedClient(node, version)
     assert client.ask(RECORDED["hello"])[0].hello.protocol_version == PROTOCOL_VERSION
     assert client.ask(RECORDED["open_namespace"])[0].open_namespace.page_nbytes == len(PAGE)
     verdicts = client.ask(RECORDED["put"])[0].put.verdicts
@@ -86,7 +88,7 @@ def test_client_of_a_neighbour_version_is_served_in_its_version(node: Node, vers
 
 
 def test_pages_of_a_version_3_client_are_read(node: Node, connect: Connect) -> None:
-    older = Before(node, PROTOCOL_VERSION - 1)
+    older = VersionedClient(node, PROTOCOL_VERSION - 1)
     older.ask(RECORDED["open_namespace"])
     if older.ask(RECORDED["put"])[0].put.verdicts == [pb.WRITE]:
         older.ask(RECORDED["data"], PAGE, RECORDED["commit"])

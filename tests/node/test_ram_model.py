@@ -22,7 +22,7 @@ EXTENTS = 8
 PAGE_SIZES = {"tiny": 100, "small": 4096, "middle": 8192, "odd": 20_000, "large": 65_536}
 TENANTS = {"tiny": "one", "small": "free", "middle": "two", "odd": "one", "large": "two"}
 QUOTAS = {"one": EXTENT * 3, "two": EXTENT * 4}  # the last extent is for the tenant without a quota
-KEYS = 40  # of each namespace
+KEYS = 40  # keys of each namespace
 STEPS = int(os.environ.get("KVSTORE_MODEL_STEPS") or 1000)
 Key = tuple[str, bytes]
 

@@ -254,7 +254,7 @@ def test_connections_leave_no_arena_descriptor_open(client: Client, pages: Pages
         wire._connect(Deadline(20.0)).close()
         count = 0
         for path in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # another thread's, closed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # closed by another thread
                 count += "memfd:kvstore-arena" in os.readlink(path)
         return count
 

@@ -35,7 +35,7 @@ class Model:
             assert offset + nbytes <= other or other + size <= offset, "two slots overlap"
         for other, size in self.blocks().items():
             apart = start + BLOCKS[nbytes] <= other or other + BLOCKS[size] <= start
-            assert apart or (other, size) == (start, nbytes), "two sizes in one block"
+            assert apart or (other, size) == (start, nbytes), "slots of two sizes share a block"
         self.taken[offset] = nbytes
 
     def free_count(self, nbytes: int) -> int:
@@ -237,7 +237,7 @@ def test_freeing_twice_is_an_error() -> None:
     with pytest.raises(AssertionError):
         slots.free(first)
     slots.free(second)
-    with pytest.raises(AssertionError):  # its extent is gone
+    with pytest.raises(AssertionError):  # its extent is free again
         slots.free(second)
 
 

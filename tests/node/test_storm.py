@@ -24,7 +24,7 @@ from node.server import Node
 
 EVENTS = int(os.environ.get("KVSTORE_STORM_EVENTS") or 1000)
 WORKERS = 4
-KEYS = 60  # of each namespace: more than fit
+KEYS = 60  # keys of each namespace: more than fit
 
 
 class Storm:
@@ -84,7 +84,7 @@ class Storm:
 
     def get_ranges(self) -> None:
         client, space, keys = self.batch()
-        offset = self.rng.randrange(1, space.nbytes)  # no byte may be asked for twice
+        offset = self.rng.randrange(1, space.nbytes)  # ranges must not overlap
         parts = [(0, 1), (offset, self.rng.randint(1, space.nbytes - offset))]
         buffers = [bytearray(1 + parts[1][1]) for _ in keys]
         ranges = [pb_range(*part) for part in parts]
@@ -167,7 +167,7 @@ class Storm:
         try:
             connection.send(last)
         except ConnectionError:
-            pass  # the node was faster
+            pass  # the node closed first
         if self.rng.random() < 0.3:
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
