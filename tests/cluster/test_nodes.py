@@ -1,5 +1,5 @@
-"""Links to the members of the newest view that a node told: what stays, what goes, and what is
-counted.
+"""A client's links to the members of the newest view: which are kept and closed, and what they
+count.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ def member(nodes: Nodes, name: str) -> NodeChannel:
     return nodes.member(nodes.view, name)
 
 
-def test_the_newest_view_holds_whoever_tells_it_last(nodes: Nodes) -> None:
+def test_newest_view_stays_in_force_when_older_ones_arrive(nodes: Nodes) -> None:
     assert addresses(nodes) == ["host-0"]
     nodes._learn(hello(5, [0, 1]))
     nodes._learn(hello(4, [0, 2]))
@@ -61,17 +61,17 @@ def test_former_member_has_no_link_and_keeps_its_counters(nodes: Nodes) -> None:
         gone.run(lambda link, limit: None, None, Deadline(5.0))
     assert member(nodes, "n2") is stays
     assert not stays._closed
-    assert not nodes.only._closed  # it was named
+    assert not nodes.only._closed  # the address of the configuration
 
 
-def test_a_closed_client_connects_to_nobody_that_it_is_told_of(nodes: Nodes) -> None:
+def test_closed_client_connects_to_no_new_member(nodes: Nodes) -> None:
     nodes.close()
     nodes._learn(hello(1, [0, 1]))
     with pytest.raises(Unavailable, match="this client is closed"):
         member(nodes, "n1").run(lambda link, limit: None, None, Deadline(5.0))
 
 
-def test_a_near_node_is_looked_for_again_after_a_while(
+def test_near_node_is_searched_again_after_a_while(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, looked = [1000.0], list[float]()
@@ -83,14 +83,14 @@ def test_a_near_node_is_looked_for_again_after_a_while(
     assert looked == [1000.0, 1031.0, 1062.0]
     nodes._learn(hello(2, [0, 1, 2]))
     assert nodes.near(Deadline(5.0)) is None
-    assert len(looked) == 4, "in each view"
+    assert len(looked) == 4, "a new view starts a new search"
 
 
-def test_one_node_that_comes_back_while_it_is_looked_at_is_not_two(
+def test_single_node_recovering_while_read_is_not_some_fail(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the call that failed at it would be a miss."""
-    said = iter([True, False, False])
-    monkeypatch.setattr(NodeChannel, "failing", property(lambda link: next(said)))
+    """The link's state is read once; otherwise a failed call would count as a miss."""
+    answers = iter([True, False, False])
+    monkeypatch.setattr(NodeChannel, "failing", property(lambda link: next(answers)))
     monkeypatch.setattr(NodeChannel, "wire_name", "bulk")
     assert not nodes.some_fail

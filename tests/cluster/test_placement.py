@@ -1,5 +1,6 @@
-"""Who owns a key: the same everywhere, in proportion to the weights, and nothing moves without a
-reason.
+"""Placement of keys: every process computes the same owners, in proportion to the weights.
+
+Pages move only when they must.
 """
 
 import collections
@@ -33,7 +34,7 @@ def owners(
 
 
 def test_golden_owners() -> None:
-    """Written once; who changes them moves every page of every cluster."""
+    """The owners match a golden file: any change would move every page of every cluster."""
     for case in json.loads(GOLDEN.read_text()):
         candidates = [Candidate(*candidate) for candidate in case["candidates"]]
         keys = [bytes.fromhex(key) for key in case["prefix_hashes"]]
@@ -43,7 +44,7 @@ def test_golden_owners() -> None:
         assert [list(some) for some in found] == case["owners"]
 
 
-def test_the_order_of_members_plays_no_part() -> None:
+def test_member_order_does_not_change_owners() -> None:
     members, keys = equal(9), some_keys(500)
     assert owners(members, keys, 3) == owners(members[::-1], keys, 3)
 
@@ -75,25 +76,25 @@ def test_pages_of_a_leaving_member_go_to_the_next_owner() -> None:
         assert len(set(new)) == 2
 
 
-def test_a_weight_that_grows_only_takes() -> None:
+def test_member_with_more_weight_only_gains_pages() -> None:
     keys, members = some_keys(5_000), equal(4)
     heavier = [Candidate("node-0", 3.0), *members[1:]]
     for (old,), (new,) in zip(owners(members, keys), owners(heavier, keys), strict=True):
         assert new in (old, "node-0")
 
 
-def test_replicas_lie_in_zones_of_their_own() -> None:
+def test_replicas_are_in_different_zones() -> None:
     members = [Candidate(f"node-{i}", 1.0, "ab"[i % 2]) for i in range(8)]
     zones = {member.id: member.zone for member in members}
     for some in owners(members, some_keys(2_000), 2):
         assert len({zones[member] for member in some}) == 2
-    for some in owners(members, some_keys(200), 3):  # there are two zones only
+    for some in owners(members, some_keys(200), 3):  # there are only two zones
         assert len(set(some)) == 3
         assert len({zones[member] for member in some[:2]}) == 2
 
 
-def test_member_without_a_zone_shares_no_zone() -> None:
-    """Not even in that of others without one."""
+def test_members_without_a_zone_do_not_share_one() -> None:
+    """Members without a zone count as being in different zones."""
     keys, zone = some_keys(200), {"node-0": "a", "node-1": "a"}
     mixed = [some._replace(zone=zone.get(some.id, "")) for some in equal(5)]
     for found, free in zip(owners(mixed, keys, 3), owners(equal(5), keys, 5), strict=True):
@@ -101,7 +102,7 @@ def test_member_without_a_zone_shares_no_zone() -> None:
         assert found == tuple(some for some in free if some != second_of_a)[:3]
 
 
-def test_the_first_owner_is_the_same_whatever_the_zones() -> None:
+def test_zones_do_not_change_the_first_owner() -> None:
     keys = some_keys(1_000)
     zoned = [Candidate(f"node-{i}", 1.0, "abc"[i % 3]) for i in range(6)]
     assert [some[0] for some in owners(zoned, keys, 2)] == [
@@ -115,8 +116,8 @@ def test_fewer_members_than_replicas(members: int, replicas: int) -> None:
         assert sorted(some) == [member.id for member in equal(members)]
 
 
-def test_namespaces_lie_apart() -> None:
-    """The ranks of an engine have the same hashes: a page's parts are not all on one node."""
+def test_namespaces_have_independent_owners() -> None:
+    """The ranks of an engine share hashes, so the parts of a page must spread over the nodes."""
     keys, placement = some_keys(1_000), Placement(equal(4), 1)
     others = placement.owners(bytes(NAMESPACE_DIGEST_NBYTES), keys)
     alike = sum(
@@ -125,7 +126,7 @@ def test_namespaces_lie_apart() -> None:
     assert 150 < alike < 350
 
 
-def test_a_slot_is_worked_out_once() -> None:
+def test_placement_slot_is_computed_once() -> None:
     placement, keys = Placement(equal(3), 2), some_keys(100)
     first, again = placement.owners(NAMESPACE, keys), placement.owners(NAMESPACE, keys)
     assert all(here is there for here, there in zip(first, again, strict=True))

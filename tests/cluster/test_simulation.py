@@ -1,11 +1,13 @@
-"""Random lives of a cluster in virtual time (`simulated.py`): members that crash, pause, are cut
-off, join, are drained and leave, messages that are lost, late and doubled, clients with old views.
-What must hold:
+"""Random lives of a cluster in virtual time (`simulated.py`).
 
-    no page has other bytes than its key's, and no call takes longer than its deadline pages whose
-    removal is over, and that nobody puts again, are nowhere pages acknowledged with ack=all are
-    there as long as no more than R - 1 members are lost at a time when it is quiet each page is at
-    all its owners, nothing waits in a queue, and all that is counted is right
+Members crash, pause, are cut off, join, drain and leave; messages are lost, late and doubled;
+clients have old views. These must hold:
+
+* No page has another key's bytes, and no call takes longer than its deadline.
+* A page whose removal has ended, and which is not put again, is nowhere.
+* A page acknowledged with ack=all is kept while at most R - 1 members are lost at a time.
+* When all is quiet, each page is at all its owners, no queue holds work, and all counters are
+  right.
 """
 
 import random
@@ -25,7 +27,7 @@ Result = TypeVar("Result")
 KEYS = [bytes([number]) * 32 for number in range(120)]
 BUSY_S, QUIET_S = 30.0, 180.0
 CLIENTS = 3
-DOUBTFUL_S = 15.0  # a late one may wait for a member that is paused
+DOUBTFUL_S = 15.0  # a late removal may wait for a paused member
 
 
 class Life:
@@ -37,9 +39,9 @@ class Life:
         self.network = Network(self.world, **network)
         self.cluster = SimCluster(self.rng, self.world, self.network, members, replicas)
         self.clients = [SimClient(self.cluster, f"c{number}") for number in range(CLIENTS)]
-        self.acked: set[bytes] = set()  # everywhere, and removed by nobody since
-        self.removed: dict[bytes, float] = {}  # when that call was over; some of it may come late
-        self.forgotten: set[bytes] = set()  # removed everywhere, and put by nobody since
+        self.acked: set[bytes] = set()  # acknowledged by all owners, not removed since
+        self.removed: dict[bytes, float] = {}  # when the call ended; parts may come late
+        self.forgotten: set[bytes] = set()  # removed everywhere, not put since
         self.done: dict[str, int] = {}
         self.slowest_s = 0.0
         self.quiet = self.breaking = False
@@ -55,11 +57,11 @@ class Life:
         self.network.lost = self.network.late = 0.0
         self.world.run(self.world.now + LATE_S[1] + CALL_S)
         for node in self.cluster.nodes.values():
-            node.swept_view = 0  # as now and then without any change
+            node.swept_view = 0  # the sweep that also runs without a change
         end = self.world.now + QUIET_S
         while self.world.now < end and not self.cluster.settled:
             self.world.run(self.world.now + 1.0)
-        self.world.run(self.world.now + 2.0)  # and stays so
+        self.world.run(self.world.now + 2.0)  # and it stays settled
         self.world.end()
 
     # ---- clients -------------------------------------------------------------------------
@@ -104,11 +106,11 @@ class Life:
             if self.world.now - self.removed.get(key, -DOUBTFUL_S) > DOUBTFUL_S
         }
         self.acked |= certain
-        if whole and breaks == self.breaks:  # nothing broke while it went on
+        if whole and breaks == self.breaks:  # no fault during the call
             for key in certain:
                 copies = sum(key in node.keys for node in self.cluster.nodes.values())
                 assert copies >= self.cluster.view.replicas, (
-                    f"{copies} of {key.hex()[:4]}, acknowledged by all"
+                    f"{copies} copies of {key.hex()[:4]}, acknowledged by all"
                 )
 
     def _get(self, client: SimClient, keys: list[bytes]) -> None:
@@ -124,7 +126,7 @@ class Life:
             self.acked.difference_update(keys)
 
     def _once(self, client: SimClient, _: list[bytes]) -> None:
-        """Pages that nobody else uses, removed while they are handed on."""
+        """Put pages that no other client uses, and remove them while they are replicated."""
         keys = [self.rng.randbytes(32) for _ in range(4)]
         try:
             self._timed(client.put, keys, False)
@@ -136,9 +138,7 @@ class Life:
     # ---- faults --------------------------------------------------------------------------
 
     def _break(self) -> None:
-        """One thing after the other, so that never more than one member's memory is lost
-        at a time.
-        """
+        """Cause one fault after the other: at most one member loses its pages at a time."""
         while not self.quiet:
             self.world.sleep(self.rng.uniform(1.0, 4.0))
             self.breaking = True
@@ -151,7 +151,7 @@ class Life:
         return self.rng.choice(sorted(self.cluster.nodes))
 
     def _crash(self) -> None:
-        """And comes back empty, before or after its lease is over."""
+        """Kill a member; it comes back empty, before or after its lease expires."""
         name = self._any()
         self._count("crash")
         self.cluster.kill(name)
@@ -167,7 +167,7 @@ class Life:
         self.network.paused_until[self._any()] = self.world.now + self.rng.uniform(0.5, 6.0)
 
     def _cut(self) -> None:
-        """Some members and clients from the others."""
+        """Cut some members and clients off from the others."""
         self._count("cut")
         hosts = [*self.cluster.nodes, *(client.name for client in self.clients)]
         side = set(self.rng.sample(hosts, len(hosts) // 2))
@@ -211,7 +211,7 @@ class Life:
     def check(self) -> None:
         cluster = self.cluster
         assert self.slowest_s <= CALL_S + 0.1, f"a call took {self.slowest_s:.2f} s"
-        assert cluster.settled, "the members do not agree, or sweep still"
+        assert cluster.settled, "the members disagree, or still sweep"
         everything = set().union(*(node.keys for node in cluster.nodes.values()))
         owners = cluster.view.owners.owners(SPACE.digest, sorted(everything))
         for key, some in zip(sorted(everything), owners, strict=True):
@@ -245,20 +245,24 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Life]:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_lives_of_clusters_with_replicas(live: Callable[..., Life], seed: int, number: int) -> None:
+def test_random_faults_lose_no_acknowledged_page(
+    live: Callable[..., Life], seed: int, number: int
+) -> None:
     life = live(seed + number, members=4, replicas=2, lost=0.01, late=0.02, doubled=0.02)
     life.check()
     assert life.done["ack"] > 5, life.done
     assert life.forgotten
 
 
-def test_a_life_without_faults_has_no_errors(live: Callable[..., Life], seed: int) -> None:
+def test_simulation_without_faults_has_no_errors(live: Callable[..., Life], seed: int) -> None:
     life = live(seed, faults=False, members=5, replicas=3)
     life.check()
     assert set(life.done) <= {"put", "ack", "get", "remove", "once"}, life.done
 
 
-def test_one_owner_each(live: Callable[..., Life], seed: int) -> None:
+def test_random_faults_without_replicas_leave_a_consistent_cluster(
+    live: Callable[..., Life], seed: int
+) -> None:
     life = live(seed, members=3, replicas=1, lost=0.01, late=0.02)
-    life.acked.clear()  # a member that is lost takes its pages with it
+    life.acked.clear()  # a lost member takes its pages with it
     life.check()

@@ -1,4 +1,4 @@
-"""Answers put together from members that lack, fail, are late, or are wrong about who they are."""
+"""Calls spread over members that lack pages, fail, or are late, and their merged answers."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ MEMBERS = "abcd"
 
 
 def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """One after the other, in some order."""
+    """Make the calls one after the other in a random order; return their results or errors."""
     found: dict[int, Any] = {}
     for number in random.sample(range(len(calls)), len(calls)):
         try:
@@ -33,7 +33,7 @@ def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 class Fleet:
-    """Members with what they have and how they fail."""
+    """Fake members: the pages that each has, and the error that each raises."""
 
     def __init__(self, **has: set[int]) -> None:
         self.has = has
@@ -59,20 +59,20 @@ class Fleet:
         )
 
 
-def test_each_key_is_asked_of_its_first_member_and_answers_keep_their_order() -> None:
+def test_keys_go_to_their_first_owner_and_answers_keep_order() -> None:
     fleet = Fleet(a={0, 2}, b={1})
     assert fleet.get(["a", "b", "a", "b"]) == [True, True, True, False]
     assert sorted(fleet.asked) == [("a", [0, 2]), ("b", [1, 3])]
 
 
-def test_keys_that_the_first_owner_lacks_go_to_the_next() -> None:
+def test_keys_missing_at_first_owner_go_to_next() -> None:
     fleet = Fleet(a={0}, b={1}, c={2})
     assert fleet.get(["ab", "ab", "bc"]) == [True, True, True]
     assert sorted(fleet.asked) == [("a", [0, 1]), ("b", [1]), ("b", [2]), ("c", [2])]
 
 
 @pytest.mark.parametrize("error", [Unavailable, DeadlineExceeded, Exhausted, ProtocolError])
-def test_a_member_that_fails_is_not_asked_again_and_its_keys_go_to_the_next(
+def test_failing_member_is_asked_once_and_its_keys_go_to_next(
     error: type[KVStoreError],
 ) -> None:
     fleet = Fleet(b={0, 1}, c=set())
@@ -88,52 +88,52 @@ def test_call_without_any_answer_raises() -> None:
         fleet.get(["ab", "b"])
 
 
-def test_the_callers_mistake_is_the_callers() -> None:
+def test_invalid_request_is_raised_to_the_caller() -> None:
     fleet = Fleet(a={0})
     fleet.fails["b"] = InvalidRequest("a hash is too long")
     with pytest.raises(InvalidRequest, match="too long"):
         fleet.get(["a", "ba"])
 
 
-def test_no_keys_ask_nobody() -> None:
+def test_empty_call_asks_no_member() -> None:
     fleet = Fleet()
     assert fleet.get([]) == []
     assert fleet.asked == []
 
 
-def test_keys_without_a_member_are_misses() -> None:
-    """A view of members that are all drained away has no owners."""
+def test_keys_without_an_owner_are_misses() -> None:
+    """A view whose members are all drained has no owners."""
     assert Fleet(a={1}).get(["", "a"]) == [False, True]
 
 
-def test_owner_with_others_behind_it_gets_half_of_the_time() -> None:
+def test_owner_with_a_successor_gets_half_of_the_time() -> None:
     fleet = Fleet(a=set(), b={0})
     fleet.get(["ab"], 8.0)
     assert [round(limit) for limit in fleet.limits] == [4, 8]
 
 
-def test_a_call_whose_time_is_over_asks_nobody_else() -> None:
+def test_call_past_its_deadline_asks_no_further_member() -> None:
     fleet = Fleet(a=set(), b={0})
 
     def slow(member: str, places: list[int], limit: Deadline) -> list[bool]:
         while not limit.passed:
             pass
-        while not all_of_it.passed:
+        while not whole.passed:
             pass
         return fleet.ask(member, places, limit)
 
-    all_of_it = Deadline(0.05)
-    assert try_owners(["ab"], slow, together, lambda found: not found, False, all_of_it) == [False]
+    whole = Deadline(0.05)
+    assert try_owners(["ab"], slow, together, lambda found: not found, False, whole) == [False]
     assert [member for member, _ in fleet.asked] == ["a"]
 
 
-def test_everywhere_asks_all_and_tells_of_any() -> None:
+def test_broadcast_asks_all_owners_and_merges_answers() -> None:
     fleet = Fleet(a={0}, b={1}, c=set())
     assert fleet.remove(["ab", "bc", "ac"]) == [True, True, False]
     assert sorted(fleet.asked) == [("a", [0, 2]), ("b", [0, 1]), ("c", [1, 2])]
 
 
-def test_everywhere_tells_that_one_could_not_when_the_others_have() -> None:
+def test_broadcast_raises_one_failure_after_asking_all() -> None:
     fleet = Fleet(a={0}, b={0})
     fleet.fails["a"] = Unavailable("a is away")
     with pytest.raises(Unavailable, match="a is away"):
@@ -141,7 +141,7 @@ def test_everywhere_tells_that_one_could_not_when_the_others_have() -> None:
     assert ("b", [0]) in fleet.asked
 
 
-def test_any_fleet_finds_what_some_member_of_the_route_has(seed: int) -> None:
+def test_random_fleets_find_every_page_of_live_owners(seed: int) -> None:
     drawn = random.Random(seed)
     for _ in range(300):
         count = drawn.randrange(1, 12)
@@ -165,7 +165,7 @@ def test_any_fleet_finds_what_some_member_of_the_route_has(seed: int) -> None:
             assert member[0] in alive or len(list(places)) == 1
 
 
-def test_a_call_that_comes_too_late_is_no_miss() -> None:
+def test_call_after_its_deadline_raises() -> None:
     fleet = Fleet(a={0})
     with pytest.raises(DeadlineExceeded):
         fleet.get(["a"], seconds=0.0)
@@ -179,7 +179,7 @@ def test_unreachable_owner_differs_from_a_refusing_one() -> None:
     assert away == {"b": silent}
     with pytest.raises(Exhausted):
         of_all({"a": 1, "b": silent, "c": refused}, {})
-    with pytest.raises(Unavailable):  # nobody did it
+    with pytest.raises(Unavailable):  # no member succeeded
         of_all({"b": silent}, {})
     with pytest.raises(Unavailable):
         of_all({"a": 1, "b": silent})

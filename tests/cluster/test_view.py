@@ -1,5 +1,5 @@
-"""A view: what can not be a cluster is refused with the remedy; owners and holders while members
-come and go.
+"""Cluster views: invalid ones are refused with the remedy; joining and draining members change
+owners.
 """
 
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_view_is_equal_after_a_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "error_text"),
     [
         (
             {"members": (*MEMBERS, replace(MEMBERS[0], address="other:1"))},
@@ -57,13 +57,13 @@ def test_view_is_equal_after_a_round_trip() -> None:
         ),
     ],
 )
-def test_invalid_cluster_is_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_cluster_is_refused(wrong: dict[str, Any], error_text: str) -> None:
+    with pytest.raises(ConfigError, match=error_text):
         replace(VIEW, **wrong)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "error_text"),
     [
         ({"id": "a b"}, "a member's id is called 'a b'"),
         ({"id": "x" * 65}, "use up to 64"),
@@ -78,12 +78,12 @@ def test_invalid_cluster_is_refused(wrong: dict[str, Any], said: str) -> None:
         ({"weight": float("inf")}, "weight of n0 is inf"),
     ],
 )
-def test_invalid_member_is_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_member_is_refused(wrong: dict[str, Any], error_text: str) -> None:
+    with pytest.raises(ConfigError, match=error_text):
         replace(MEMBERS[0], **wrong)
 
 
-def test_a_state_that_nobody_knows() -> None:
+def test_unknown_member_state_is_refused() -> None:
     message = view_message(VIEW)
     message.members[1].state = 9  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="n1 is in an unknown state"):

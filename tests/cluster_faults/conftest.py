@@ -1,7 +1,7 @@
-"""Nodes on hosts of their own (network namespaces), under load while something goes wrong: `make
-test-cluster`.
+"""Run nodes on hosts of their own (network namespaces) and break things under load.
 
-`make test` leaves them out: they need root, and minutes.
+Run these tests with `make test-cluster`. `make test` leaves them out: they need root and take
+minutes.
 """
 
 import os
@@ -26,7 +26,7 @@ elif lacking := missing():
     pytest.exit(f"make test-cluster: {lacking}", 2)
 
 THREADS = 3
-CHUNK = 40  # requests; between two chunks a thread looks whether it is to end
+CHUNK = 40  # requests; a thread checks its stop flag between two chunks
 TIMEOUT_S = 1.0
 LATE_S_MAX = 0.1
 PAGE_NBYTES = 16384
@@ -48,8 +48,9 @@ def hosts(all_hosts: Hosts) -> Iterator[Hosts]:
 
 
 class Load:
-    """What engines do, from several threads, until the block ends: each replays chats in a
-    namespace of its own.
+    """Replay chats from several threads until the block ends, as engines do.
+
+    Each thread has a namespace of its own.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -92,7 +93,7 @@ class Load:
         return sum(report.pages_hit for report in self.reports)
 
     def check(self) -> None:
-        """No byte was wrong, no call late, and no error reached an engine."""
+        """Assert that no byte was wrong, no call was late, and no error reached an engine."""
         assert len(self.reports) == len(self.trials) >= THREADS
         assert self.hit > 0
         assert sum(report.mismatches for report in self.reports) == 0
@@ -105,8 +106,8 @@ def load() -> Callable[[Fleet], Load]:
     return Load
 
 
-def idle(fleet: Fleet) -> list[str]:
-    """What members keep for clients that are gone, or do not answer."""
+def list_unsettled(fleet: Fleet) -> list[str]:
+    """Return a line for each member that does not answer or still holds pages for clients."""
     found = []
     with fleet.client(timeout_s=5.0) as client:
         for address, status in client.statuses().items():
@@ -122,11 +123,11 @@ def idle(fleet: Fleet) -> list[str]:
 
 @pytest.fixture
 def settled() -> Callable[[Fleet], None]:
-    """All members answer and keep nothing, and their books agree when they stop."""
+    """Check that all members answer, hold nothing, and stop with consistent books."""
 
     def check(fleet: Fleet) -> None:
         end = time.monotonic() + SETTLE_S
-        while (kept := idle(fleet)) and time.monotonic() < end:
+        while (kept := list_unsettled(fleet)) and time.monotonic() < end:
             time.sleep(0.5)
         assert kept == []
         for member, node in fleet.nodes.items():

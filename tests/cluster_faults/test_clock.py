@@ -1,7 +1,7 @@
-"""The wall clock of a member jumps: nothing goes by it, times to live neither.
+"""The wall clock of a member jumps: no page is lost, and no time to live changes.
 
-No clock of this machine is touched: the member's Python reads its wall clock through a file that
-says how wrong it is.
+The clock of this machine stays as it is: the member's Python adds an offset that it reads from a
+file.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ KEYS = [trace_prefix_hash(number) for number in range(48)]
 
 
 @pytest.mark.parametrize("jump_s", [2 * DAY_S, -2 * DAY_S])
-def test_a_clock_jumps(
+def test_member_clock_jumps_keeps_pages(
     hosts: Hosts,
     flags: tuple[str, ...],
     load: Any,

@@ -1,4 +1,4 @@
-"""Members on etcd: it is lost and comes back, members come and go every second, two have one id."""
+"""Clusters on etcd: etcd is lost and comes back, members come and go, two nodes have one id."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from kvstore.tools.node_process import NodeProcess
 CALM_S = 2.0
 FAULT_S = 8.0  # longer than a member's lease
 LEASE_S = 3
-TOLD_S = 15.0
+VIEW_S = 15.0
 
 
 @pytest.fixture
@@ -37,14 +37,14 @@ def fleet(
 
 
 def members(fleet: Fleet, at: str) -> set[str]:
-    """As that member tells it."""
+    """Return the ids of the members in the view of node `at`."""
     with fleet.client(address=fleet.addresses[at]) as client:
         view = client.view(5.0)
     return {member.id for member in view.members} if view else set()
 
 
 def await_members(fleet: Fleet, *wanted: str, at: str = "n1") -> None:
-    end = time.monotonic() + TOLD_S
+    end = time.monotonic() + VIEW_S
     while (found := members(fleet, at)) != set(wanted) and time.monotonic() < end:
         time.sleep(0.2)
     assert found == set(wanted)
@@ -65,7 +65,7 @@ def test_etcd_is_lost_and_comes_back(
     settled(fleet)
 
 
-def test_a_member_is_killed_and_leaves_the_view(
+def test_killed_member_leaves_view_and_rejoins(
     fleet: Fleet, load: Any, settled: Callable[[Fleet], None]
 ) -> None:
     with load(fleet) as engines:
@@ -80,7 +80,7 @@ def test_a_member_is_killed_and_leaves_the_view(
     settled(fleet)
 
 
-def test_a_member_is_stopped_for_longer_than_its_lease(
+def test_member_paused_beyond_lease_rejoins(
     fleet: Fleet, load: Any, settled: Callable[[Fleet], None]
 ) -> None:
     with load(fleet) as engines:
@@ -94,14 +94,14 @@ def test_a_member_is_stopped_for_longer_than_its_lease(
     settled(fleet)
 
 
-def test_a_member_can_not_reach_etcd(
+def test_member_without_etcd_keeps_last_view(
     fleet: Fleet, etcd: EtcdProcess, hosts: Hosts, load: Any, settled: Callable[[Fleet], None]
 ) -> None:
     with load(fleet) as engines:
         engines.run(CALM_S)
         hosts.cut(hosts.places[1], etcd.address.partition(":")[0])
         await_members(fleet, "n1", "n3")
-        assert members(fleet, "n2") == {"n1", "n2", "n3"}  # the last that it was told
+        assert members(fleet, "n2") == {"n1", "n2", "n3"}  # the last view that it received
         engines.run(CALM_S)
         hosts.heal(hosts.places[1])
         await_members(fleet, "n1", "n2", "n3")
@@ -109,23 +109,25 @@ def test_a_member_can_not_reach_etcd(
     settled(fleet)
 
 
-def test_the_view_changes_every_second(
+def test_view_changing_every_second_causes_no_errors(
     fleet: Fleet, hosts: Hosts, load: Any, settled: Callable[[Fleet], None]
 ) -> None:
     with load(fleet) as engines:
         engines.run(CALM_S)
-        comes = fleet.join(hosts.places[3])
+        joining = fleet.join(hosts.places[3])
         for _ in range(5):
             engines.run(1.0)
-            assert fleet.nodes[comes].stop() == 0
+            assert fleet.nodes[joining].stop() == 0
             engines.run(1.0)
-            fleet.start(comes)
-        await_members(fleet, "n1", "n2", "n3", comes)
+            fleet.start(joining)
+        await_members(fleet, "n1", "n2", "n3", joining)
     engines.check()
     settled(fleet)
 
 
-def test_a_rolling_restart(fleet: Fleet, load: Any, settled: Callable[[Fleet], None]) -> None:
+def test_rolling_restart_causes_no_errors(
+    fleet: Fleet, load: Any, settled: Callable[[Fleet], None]
+) -> None:
     with load(fleet) as engines:
         for member in list(fleet.nodes):
             engines.run(CALM_S)
@@ -136,7 +138,7 @@ def test_a_rolling_restart(fleet: Fleet, load: Any, settled: Callable[[Fleet], N
     settled(fleet)
 
 
-def test_two_nodes_with_one_id(
+def test_second_node_with_same_id_is_refused(
     fleet: Fleet, etcd: EtcdProcess, hosts: Hosts, settled: Callable[[Fleet], None]
 ) -> None:
     other: Place = hosts.places[3]

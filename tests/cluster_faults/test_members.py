@@ -1,4 +1,4 @@
-"""A member is killed, stopped, cut off, restarted, or its disk fails, while engines go on."""
+"""A member is killed, paused, cut off or restarted, or its disk fails, while engines run."""
 
 import subprocess
 import time
@@ -36,7 +36,7 @@ def fill(fleet: Fleet, namespace: Namespace) -> None:
 
 
 def found(fleet: Fleet, namespace: Namespace, timeout_s: float = 5.0) -> int:
-    """How many of the pages come back; all that do are what was put."""
+    """Return how many of the pages are found, after comparing the bytes of each one."""
     nbytes = namespace.layout.page_nbytes
     buffers = [bytearray(nbytes) for _ in KEYS]
     with fleet.client(timeout_s=timeout_s, connect_timeout_s=timeout_s) as client:
@@ -47,11 +47,11 @@ def found(fleet: Fleet, namespace: Namespace, timeout_s: float = 5.0) -> int:
 
 
 def without_one(fleet: Fleet) -> range:
-    """How many pages may come back while a member is away."""
+    """Return the range of page counts that may be found while one member is away."""
     return range(len(KEYS), len(KEYS) + 1) if fleet.replicas > 1 else range(1, len(KEYS))
 
 
-def test_a_member_is_killed_and_comes_back(
+def test_killed_member_comes_back_with_its_pages(
     fleet: Fleet, load: Any, settled: Callable[[Fleet], None], namespace: Namespace
 ) -> None:
     fill(fleet, namespace)
@@ -67,7 +67,7 @@ def test_a_member_is_killed_and_comes_back(
     settled(fleet)
 
 
-def test_a_member_is_stopped_for_a_while(
+def test_paused_member_keeps_its_pages(
     fleet: Fleet, load: Any, settled: Callable[[Fleet], None], namespace: Namespace
 ) -> None:
     fill(fleet, namespace)
@@ -83,7 +83,7 @@ def test_a_member_is_stopped_for_a_while(
 
 
 @pytest.mark.parametrize(("hears", "speaks"), [(False, False), (True, False), (False, True)])
-def test_a_member_is_cut_off(
+def test_member_cut_off_keeps_its_pages(
     fleet: Fleet,
     hosts: Hosts,
     load: Any,
@@ -105,7 +105,7 @@ def test_a_member_is_cut_off(
     settled(fleet)
 
 
-def test_members_lose_each_other_and_clients_see_them_all(
+def test_member_cut_off_from_members_serves_clients(
     fleet: Fleet, hosts: Hosts, load: Any, settled: Callable[[Fleet], None], namespace: Namespace
 ) -> None:
     fill(fleet, namespace)
@@ -121,10 +121,10 @@ def test_members_lose_each_other_and_clients_see_them_all(
     settled(fleet)
 
 
-def test_a_disk_is_slow(
+def test_slow_disk_causes_no_errors(
     fleet: Fleet, load: Any, settled: Callable[[Fleet], None], namespace: Namespace
 ) -> None:
-    """Its I/O process, the process that makes the calls of the disk, gets a tenth of the time."""
+    """Calls stay correct while n1's disk I/O process is stopped for nine tenths of the time."""
     fill(fleet, namespace)
     io_process = subprocess.run(
         ["pgrep", "--parent", str(fleet.nodes["n1"].pid)],
@@ -144,14 +144,14 @@ def test_a_disk_is_slow(
     settled(fleet)
 
 
-def test_a_disk_is_full(
+def test_full_disk_stops_without_errors(
     hosts: Hosts,
     flags: tuple[str, ...],
     load: Any,
     settled: Callable[[Fleet], None],
     tmp_path: Path,
 ) -> None:
-    """n1 writes to a file system of 24 MiB that says nothing of its end before it comes."""
+    """The disk of n1 stops when its file system of 24 MiB, a limit it cannot see, is full."""
     small = tmp_path / "n1"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "kvstore", small], check=True)
@@ -168,7 +168,7 @@ def test_a_disk_is_full(
         subprocess.run(["umount", small], check=True)
 
 
-def test_a_rolling_restart(
+def test_rolling_restart_keeps_pages(
     fleet: Fleet, load: Any, settled: Callable[[Fleet], None], namespace: Namespace
 ) -> None:
     fill(fleet, namespace)
@@ -183,7 +183,7 @@ def test_a_rolling_restart(
     settled(fleet)
 
 
-def test_all_members_are_killed_at_once_and_come_back(
+def test_all_members_killed_at_once_come_back(
     fleet: Fleet, settled: Callable[[Fleet], None], namespace: Namespace
 ) -> None:
     fill(fleet, namespace)

@@ -1,5 +1,4 @@
-"""Fake nodes for the client: a gRPC service whose answers a test chooses, and a bulk port that says
-whatever a test wants."""
+"""Fake nodes for the client: a gRPC service and a bulk port whose answers a test chooses."""
 
 import socket
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ def bulk_port() -> Iterator[ServeBulk]:
 
 @pytest.fixture
 def unserved_port() -> Iterator[int]:
-    """A port of the loopback interface that refuses connections: bound, not listening."""
+    """Yield a port of the loopback interface that refuses connections: bound, not listening."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         yield sock.getsockname()[1]
@@ -38,6 +37,6 @@ def unserved_port() -> Iterator[int]:
 
 @pytest.fixture
 def silent_port() -> Iterator[int]:
-    """A port that accepts connections (the kernel does) and never answers."""
+    """Yield a port that accepts connections, which the kernel does, and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         yield listener.getsockname()[1]

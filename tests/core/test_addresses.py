@@ -1,5 +1,6 @@
-"""Addresses of a node's name: the resolver hangs, fails, moves the name; nobody waits longer than
-he may.
+"""Resolving a node's name: the resolver hangs, fails or returns a new address.
+
+A call does not wait beyond its deadline.
 """
 
 import socket
@@ -19,7 +20,7 @@ from kvstore.transports.negotiation import FRESH_S, Addresses, grpc_target
 
 
 class Resolver:
-    """Takes the place of the system's."""
+    """A replacement of the system's resolver."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._system = socket.getaddrinfo
@@ -49,14 +50,14 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "2001:db8::1"])
-def test_an_address_is_not_asked_for(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ip_address_needs_no_resolver(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        threading.Thread, "start", lambda thread: pytest.fail("a thread for nothing")
+        threading.Thread, "start", lambda thread: pytest.fail("an IP address must start no thread")
     )
     assert Addresses(host).resolve(Deadline(1)) == (host,)
 
 
-def test_a_name_is_asked_for_at_each_connection(resolver: Resolver) -> None:
+def test_name_is_resolved_for_each_connection(resolver: Resolver) -> None:
     addresses = Addresses("node.example")
     assert addresses.resolve(Deadline(10)) == ("192.0.2.1",)
     resolver.answer = ["192.0.2.2", "192.0.2.3", "192.0.2.2"]
@@ -64,14 +65,17 @@ def test_a_name_is_asked_for_at_each_connection(resolver: Resolver) -> None:
 
 
 def eventually(ask: Callable[[], Any], wanted: Any) -> bool:
-    """A busy machine may take longer than FRESH_S to ask; then the old answer is given first."""
+    """Repeat the call until it returns `wanted`.
+
+    On a busy machine a lookup may take longer than FRESH_S, and then the old answer comes first.
+    """
     end = Deadline(10)
     while ask() != wanted:
         end.remaining()
     return True
 
 
-def test_a_resolver_that_hangs_costs_the_deadline_and_one_thread(
+def test_hanging_resolver_costs_the_deadline_and_one_thread(
     resolver: Resolver, by_deadline: Callable[..., None]
 ) -> None:
     resolver.go_on.clear()
@@ -105,7 +109,7 @@ def test_known_addresses_are_used_while_the_resolver_fails(
     assert eventually(lambda: addresses.resolve(Deadline(10)), ("192.0.2.2",))
 
 
-def test_a_name_that_does_not_exist_is_unavailable(resolver: Resolver) -> None:
+def test_unknown_name_is_unavailable(resolver: Resolver) -> None:
     resolver.answer = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     with pytest.raises(Unavailable, match=r"node\.example can not be resolved: .*not known"):
         Addresses("node.example").resolve(Deadline(10))
@@ -123,14 +127,14 @@ def test_a_name_that_does_not_exist_is_unavailable(resolver: Resolver) -> None:
         (["fe80::1%eth0"], "ipv6:[fe80::1%25eth0]:7440"),
     ],
 )
-def test_grpc_is_given_addresses_as_it_writes_them(found: list[str], target: str) -> None:
+def test_grpc_target_has_the_syntax_of_grpc(found: list[str], target: str) -> None:
     assert grpc_target(found, 7440) == target
 
 
-def test_a_name_of_both_families_is_reached(
+def test_name_with_ipv6_and_ipv4_is_reached(
     fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`localhost` often is one; the node listens on one of them."""
+    """`localhost` often has both, and the node listens on one of them."""
     wire = GrpcWire(grpc_target(["::1", "127.0.0.1"], fake_node.port), "localhost")
     assert (
         wire.call(

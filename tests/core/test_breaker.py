@@ -1,4 +1,4 @@
-"""The circuit breaker with a clock moved by hand."""
+"""The circuit breaker on a fake clock."""
 
 from typing import Any
 
@@ -28,7 +28,10 @@ def breaker(clock: Clock) -> CircuitBreaker:
 
 
 def pause_s(breaker: CircuitBreaker, clock: Clock) -> float:
-    """How long it refuses from now on; ends half open, with the trial taken."""
+    """Return how long the breaker refuses calls from now on.
+
+    Afterwards it is half open, with the trial taken.
+    """
     start = clock.now
     while True:
         try:
@@ -39,7 +42,7 @@ def pause_s(breaker: CircuitBreaker, clock: Clock) -> float:
             return clock.now - start
 
 
-def test_a_failure_is_refused_at_once_with_its_cause(breaker: CircuitBreaker) -> None:
+def test_call_after_a_failure_is_refused_with_the_cause(breaker: CircuitBreaker) -> None:
     breaker.enter()
     breaker.failure(TimeoutError("no answer"))
     with pytest.raises(
@@ -48,7 +51,7 @@ def test_a_failure_is_refused_at_once_with_its_cause(breaker: CircuitBreaker) ->
         breaker.enter()
 
 
-def test_after_the_pause_one_call_may_try(breaker: CircuitBreaker, clock: Clock) -> None:
+def test_one_call_may_try_after_the_pause(breaker: CircuitBreaker, clock: Clock) -> None:
     breaker.failure(OSError())
     clock.now += PAUSE_S_MIN
     breaker.enter()
@@ -56,8 +59,8 @@ def test_after_the_pause_one_call_may_try(breaker: CircuitBreaker, clock: Clock)
         breaker.enter()
 
 
-def test_pauses_of_many_clients_are_unlike(clock: Clock) -> None:
-    """They lost one node at once: they must not all come back at once."""
+def test_pauses_of_clients_are_random(clock: Clock) -> None:
+    """Clients that lost a node at the same time must not all return at the same time."""
     pauses = set()
     for _ in range(8):
         breaker = CircuitBreaker("node-1", 10.0, clock)
@@ -67,7 +70,7 @@ def test_pauses_of_many_clients_are_unlike(clock: Clock) -> None:
     assert all(7.5 <= pause <= 10.0 for pause in pauses)
 
 
-def test_success_closes_it(breaker: CircuitBreaker, clock: Clock) -> None:
+def test_success_closes_the_breaker(breaker: CircuitBreaker, clock: Clock) -> None:
     breaker.failure(OSError())
     clock.now += PAUSE_S_MIN
     breaker.enter()
@@ -78,7 +81,7 @@ def test_success_closes_it(breaker: CircuitBreaker, clock: Clock) -> None:
     assert pause_s(breaker, clock) == pytest.approx(PAUSE_S_MIN, abs=PAUSE_S_MIN / 2)
 
 
-def test_the_pause_doubles_up_to_its_limit(breaker: CircuitBreaker, clock: Clock) -> None:
+def test_pause_doubles_up_to_its_limit(breaker: CircuitBreaker, clock: Clock) -> None:
     breaker.failure(OSError())
     pauses = []
     for _ in range(10):
@@ -88,9 +91,7 @@ def test_the_pause_doubles_up_to_its_limit(breaker: CircuitBreaker, clock: Clock
     assert pauses == pytest.approx(expected, abs=PAUSE_S_MIN / 2)
 
 
-def test_a_trial_that_never_reports_does_not_keep_it_open(
-    breaker: CircuitBreaker, clock: Clock
-) -> None:
+def test_trial_without_a_result_allows_another(breaker: CircuitBreaker, clock: Clock) -> None:
     breaker.failure(OSError())
     clock.now += PAUSE_S_MIN
     breaker.enter()
@@ -98,8 +99,8 @@ def test_a_trial_that_never_reports_does_not_keep_it_open(
     breaker.enter()
 
 
-def test_calls_that_fail_together_are_one_outage(breaker: CircuitBreaker, clock: Clock) -> None:
-    """Eight threads lose their node at once: the pause must not be that of eight outages."""
+def test_simultaneous_failures_count_as_one(breaker: CircuitBreaker, clock: Clock) -> None:
+    """If eight threads lose their node together, the pause must not be that of eight outages."""
     for _ in range(8):
         breaker.enter()
     for _ in range(8):
@@ -109,12 +110,8 @@ def test_calls_that_fail_together_are_one_outage(breaker: CircuitBreaker, clock:
     assert pause_s(breaker, clock) == pytest.approx(2 * PAUSE_S_MIN, abs=PAUSE_S_MIN / 2)
 
 
-def test_a_failure_that_took_long_is_followed_by_a_pause_that_takes_longer(
-    breaker: CircuitBreaker, clock: Clock
-) -> None:
-    """Doubling from 0.1 s alone, callers of a node that hangs would wait for it most of
-    the time.
-    """
+def test_slow_failure_makes_a_longer_pause(breaker: CircuitBreaker, clock: Clock) -> None:
+    """With pauses that only double from 0.1 s callers would mostly wait for a hanging node."""
     for cost_s, paused_s in ((1.0, 4.0), (5.0, 10.0)):
         breaker.failure(TimeoutError(), cost_s)
         assert pause_s(breaker, clock) == pytest.approx(paused_s, abs=PAUSE_S_MIN / 2)
@@ -122,15 +119,13 @@ def test_a_failure_that_took_long_is_followed_by_a_pause_that_takes_longer(
     assert pause_s(breaker, clock) == pytest.approx(0.4, abs=PAUSE_S_MIN / 2)
 
 
-def test_a_node_that_hangs_is_left_alone_for_longer_than_it_cost(
-    fake_node: FakeNode, clock: Clock
-) -> None:
+def test_pause_after_a_hang_exceeds_its_cost(fake_node: FakeNode, clock: Clock) -> None:
     link = NodeChannel(
         fake_node.address, ClientConfig(address=fake_node.address, wire="grpc"), clock
     )
 
     link.run(lambda link, deadline: None, None, Deadline(5))
-    fake_node.version += 1  # nor does it say that it lives
+    fake_node.version += 1  # so that the liveness check fails, too
 
     def hang(link: Any, deadline: Deadline) -> Any:
         clock.now += 2

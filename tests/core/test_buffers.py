@@ -1,4 +1,4 @@
-"""Callers' buffers: every kind of memory becomes a flat byte view of itself, or is refused."""
+"""Buffers of the caller: each kind of memory becomes a flat byte view, or is refused."""
 
 import ctypes
 import errno
@@ -39,7 +39,7 @@ def buffers_of_64_bytes() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", buffers_of_64_bytes())
-def test_a_view_is_the_callers_own_memory(kind: str) -> None:
+def test_view_shares_the_callers_memory(kind: str) -> None:
     buffer = buffers_of_64_bytes()[kind]
     view = byte_view(buffer, writable=True)
     assert (view.nbytes, view.format, view.ndim) == (64, "B", 1)
@@ -52,13 +52,13 @@ def test_a_view_is_the_callers_own_memory(kind: str) -> None:
     "nothing",
     [bytearray(), (ctypes.c_float * 3 * 0)(), (ctypes.c_float * 0 * 3)(), torch.empty(0, 3)],
 )
-def test_a_view_of_nothing_is_one_too(nothing: Any) -> None:
-    """Several dims of which one is 0, as a slice of a pool that has no slot."""
+def test_empty_buffer_has_an_empty_view(nothing: Any) -> None:
+    """One of several dimensions may be 0, as in the slice of a pool without slots."""
     view = byte_view(nothing, writable=True)
     assert (view.nbytes, view.format, view.ndim) == (0, "B", 1)
 
 
-def test_a_view_keeps_the_tensor_alive() -> None:
+def test_view_keeps_its_tensor_alive() -> None:
     view = byte_view(torch.arange(256, dtype=torch.uint8))
     torch.zeros(256, dtype=torch.uint8)
     assert bytes(view) == bytes(range(256))
@@ -98,7 +98,7 @@ READ_ONLY, WRITABLE = bytes, bytearray
 
 @pytest.mark.parametrize("nbytes", [10, HELD_NBYTES_MAX, HELD_NBYTES_MAX + 1, 3 << 20])
 @pytest.mark.parametrize("kind", [READ_ONLY, WRITABLE])
-def test_a_copy_is_exact_and_holds_nothing(kind: Callable[[bytes], Any], nbytes: int) -> None:
+def test_copy_is_exact_and_keeps_no_buffer(kind: Callable[[bytes], Any], nbytes: int) -> None:
     source, target = (
         random.Random(nbytes).randbytes(nbytes),
         memoryview(bytearray(b"." * (nbytes + 2))),
@@ -107,13 +107,13 @@ def test_a_copy_is_exact_and_holds_nothing(kind: Callable[[bytes], Any], nbytes:
     view = memoryview(owner)
     copy(target[1:-1], view)
     assert bytes(target) == b"." + source + b"."
-    target.release()  # raises if something of it were kept
+    target.release()  # raises while a buffer is exported
     view.release()
     if kind is WRITABLE:
-        owner.append(0)  # as does this
+        owner.append(0)  # so does this
 
 
-def test_pieces_of_a_copy_stay_within_their_views() -> None:
+def test_copy_pieces_stay_within_their_views() -> None:
     source, target = memoryview(bytes(range(10))), memoryview(bytearray(12))
     with copying(target[1:-1], source) as copy_piece:
         copy_piece(2, 5)
@@ -128,7 +128,7 @@ def test_pieces_of_a_copy_stay_within_their_views() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [10, HELD_NBYTES_MAX + 1])
-def test_a_copy_into_read_only_memory_is_refused(nbytes: int) -> None:
+def test_copy_into_read_only_memory_is_refused(nbytes: int) -> None:
     with pytest.raises((TypeError, BufferError)):
         copy(memoryview(bytes(nbytes)), memoryview(bytes(nbytes)))
 
@@ -145,18 +145,18 @@ def test_other_threads_run_while_page_tables_are_filled(others_run: OthersRun) -
     with mmap.mmap(-1, LARGE) as memory:
 
         def populate() -> None:
-            memory.madvise(mmap.MADV_DONTNEED)  # keeps the GIL, and is short
+            memory.madvise(mmap.MADV_DONTNEED)  # holds the GIL, but only shortly
             advise(memory, MADV_POPULATE_WRITE, 0, LARGE)
 
         try:
             populate()
         except OSError as error:
-            pytest.skip(f"this kernel does not know it: {error}")
+            pytest.skip(f"this kernel lacks MADV_POPULATE_WRITE: {error}")
         assert others_run(populate)
 
 
 @pytest.mark.parametrize("nbytes", [7, 9])
-def test_a_copy_is_between_views_of_one_length(nbytes: int) -> None:
+def test_copy_between_views_of_different_lengths_is_refused(nbytes: int) -> None:
     with (
         pytest.raises(AssertionError),
         copying(memoryview(bytearray(8)), memoryview(bytes(nbytes))),
@@ -164,14 +164,14 @@ def test_a_copy_is_between_views_of_one_length(nbytes: int) -> None:
         pass
 
 
-def test_advice_is_about_what_was_named() -> None:
+def test_advise_applies_to_its_range_only() -> None:
     with mmap.mmap(-1, 4 << 12, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory[:] = b"1" * len(memory)
         advise(memory, mmap.MADV_DONTNEED, 1 << 12, 2 << 12)
         assert memory[:] == b"1" * (1 << 12) + bytes(2 << 12) + b"1" * (1 << 12)
 
 
-def test_advice_that_the_kernel_refuses_is_an_oserror() -> None:
+def test_advice_refused_by_the_kernel_is_an_oserror() -> None:
     with mmap.mmap(-1, 1 << 16) as memory:
         with pytest.raises(OSError, match="Invalid argument") as caught:
             advise(memory, 4711, 0, 1 << 16)

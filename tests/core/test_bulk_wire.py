@@ -1,5 +1,6 @@
-"""The bulk wire against a node that answers wrongly: an error of ours each time, never wrong bytes,
-and never the same connection again.
+"""The bulk wire against a misbehaving node: a kvstore error each time, and never wrong bytes.
+
+The connection is not used again.
 """
 
 import itertools
@@ -84,7 +85,7 @@ WRONG: dict[str, tuple[str, bytes, type[Exception]]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_answer_ends_the_connection(bulk_port: ServeBulk, what: str) -> None:
+def test_invalid_answer_ends_the_connection(bulk_port: ServeBulk, what: str) -> None:
     op, answer, expected = WRONG[what]
     port = bulk_port(scripted(answer))
     wire = BulkWire("127.0.0.1", port.port, ClientConfig(timeout_s=2.0))
@@ -92,15 +93,13 @@ def test_a_wrong_answer_ends_the_connection(bulk_port: ServeBulk, what: str) -> 
         call(wire, op)
     with pytest.raises((ProtocolError, Unavailable)):
         call(wire, op)
-    assert len(port.accepted) == 2, "a connection out of step was used again"
+    assert len(port.accepted) == 2, "a connection was reused after an invalid answer"
     wire.close()
 
 
 @pytest.mark.parametrize("cut", [1, 16, 20, -1])
 @pytest.mark.parametrize("op", ["lookup", "get"])
-def test_an_answer_that_is_cut_off_is_an_unavailable_node(
-    bulk_port: ServeBulk, op: str, cut: int
-) -> None:
+def test_truncated_answer_is_unavailable(bulk_port: ServeBulk, op: str, cut: int) -> None:
     whole = (
         GOOD_LOOKUP
         if op == "lookup"
@@ -117,7 +116,7 @@ def test_an_answer_that_is_cut_off_is_an_unavailable_node(
     wire.close()
 
 
-def test_pages_that_do_not_match_their_checksum_are_misses(bulk_port: ServeBulk) -> None:
+def test_pages_with_a_wrong_checksum_are_misses(bulk_port: ServeBulk) -> None:
     answer = frame(
         get=pb.GetReply(hits=[True, True], checksums=[BOTH[0], BOTH[0]]), payload=PAGE * 2
     )
@@ -126,7 +125,7 @@ def test_pages_that_do_not_match_their_checksum_are_misses(bulk_port: ServeBulk)
     wire.close()
 
 
-def test_a_refusal_keeps_the_connection(bulk_port: ServeBulk) -> None:
+def test_refused_request_keeps_the_connection(bulk_port: ServeBulk) -> None:
     port = bulk_port(scripted(error(grpc.StatusCode.INVALID_ARGUMENT), GOOD_LOOKUP))
     wire = BulkWire("127.0.0.1", port.port, ClientConfig())
     with pytest.raises(InvalidRequest, match="refused by the test"):
@@ -136,7 +135,7 @@ def test_a_refusal_keeps_the_connection(bulk_port: ServeBulk) -> None:
     wire.close()
 
 
-def test_a_refused_commit_is_an_error_of_the_put(bulk_port: ServeBulk) -> None:
+def test_refused_commit_fails_the_put(bulk_port: ServeBulk) -> None:
     def talk(connection: FrameSocket) -> None:
         scripted(frame(put=pb.PutReply(verdicts=[pb.WRITE, pb.EXISTS])))(connection)
         assert connection.recv_frame(0) == (b"", 8)
@@ -158,10 +157,10 @@ def test_a_refused_commit_is_an_error_of_the_put(bulk_port: ServeBulk) -> None:
         (grpc.StatusCode.UNIMPLEMENTED, ProtocolError),
     ],
 )
-def test_a_node_that_refuses_the_connection_itself_is_heard(
+def test_refused_connection_raises_the_nodes_error(
     bulk_port: ServeBulk, code: grpc.StatusCode, expected: type[Exception]
 ) -> None:
-    """As a node does whose sessions are all taken."""
+    """A node whose sessions are all taken answers so."""
 
     def talk(connection: FrameSocket) -> None:
         connection.recv_frame(1 << 20)
@@ -175,11 +174,11 @@ def test_a_node_that_refuses_the_connection_itself_is_heard(
 
 
 @pytest.mark.parametrize("op", ["lookup", "put", "get"])
-def test_an_answer_that_does_not_come_is_a_deadline(bulk_port: ServeBulk, op: str) -> None:
+def test_missing_answer_exceeds_the_deadline(bulk_port: ServeBulk, op: str) -> None:
     def silent(connection: FrameSocket) -> None:
         scripted()(connection)
         connection.recv_frame(1 << 20)
-        connection.recv_frame(1 << 20)  # keeps the connection until the client is gone
+        connection.recv_frame(1 << 20)  # keeps the connection open until the client leaves
 
     wire = BulkWire("127.0.0.1", bulk_port(silent).port, ClientConfig())
     wire.connect(Deadline(5))
@@ -199,18 +198,15 @@ def test_more_threads_than_connections_take_turns_and_give_up_in_time(bulk_port:
     wire.close()
 
 
-# ---- which connection is used, and what is said twice
-# ----------------------------------------------------------------
+# ---- reused connections and repeated requests ---------------------------------------------------
 
 
 def hello(instance_id: bytes = b"") -> bytes:
     return frame(hello=pb.HelloReply(protocol_version=PROTOCOL_VERSION, instance_id=instance_id))
 
 
-def test_a_connection_to_another_run_of_the_node_is_not_used(bulk_port: ServeBulk) -> None:
-    """The port is another node's by now, or the node's after a restart that gRPC has not
-    noticed.
-    """
+def test_connection_to_another_instance_is_not_used(bulk_port: ServeBulk) -> None:
+    """The port now belongs to another node, or the node restarted and gRPC has not noticed."""
 
     def talk(connection: FrameSocket) -> None:
         for answer in (hello(b"another!"), GOOD_LOOKUP):
@@ -224,24 +220,25 @@ def test_a_connection_to_another_run_of_the_node_is_not_used(bulk_port: ServeBul
 
 
 def ending_after(answer: bytes) -> Callable[[FrameSocket], None]:
-    """The first connection answers one request, and a second one with these bytes, and ends; others
-    answer on.
+    """Return a server whose first connection sends `answer` to its second request and closes.
+
+    Later connections answer normally.
     """
     first = itertools.count(1)
 
     def talk(connection: FrameSocket) -> None:
         ends = next(first) == 1
-        for said in (hello(), GOOD_LOOKUP, answer if ends else GOOD_LOOKUP):
+        for answer_bytes in (hello(), GOOD_LOOKUP, answer if ends else GOOD_LOOKUP):
             connection.recv_frame(1 << 20)
-            connection.send(said)
+            connection.send(answer_bytes)
         if ends:
             connection.shutdown()
 
     return talk
 
 
-def test_a_request_that_was_half_answered_is_not_said_again(bulk_port: ServeBulk) -> None:
-    """The node heard it, and may have done it."""
+def test_half_answered_request_is_not_repeated(bulk_port: ServeBulk) -> None:
+    """The node received the request, and may have run it."""
     port = bulk_port(ending_after(GOOD_LOOKUP[:7]))
     wire = BulkWire("127.0.0.1", port.port, ClientConfig())
     call(wire, "lookup")
@@ -251,8 +248,8 @@ def test_a_request_that_was_half_answered_is_not_said_again(bulk_port: ServeBulk
     wire.close()
 
 
-def test_a_connection_that_ends_while_a_request_is_said_is_no_failure(bulk_port: ServeBulk) -> None:
-    """The node lets an idle one go between the look at it and the request."""
+def test_connection_closed_during_a_request_is_no_failure(bulk_port: ServeBulk) -> None:
+    """The node may evict an idle connection after the client has checked it."""
     port = bulk_port(ending_after(b""))
     wire = BulkWire("127.0.0.1", port.port, ClientConfig())
     for _ in range(2):
@@ -261,21 +258,21 @@ def test_a_connection_that_ends_while_a_request_is_said_is_no_failure(bulk_port:
     wire.close()
 
 
-def test_a_connection_with_bytes_that_nobody_asked_for_is_not_used_again(
+def test_connection_with_unexpected_bytes_is_not_reused(
     bulk_port: ServeBulk,
 ) -> None:
-    """Two answers to one request that came together: the second one passed for that to the next
+    """Regression: of two answers to one request the second was taken for that of the next
     request.
     """
 
     def talk(connection: FrameSocket) -> None:
-        for said in (
+        for answer_bytes in (
             hello(),
             GOOD_LOOKUP + frame(lookup=pb.LookupReply(present=[False, False])),
             GOOD_LOOKUP,
         ):
             connection.recv_frame(1 << 20)
-            connection.send(said)
+            connection.send(answer_bytes)
 
     port = bulk_port(talk)
     wire = BulkWire("127.0.0.1", port.port, ClientConfig())

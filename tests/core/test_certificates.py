@@ -1,6 +1,4 @@
-"""Files of certificates: what is wrong with them is said with its remedy, and what was good stays
-in force.
-"""
+"""Certificate files: an error names the cause and the remedy, and good content stays in force."""
 
 import logging
 import os
@@ -21,7 +19,7 @@ from kvstore.x509 import first_expiry, validity
 
 
 class Placed:
-    """Copies of an authority's files, which a test may spoil."""
+    """Copies of an authority's files, which a test may damage."""
 
     def __init__(self, folder: Path, authority: Authority) -> None:
         self.ca, self.cert, self.key = (
@@ -113,20 +111,20 @@ def test_bad_certificate_is_reported_and_the_old_one_stays(
     placed: Placed, strangers: Authority, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
     good = placed.files.poll()
-    spoil, said = WRONG[wrong]
-    time.sleep(0.02)  # a change within a tick of the file system's clock is none
+    spoil, message = WRONG[wrong]
+    time.sleep(0.02)  # a change within a tick of the file system's clock is not seen
     spoil(placed, strangers)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         PemFiles(str(placed.ca), str(placed.cert), str(placed.key)).poll()
     for _ in range(3):
         assert placed.files.poll() is good
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1  # said once, not at each look
+    assert len(warnings) == 1  # logged once, not at each poll
     assert "the previous content stays in force" in warnings[0].getMessage()
     assert placed.files.problem
 
 
-def test_nothing_of_a_key_is_in_what_is_said(placed: Placed) -> None:
+def test_private_key_is_not_in_messages(placed: Placed) -> None:
     secret = placed.key.read_text().splitlines()[1]
     assert secret not in repr(placed.files.poll())
     cut(placed.key)
@@ -135,20 +133,16 @@ def test_nothing_of_a_key_is_in_what_is_said(placed: Placed) -> None:
     assert secret[:20] not in str(failed.value)
 
 
-def test_a_key_that_the_group_can_read_is_warned_of(
-    placed: Placed, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_group_readable_key_is_logged(placed: Placed, caplog: pytest.LogCaptureFixture) -> None:
     placed.key.chmod(0o640)
     placed.files.poll()
     assert "is open to its group (mode 0640); chmod 600" in caplog.text
 
 
-def test_a_key_of_another_user_may_be_lent_to_our_group_for_reading(
+def test_group_readable_key_of_another_user_is_accepted(
     placed: Placed, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a secret's files are, root's and mode 0440 by fsGroup: there is no other way to
-    read them.
-    """
+    """Kubernetes secrets belong to root with mode 0440 by fsGroup, and can be read only so."""
     monkeypatch.setattr(os, "geteuid", lambda: os.stat(placed.key).st_uid + 1)
     placed.key.chmod(0o440)
     placed.files.poll()
@@ -158,9 +152,7 @@ def test_a_key_of_another_user_may_be_lent_to_our_group_for_reading(
     assert "is open to its group (mode 0460)" in caplog.text
 
 
-def test_files_are_taken_anew_when_they_change_and_not_before(
-    placed: Placed, ours: Authority
-) -> None:
+def test_files_are_read_again_only_when_they_change(placed: Placed, ours: Authority) -> None:
     first = placed.files.poll()
     assert placed.files.poll() is first
     placed.place(ours, "client")
@@ -169,9 +161,7 @@ def test_files_are_taken_anew_when_they_change_and_not_before(
     assert placed.files.problem == ""
 
 
-def test_a_rotation_seen_half_way_is_taken_when_it_is_whole(
-    placed: Placed, ours: Authority
-) -> None:
+def test_half_done_rotation_is_used_once_complete(placed: Placed, ours: Authority) -> None:
     first = placed.files.poll()
     certificate, key = pair(ours, "client").values()
     shutil.copy(certificate, placed.cert)
@@ -181,7 +171,7 @@ def test_a_rotation_seen_half_way_is_taken_when_it_is_whole(
     assert placed.files.problem == ""
 
 
-def test_a_key_made_private_is_taken_although_its_bytes_are_the_same(placed: Placed) -> None:
+def test_key_is_read_again_when_only_its_mode_changed(placed: Placed) -> None:
     placed.key.chmod(0o644)
     with pytest.raises(ConfigError, match="open to others"):
         placed.files.poll()
@@ -189,9 +179,7 @@ def test_a_key_made_private_is_taken_although_its_bytes_are_the_same(placed: Pla
     assert placed.files.poll().key
 
 
-def test_content_that_fails_the_check_does_not_come_into_force(
-    placed: Placed, ours: Authority
-) -> None:
+def test_content_that_fails_the_check_is_not_used(placed: Placed, ours: Authority) -> None:
     shown = list[bytes]()
 
     def check(pems: Pems) -> None:
@@ -207,7 +195,7 @@ def test_content_that_fails_the_check_does_not_come_into_force(
     assert shown[0] == good.chain != shown[1]
 
 
-def test_several_authorities_are_all_believed(placed: Placed, tmp_path: Path) -> None:
+def test_several_authorities_are_all_trusted(placed: Placed, tmp_path: Path) -> None:
     other = Authority.found(tmp_path / "other", "other", 1.0)
     placed.ca.write_bytes(
         b"# names in UTF-8: \xc3\xa9\n" + placed.ca.read_bytes() + other.path.read_bytes()
@@ -220,7 +208,7 @@ def test_several_authorities_are_all_believed(placed: Placed, tmp_path: Path) ->
     assert context.cert_store_stats()["x509_ca"] == 2
 
 
-def test_the_systems_authorities(
+def test_system_authorities_are_used(
     ours: Authority, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(ours.path))
@@ -232,9 +220,7 @@ def test_the_systems_authorities(
         PemFiles("system", "", "").poll()
 
 
-def test_a_client_with_files_that_can_not_work_does_not_start(
-    placed: Placed, strangers: Authority
-) -> None:
+def test_client_with_mismatched_files_does_not_start(placed: Placed, strangers: Authority) -> None:
     swap_key(placed, strangers)
     settings: dict[str, Any] = {
         "tls_ca": str(placed.ca),
@@ -245,10 +231,8 @@ def test_a_client_with_files_that_can_not_work_does_not_start(
         Client(ClientConfig(**settings))
 
 
-def test_an_expired_client_certificate_is_no_end_of_an_engine(
-    placed: Placed, ours: Authority
-) -> None:
-    """The node refuses it at a call, and it may be renewed before there is one."""
+def test_client_starts_with_an_expired_certificate(placed: Placed, ours: Authority) -> None:
+    """The node refuses the certificate at a call, and it may be renewed before."""
     ours.node("dated", HERE, -1.0, force=True, since_days=2.0)
     placed.place(ours, "dated")
     with Client(
@@ -266,7 +250,7 @@ def test_an_expired_client_certificate_is_no_end_of_an_engine(
         {"tls_cert": "a", "tls_key": "b"},
     ],
 )
-def test_settings_that_do_not_go_together(settings: dict[str, Any]) -> None:
+def test_conflicting_tls_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(
         ConfigError, match="tls_cert and tls_key are given together; they and tls_name need tls_ca"
     ):

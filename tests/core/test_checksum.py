@@ -1,4 +1,4 @@
-"""The checksum notices what it is there to notice."""
+"""The checksum detects damaged, moved and exchanged bytes."""
 
 import random
 from typing import Any
@@ -25,7 +25,7 @@ from kvstore.checksum import (
 SEED = key_seed(b"n" * 16, b"h" * 32)
 
 
-def test_each_flipped_bit_is_noticed() -> None:
+def test_each_flipped_bit_is_detected() -> None:
     page = bytearray(random.Random(1).randbytes(512))
     good = checksum(bytes(page), SEED)
     for bit in range(len(page) * 8):
@@ -35,7 +35,7 @@ def test_each_flipped_bit_is_noticed() -> None:
     assert checksum(bytes(page), SEED) == good
 
 
-def test_a_page_does_not_match_under_another_key_or_namespace() -> None:
+def test_checksum_depends_on_key_and_namespace() -> None:
     page = b"x" * 4096
     seeds = {SEED, key_seed(b"n" * 16, b"i" * 32), key_seed(b"o" * 16, b"h" * 32)}
     assert len({checksum(page, seed) for seed in seeds}) == 3
@@ -54,7 +54,7 @@ SIZES = [
 
 
 def parts_of(nbytes: int) -> list[tuple[int, int]]:
-    """As FORMAT says, without the project's arithmetic."""
+    """Return the parts of a page as docs/FORMAT.md defines them, computed independently."""
     step = 1 << 20
     while -(-nbytes // step) > 64:
         step += 1 << 20
@@ -63,7 +63,7 @@ def parts_of(nbytes: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("nbytes", [*SIZES, 64 << 20, (64 << 20) + 1, 200 << 20, (1 << 30) - 5])
-def test_parts_cover_the_page_in_order_and_are_few(nbytes: int) -> None:
+def test_parts_cover_the_page_in_order(nbytes: int) -> None:
     parts = cuts(nbytes)
     assert list(parts) == parts_of(nbytes)
     assert [start for start, _ in parts] == [0, *(end for _, end in parts[:-1])]
@@ -75,7 +75,7 @@ def test_parts_cover_the_page_in_order_and_are_few(nbytes: int) -> None:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("step", [1 << 10, 4099, 1 << 20, 5 << 20])
-def test_a_checksum_is_the_same_however_it_is_made(nbytes: int, step: int) -> None:
+def test_checksum_is_equal_for_all_ways_of_computing_it(nbytes: int, step: int) -> None:
     page = memoryview(random.Random(nbytes).randbytes(nbytes))
     made = b"".join(xxhash.xxh3_64_digest(page[start:end]) for start, end in parts_of(nbytes))
     running = Leaves(nbytes)
@@ -88,15 +88,15 @@ def test_a_checksum_is_the_same_however_it_is_made(nbytes: int, step: int) -> No
     )
 
 
-def test_parts_that_changed_places_are_noticed() -> None:
+def test_swapped_parts_are_detected() -> None:
     page = random.Random(3).randbytes(3 * LEAF_NBYTES)
     swapped = page[LEAF_NBYTES : 2 * LEAF_NBYTES] + page[:LEAF_NBYTES] + page[2 * LEAF_NBYTES :]
     assert checksum(page, SEED) != checksum(swapped, SEED)
 
 
 @pytest.mark.parametrize("nbytes", [3 * LEAF_NBYTES, 3 * LEAF_NBYTES + 4096, 70 << 20])
-def test_a_range_is_checked_by_the_parts_that_it_lies_in_alone(nbytes: int) -> None:
-    """A flipped byte is noticed by each range that shares a part with it, and by no other."""
+def test_range_is_checked_by_the_parts_it_covers(nbytes: int) -> None:
+    """A flipped byte is detected by each range that shares a part with it, and by no other."""
     draw = random.Random(nbytes)
     page = memoryview(bytearray(nbytes))
     made, parts = leaves(page), cuts(nbytes)
@@ -111,7 +111,7 @@ def test_a_range_is_checked_by_the_parts_that_it_lies_in_alone(nbytes: int) -> N
         assert parts_match(page, made, ranges)
 
 
-def test_a_range_in_what_the_last_part_has_more_than_the_others_is_checked() -> None:
+def test_range_at_the_end_of_a_longer_last_part_is_checked() -> None:
     page = memoryview(bytearray(2 * LEAF_NBYTES + 5000))
     made = leaves(page)
     page[-1] ^= 1
@@ -124,7 +124,7 @@ def test_other_threads_run_during_a_large_checksum(others_run: OthersRun) -> Non
 
 
 def test_large_parts_are_not_hashed_in_one_shot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which keeps the GIL with xxhash 3.2 to 3.7, whatever is installed here."""
+    """One-shot hashing holds the GIL with xxhash 3.2 to 3.7, which may not be installed here."""
     one_shot = xxhash.xxh3_64_digest
 
     def short(data: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Pages in gRPC messages: cut and put together again, and nothing else is accepted."""
+"""Pages in gRPC messages: cut into chunks and joined again; invalid chunks are refused."""
 
 import random
 
@@ -36,7 +36,7 @@ def test_cut_chunk_is_filled_again_and_hashed(sizes: list[int]) -> None:
 
 
 def test_hash_is_of_the_bytes_in_the_callers_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not the chunk: a copy that goes wrong would pass."""
+    """A hash of the chunk would not detect a wrong copy."""
 
     def wrong(target: memoryview, source: memoryview) -> None:
         target[:] = source
@@ -53,7 +53,7 @@ def test_chunks_may_be_cut_anywhere() -> None:
     assert buffers == [b"abcd", b"efgh"]
 
 
-def test_no_chunk_is_taken_that_is_not_needed() -> None:
+def test_only_needed_chunks_are_consumed() -> None:
     chunks = iter([memoryview(b"abcd"), memoryview(b"next")])
     fill([[memoryview(bytearray(4))]], chunks)
     assert next(chunks) == b"next"
@@ -68,12 +68,12 @@ def test_no_chunk_is_taken_that_is_not_needed() -> None:
         ([b"abcde"], "1 page bytes more than announced"),
     ],
 )
-def test_a_wrong_number_of_bytes_is_refused(chunks: list[bytes], named: str) -> None:
+def test_wrong_number_of_bytes_is_refused(chunks: list[bytes], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         fill([[memoryview(bytearray(4))]], map(memoryview, chunks))
 
 
-def test_nothing_is_cut_into_nothing() -> None:
+def test_no_pages_make_no_chunks() -> None:
     assert list(runs([])) == []
     assert fill([], iter([])) == []
 

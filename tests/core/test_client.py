@@ -1,6 +1,4 @@
-"""The client against a real node, over both wires: buffers, batches larger than a limit, order of
-age, threads, corrupt pages.
-"""
+"""The client against a real node over all wires: buffers, split batches, threads, damaged pages."""
 
 import ctypes
 import mmap
@@ -63,7 +61,7 @@ BUFFERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", BUFFERS)
-def test_pages_go_from_and_into_the_callers_own_buffers(
+def test_pages_move_between_the_callers_buffers(
     client: Client, namespace: Namespace, kind: str
 ) -> None:
     (key,) = keys_of(1)
@@ -92,7 +90,7 @@ def test_pages_go_from_and_into_the_callers_own_buffers(
         ("text", "neither a buffer"),
     ],
 )
-def test_a_buffer_that_can_not_take_a_page_is_refused_before_anything_is_asked(
+def test_unsuitable_buffer_is_refused_before_any_request(
     client: Client, namespace: Namespace, buffer: Any, named: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=named):
@@ -127,7 +125,7 @@ def test_bad_keys_are_refused_by_every_call(
     assert client.stats.connects == 0
 
 
-def test_a_key_twice_is_refused_where_it_has_no_meaning(
+def test_repeated_key_is_refused_in_put_and_allowed_in_get(
     client: Client, namespace: Namespace
 ) -> None:
     key = keys_of(1)
@@ -139,7 +137,7 @@ def test_a_key_twice_is_refused_where_it_has_no_meaning(
     assert buffers[0] == buffers[1] == content(namespace, key[0])
 
 
-def test_a_prefix_read_stops_at_the_first_hole(client: Client, namespace: Namespace) -> None:
+def test_prefix_get_stops_at_the_first_miss(client: Client, namespace: Namespace) -> None:
     put(client, namespace, keys_of(0, 1, 3))
     buffers = [bytearray(PAGE) for _ in range(4)]
     assert client.get(namespace, keys_of(0, 1, 2, 3), buffers, prefix=True) == [
@@ -152,7 +150,7 @@ def test_a_prefix_read_stops_at_the_first_hole(client: Client, namespace: Namesp
     assert client.get(namespace, keys_of(0, 1, 2, 3), buffers) == [True, True, False, True]
 
 
-def test_a_layer_is_read_by_its_ranges(client: Client) -> None:
+def test_layer_is_read_by_its_ranges(client: Client) -> None:
     k, v = Plane("k", "bfloat16", (4, 16)), Plane("v", "bfloat16", (4, 8))
     index = LayerGroup("index", (1,), (Plane("row", "uint8", (132,)),))
     layout = PageLayout(8, (LayerGroup("full", (0, 1, 2), (k, v)), index))
@@ -175,7 +173,7 @@ def test_a_layer_is_read_by_its_ranges(client: Client) -> None:
 
 @pytest.fixture(scope="module")
 def narrow_node() -> Iterator[NodeProcess]:
-    """Every limit is small, so that calls must be split."""
+    """Start a node with small limits, so that calls must be split."""
     flags = (
         "--ram-bytes",
         "256KiB",
@@ -203,7 +201,9 @@ def test_batches_larger_than_the_limits_are_split(narrow: Client, namespace: Nam
     assert narrow.get(namespace, keys, buffers) == [True] * 40
     assert buffers == [content(namespace, key) for key in keys]
     assert narrow.lookup(namespace, [*keys, b"absent" * 4]).prefix_pages == 40
-    assert narrow.pin(namespace, keys[:32], 60.0) == [True] * 32  # half of the node
+    assert (
+        narrow.pin(namespace, keys[:32], 60.0) == [True] * 32
+    )  # half of the node's RAM may be pinned
     assert narrow.unpin(namespace, keys) == [True] * 32 + [False] * 8
     assert narrow.verify(namespace, keys) == (40, 0, 0)
     assert [page.present for page in narrow.stat(namespace, keys)] == [True] * 40
@@ -213,7 +213,7 @@ def test_batches_larger_than_the_limits_are_split(narrow: Client, namespace: Nam
 
 @pytest.mark.parametrize(
     ("narrow", "ask"),
-    # All by the same loop
+    # All operations share one loop
     [
         ("shm", "lookup"),
         ("bulk", "lookup"),
@@ -222,12 +222,10 @@ def test_batches_larger_than_the_limits_are_split(narrow: Client, namespace: Nam
     ],
     indirect=["narrow"],
 )
-def test_more_keys_than_can_be_asked_for_in_time_are_no_failure_of_the_node(
+def test_too_many_keys_for_the_timeout_are_no_node_failure(
     narrow: Client, namespace: Namespace, ask: str
 ) -> None:
-    """Others go on asking it: a prompt of a million tokens must not take the store away
-    from them.
-    """
+    """A prompt of a million tokens must not open the circuit breaker for other calls."""
     narrow.open(namespace)
     many = [number.to_bytes(16, "big") for number in range(500_000)]
     with pytest.raises(Exhausted, match="keys were answered in 1 s"):
@@ -237,9 +235,7 @@ def test_more_keys_than_can_be_asked_for_in_time_are_no_failure_of_the_node(
     assert narrow.lookup(namespace, many[:3]).present == (False,) * 3
 
 
-def test_ranges_of_more_pieces_than_a_node_takes_are_split(
-    client: Client, namespace: Namespace
-) -> None:
+def test_ranges_over_the_piece_limit_are_split(client: Client, namespace: Namespace) -> None:
     keys = keys_of(*range(40))
     put(client, namespace, keys)
     ranges = [type(namespace.layout.layer_ranges(0)[0])(i, 1) for i in range(0, PAGE, 2)]
@@ -249,13 +245,10 @@ def test_ranges_of_more_pieces_than_a_node_takes_are_split(
 
 
 @pytest.mark.parametrize("use", ["put", "get", "lookup"])
-def test_a_chain_sent_in_several_batches_is_aged_tail_first(
+def test_chain_in_several_batches_is_evicted_tail_first(
     narrow: Client, namespace: Namespace, use: str
 ) -> None:
-    """64 pages fit.
-
-    A chain of 40 in batches of 8; then 30 others push out six: the chain's last ones.
-    """
+    """Of 64 slots a chain takes 40, in batches of 8; then 30 other pages evict its last six."""
     chain = keys_of(*range(40))
     put(narrow, namespace, chain)
     if use == "get":
@@ -311,7 +304,7 @@ def test_two_writers_of_one_page_store_it_once(client: Client, namespace: Namesp
     assert set(outcomes) <= {PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.BUSY}
 
 
-def test_a_page_that_was_stored_under_a_wrong_checksum_is_a_miss_and_goes(
+def test_page_with_a_wrong_checksum_is_a_miss_and_dropped(
     client: Client, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -329,7 +322,7 @@ def test_a_page_that_was_stored_under_a_wrong_checksum_is_a_miss_and_goes(
         assert put(client, namespace, keys_of(1)) == [PutOutcome.STORED]
     assert client.lookup(namespace, keys_of(1)).prefix_pages == 1
     buffers = [bytearray(PAGE), bytearray(PAGE)]
-    # The key twice, reported once
+    # The key is asked twice, and reported once
     assert client.get(namespace, keys_of(1) * 2, buffers) == [
         False,
         False,
@@ -340,13 +333,13 @@ def test_a_page_that_was_stored_under_a_wrong_checksum_is_a_miss_and_goes(
     assert client.get(namespace, keys_of(1), buffers[:1]) == [True]
 
 
-def test_a_way_that_damages_every_page_does_not_fill_the_log(
+def test_wire_that_damages_pages_does_not_flood_the_log(
     shared_node: NodeProcess,
     namespace: Namespace,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The node's copy is intact and stays; each get is a miss."""
+    """The node's copy is intact and stays, so each get is a miss."""
     one_window(kvstore.client.log, monkeypatch)
     with Client(ClientConfig(address=shared_node.address, wire="bulk")) as client:
         put(client, namespace, keys_of(1))
@@ -358,10 +351,10 @@ def test_a_way_that_damages_every_page_does_not_fill_the_log(
 
 def test_pages_of_another_layout_are_refused(client: Client, namespace: Namespace) -> None:
     put(client, namespace, keys_of(1))
-    liar = Namespace(namespace.model, opaque_layout(2 * PAGE))
-    object.__setattr__(liar, "digest", namespace.digest)  # as a client with a bug would
+    mislabelled = Namespace(namespace.model, opaque_layout(2 * PAGE))
+    object.__setattr__(mislabelled, "digest", namespace.digest)  # as a client with a bug would
     with pytest.raises(LayoutMismatch):
-        client.put(liar, keys_of(2), [bytes(2 * PAGE)])
+        client.put(mislabelled, keys_of(2), [bytes(2 * PAGE)])
 
 
 def test_listing_goes_in_order_and_in_pieces(client: Client, namespace: Namespace) -> None:

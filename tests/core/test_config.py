@@ -1,4 +1,4 @@
-"""Settings: sources, ranges, and messages that name the setting and what is allowed."""
+"""Settings: their sources and ranges, and errors that name the setting and its range."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ from kvstore import ClientConfig, ConfigError, client_config
 from kvstore.config import Address, load, parse_address, parse_nbytes, split_address
 
 
-def test_explicit_values_win_over_the_environment_and_that_over_defaults() -> None:
+def test_explicit_values_override_environment_and_defaults() -> None:
     environ = {
         "KVSTORE_TIMEOUT_S": "7",
         "KVSTORE_WIRE": "grpc",
@@ -20,7 +20,7 @@ def test_explicit_values_win_over_the_environment_and_that_over_defaults() -> No
     assert config == ClientConfig(wire="bulk", timeout_s=7.0)
 
 
-def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_ADDRESS", "node-7:1234")
     assert client_config().address == "node-7:1234"
 
@@ -47,13 +47,13 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"backoff_s_max": 1e9}, "backoff_s_max"),
     ],
 )
-def test_a_bad_client_setting_is_named_with_its_range(values: dict[str, Any], named: str) -> None:
+def test_invalid_client_setting_is_named_with_its_range(values: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         ClientConfig(**values)
 
 
 @pytest.mark.parametrize("name", ["token", "page_key"])
-def test_a_secret_of_the_wrong_type_is_named_and_not_said(name: str) -> None:
+def test_secret_of_the_wrong_type_is_named_without_its_value(name: str) -> None:
     values: dict[str, Any] = {name: b"ab" * 32}
     with pytest.raises(ConfigError, match=f"^{name} must be a str$"):
         ClientConfig(**values)
@@ -79,7 +79,7 @@ def test_sizes(text: str, nbytes: int) -> None:
     "text", ["", "GiB", "1x", "1 2", "nan", "inf", "infk", "1e999", "12kb", "2GB", "0x10"]
 )
 def test_invalid_size_error_shows_a_valid_one(text: str) -> None:
-    """For 2GB it was Python's own: could not convert string to float: '2g'."""
+    """Regression: the error of 2GB was Python's: could not convert string to float: '2g'."""
     with pytest.raises(ValueError, match="is not a size; write for example 512MiB or 4GiB"):
         parse_nbytes(text)
 
@@ -114,7 +114,7 @@ def test_addresses_of_frames(address: str, expected: Address) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
         ("bulk://host", "names no port; write bulk://HOST:7441"),
         ("bulk://::1", "names no port"),
@@ -129,15 +129,15 @@ def test_addresses_of_frames(address: str, expected: Address) -> None:
         ("unix:/run/\ud800", "is no path of a Unix socket"),
     ],
 )
-def test_a_bad_address_of_frames_is_refused_with_what_to_write(address: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_invalid_frame_address_is_refused_with_the_remedy(address: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         parse_address(address)
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         ClientConfig(f"n0:1,{address}")
 
 
 @pytest.mark.parametrize(
-    ("address", "wire", "said"),
+    ("address", "wire", "message"),
     [
         (
             "bulk://host:1",
@@ -148,8 +148,10 @@ def test_a_bad_address_of_frames_is_refused_with_what_to_write(address: str, sai
         ("unix:/x", "bulk", "write bulk://host:7441"),
     ],
 )
-def test_a_wire_that_an_address_does_not_lead_to(address: str, wire: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_wire_that_conflicts_with_the_address_is_refused(
+    address: str, wire: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         ClientConfig(address, wire=wire)
 
 
@@ -164,10 +166,10 @@ def test_a_wire_that_an_address_does_not_lead_to(address: str, wire: str, said: 
         ("etcd://e0:2379/prod", "write host:7440 of one or more of the cluster's nodes"),
     ],
 )
-def test_a_url_as_an_address_is_refused_with_what_to_write(
+def test_url_as_an_address_is_refused_with_the_remedy(
     address: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The resolver was asked for a host named "http://host", and said that there is none."""
+    """Regression: the resolver was asked for a host named "http://host", and did not find it."""
     monkeypatch.setenv("KVSTORE_ADDRESS", f"n0:7440, {address}")
     for made in (
         lambda: split_address(address),
@@ -179,7 +181,7 @@ def test_a_url_as_an_address_is_refused_with_what_to_write(
         assert f"address={address!r} is a URL" in str(refused.value)
 
 
-def test_a_url_with_a_password_is_refused_without_saying_it() -> None:
+def test_url_with_a_password_is_refused_without_the_password() -> None:
     with pytest.raises(ConfigError, match=r"'http://\.\.\.@host:1' is a URL") as refused:
         split_address("http://user:secret@host:1")
     assert "secret" not in str(refused.value)
@@ -193,6 +195,6 @@ def test_address_with_invalid_host_characters_is_refused(address: str) -> None:
         split_address(address)
 
 
-def test_a_config_can_not_be_changed() -> None:
+def test_config_is_immutable() -> None:
     with pytest.raises(AttributeError):
         ClientConfig().wire = "grpc"  # type: ignore[misc]

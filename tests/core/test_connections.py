@@ -1,6 +1,4 @@
-"""When a connection may be used again after what was said on it, and by which name its
-end is told.
-"""
+"""When a pooled connection may be used again, and which errors its end raises."""
 
 import pytest
 
@@ -10,7 +8,7 @@ from kvstore.transports.connections import ConnectionPool, Refused
 
 
 class Connection:
-    """Nobody is at the other end."""
+    """A fake connection without a peer."""
 
     quiet, closed, holds = True, False, False
 
@@ -21,11 +19,15 @@ class Connection:
 
 
 @pytest.mark.parametrize(
-    ("error", "told", "again"),
+    ("error", "raised", "again"),
     [
         (None, None, True),
         (Refused(Exhausted("full")), Exhausted, True),
-        (Refused(ProtocolError("nonsense")), ProtocolError, False),  # the node hangs up after it
+        (
+            Refused(ProtocolError("nonsense")),
+            ProtocolError,
+            False,
+        ),  # after which the node closes the connection
         (ProtocolError("nonsense"), ProtocolError, False),
         (TimeoutError(), DeadlineExceeded, False),
         (ConnectionResetError(), Unavailable, False),
@@ -33,8 +35,8 @@ class Connection:
     ],
     ids=["well", "refused", "not understood", "nonsense", "late", "gone", "interrupted"],
 )
-def test_a_connection_is_used_again_if_it_is_known_what_its_next_bytes_are(
-    error: BaseException | None, told: type[BaseException] | None, again: bool
+def test_connection_is_reused_only_if_its_state_is_known(
+    error: BaseException | None, raised: type[BaseException] | None, again: bool
 ) -> None:
     pool = ConnectionPool[Connection]("there", lambda deadline: Connection(), 1)  # type: ignore[type-var]
     lease = pool.lease(Deadline(5.0))
@@ -44,18 +46,18 @@ def test_a_connection_is_used_again_if_it_is_known_what_its_next_bytes_are(
             if error is not None:
                 raise error
 
-    if told is None:
+    if raised is None:
         talk()
     else:
-        with pytest.raises(told):
+        with pytest.raises(raised):
             talk()
     lease.end()
     assert lease.connection.closed != again
     assert (pool.lease(Deadline(5.0)).connection is lease.connection) == again
 
 
-def test_a_connection_that_may_hold_slots_is_not_used_again() -> None:
-    """Interrupts came before the node was told that it does not: it would refuse the next call."""
+def test_connection_that_may_hold_slots_is_not_reused() -> None:
+    """An interrupt came before the release, so that the node would refuse the next call."""
     on_close: list[Connection] = []
     pool = ConnectionPool[Connection]("there", lambda deadline: Connection(), 1, on_close.append)  # type: ignore[type-var]
     lease = pool.lease(Deadline(5.0))
@@ -68,15 +70,15 @@ def test_a_connection_that_may_hold_slots_is_not_used_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "raised"),
     [
         (TimeoutError(), DeadlineExceeded),
         (OSError(), Unavailable),
         (ZeroDivisionError(), ZeroDivisionError),
     ],
 )
-def test_why_there_is_no_connection_is_told_by_our_names_and_its_place_is_free(
-    error: Exception, told: type[Exception]
+def test_failed_connect_raises_a_kvstore_error_and_frees_its_place(
+    error: Exception, raised: type[Exception]
 ) -> None:
     made: list[Connection] = []
 
@@ -87,6 +89,6 @@ def test_why_there_is_no_connection_is_told_by_our_names_and_its_place_is_free(
         return made[-1]
 
     pool = ConnectionPool[Connection]("there", connect, 1)  # type: ignore[type-var]
-    with pytest.raises(told):
+    with pytest.raises(raised):
         pool.lease(Deadline(5.0))
     assert pool.lease(Deadline(5.0)).connection is made[1]

@@ -1,5 +1,6 @@
-"""Wherever a node or what leads to it hangs, a call returns by its deadline: each stage in turn,
-and stages that each stay just below their own limit.
+"""A call returns by its deadline wherever the node or the network hangs.
+
+Each stage hangs in turn, and all stages stay just below their own limits.
 """
 
 import contextlib
@@ -96,8 +97,8 @@ def test_connecting_over_shared_memory(
         by_deadline(["lookup"], DEADLINE_S, lambda name: calling(wire, name))
 
 
-def test_a_full_unix_backlog_is_waited_for(unix_path: str) -> None:
-    """As after the start of a node that many clients wait for: it takes one after the other."""
+def test_full_unix_backlog_is_retried(unix_path: str) -> None:
+    """After its start a node accepts its many waiting clients one after the other."""
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
         listener.bind(unix_path)
         listener.listen(0)
@@ -114,10 +115,10 @@ def test_a_full_unix_backlog_is_waited_for(unix_path: str) -> None:
         timer.join()
 
 
-def test_connecting_and_greeting_share_one_limit(
+def test_connect_and_hello_share_one_deadline(
     silent_port: int, by_deadline: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that takes most of the time leaves the greeting the rest, not as much again."""
+    """A slow connect leaves the hello only the rest of the time."""
 
     connect = socket.create_connection
 
@@ -142,7 +143,7 @@ MANY = reply(lookup=pb.LookupReply(present=[True] * 100_000))
 
 
 def trickle(connection: FrameSocket, data: bytes, piece_nbytes: int) -> None:
-    """Each piece arrives within the timeout of the call that receives it."""
+    """Send the data in pieces, each within the timeout of a receive call."""
     for start in range(0, len(data), piece_nbytes):
         connection.send(data[start : start + piece_nbytes])
         time.sleep(DEADLINE_S * 0.4)
@@ -174,7 +175,7 @@ HALTS: dict[str, tuple[str, Callable[[FrameSocket], object]]] = {
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bulk_node_that_halts_anywhere(
+def test_bulk_call_ends_by_its_deadline_wherever_the_node_halts(
     bulk_port: ServeBulk, by_deadline: Callable[..., None]
 ) -> None:
     over = threading.Event()
@@ -199,16 +200,17 @@ def test_a_bulk_node_that_halts_anywhere(
 
 
 def small_buffers(connection: FrameSocket) -> None:
-    """So that the kernel does not take a page in place of the peer."""
+    """Shrink the socket buffers, so that the kernel does not take a page in place of the peer."""
     for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
         connection._sock.setsockopt(socket.SOL_SOCKET, option, 64 << 10)
 
 
-def test_a_request_too_large_for_a_node_that_does_not_read(
+def test_large_request_to_a_node_that_does_not_read_ends_in_time(
     unix_path: str, by_deadline: Callable[..., None]
 ) -> None:
-    """It is left in the middle; the release that ends other calls would be taken for its rest, and
-    waited for.
+    """The call stops amid the request.
+
+    It sends no release, which the node would take for the rest of the request.
     """
     large = pb.GetRequest(
         namespace=b"n" * 16, prefix_hashes=[i.to_bytes(32, "big") for i in range(50_000)]
@@ -249,7 +251,7 @@ def test_a_request_too_large_for_a_node_that_does_not_read(
         assert sent[-64:] in large.SerializeToString()
 
 
-def test_a_better_wire_that_hangs_leaves_a_call_the_time_to_go_over_grpc(
+def test_hanging_bulk_wire_leaves_time_for_grpc(
     fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hang(
@@ -266,12 +268,10 @@ def test_a_better_wire_that_hangs_leaves_a_call_the_time_to_go_over_grpc(
         assert client.wire_name == "grpc"
 
 
-def test_a_call_in_a_great_hurry_is_no_evidence_against_its_node(
+def test_very_short_timeout_does_not_open_the_breaker(
     fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or whoever gives a call less than a node needs has it left alone by all others of
-    its client.
-    """
+    """Otherwise one call with too little time would block all others of its client."""
     monkeypatch.setattr(NodeChannel, "_check_liveness", lambda link: None)
     with Client(ClientConfig(address=fake_node.address, wire="grpc", timeout_s=10.0)) as client:
         assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
@@ -283,7 +283,7 @@ def test_a_call_in_a_great_hurry_is_no_evidence_against_its_node(
 
 
 @pytest.mark.parametrize("stage", ["resolver", "grpc", "bulk"])
-def test_closing_a_client_whose_call_hangs_does_not_wait(
+def test_close_does_not_wait_for_a_hanging_call(
     stage: str, fake_node: FakeNode, silent_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_node.bulk_port = silent_port

@@ -1,5 +1,4 @@
-"""docs/FORMAT.md by its examples: golden bytes, recomputed here without the project's own code and
-then compared with what the project makes."""
+"""The examples of docs/FORMAT.md: golden bytes, recomputed independently of kvstore's code."""
 
 import hashlib
 import json
@@ -91,7 +90,7 @@ def test_checksum() -> None:
     )
     seed = int(example["seed"], 16)
     assert xxhash.xxh3_64(digest + prefix_hash).intdigest() == seed == key_seed(digest, prefix_hash)
-    parts = [page[: 1 << 20], page[1 << 20 :]]  # of 2.5 MiB: one of 1 MiB, and the rest
+    parts = [page[: 1 << 20], page[1 << 20 :]]  # a page of 2.5 MiB: a part of 1 MiB, and the rest
     of_parts = b"".join(xxhash.xxh3_64(part).digest() for part in parts)
     assert of_parts.hex() == example["leaves"] == leaves(page).hex()
     assert (
@@ -142,7 +141,7 @@ def test_seal() -> None:
 
 
 def hmac_sha256(key: bytes, data: bytes) -> bytes:
-    """RFC 2104, for keys of at most 64 bytes."""
+    """Compute the HMAC of RFC 2104, for keys of at most 64 bytes."""
     inner, outer = (bytes(byte ^ pad for byte in key.ljust(64, b"\0")) for pad in (0x36, 0x5C))
     return hashlib.sha256(outer + hashlib.sha256(inner + data).digest()).digest()
 

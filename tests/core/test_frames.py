@@ -1,4 +1,4 @@
-"""Bulk frames over a real socket pair: deadlines, ends, and bytes that are no frames."""
+"""Bulk frames over a real socket pair: deadlines, closed peers, and invalid bytes."""
 
 import itertools
 import random
@@ -20,7 +20,7 @@ from kvstore.transports.tls import TlsFrameSocket
 
 
 class TlsPeer(TlsFrameSocket):
-    """Sends what a socket would, over TLS."""
+    """A TLS connection with the `sendall` of a socket."""
 
     def sendall(self, data: bytes | memoryview) -> None:
         self.arm(5.0)
@@ -54,7 +54,7 @@ def frames(peer: socket.socket | TlsPeer) -> FrameSocket:
     return peer if isinstance(peer, TlsPeer) else FrameSocket(peer)
 
 
-def test_a_frame_arrives_as_it_was_sent(pair: tuple[FrameSocket, socket.socket]) -> None:
+def test_frame_arrives_intact(pair: tuple[FrameSocket, socket.socket]) -> None:
     ours, peer = pair
     theirs = frames(peer)
     theirs.arm(5.0)
@@ -76,7 +76,7 @@ def test_a_frame_arrives_as_it_was_sent(pair: tuple[FrameSocket, socket.socket])
     thread.join()
 
 
-def test_a_frame_that_comes_byte_by_byte_is_put_together(
+def test_frame_sent_byte_by_byte_is_joined(
     pair: tuple[FrameSocket, socket.socket],
 ) -> None:
     ours, peer = pair
@@ -94,7 +94,7 @@ def test_a_frame_that_comes_byte_by_byte_is_put_together(
     thread.join()
 
 
-def test_waiting_for_a_frame_ends_without_one(pair: tuple[FrameSocket, socket.socket]) -> None:
+def test_wait_for_a_frame_times_out(pair: tuple[FrameSocket, socket.socket]) -> None:
     ours, peer = pair
     ours.arm(0.01)
     assert ours.wait_frame(100, 0.01) is None
@@ -103,7 +103,7 @@ def test_waiting_for_a_frame_ends_without_one(pair: tuple[FrameSocket, socket.so
     assert ours.wait_frame(100, 5.0) == (b"", 0)
 
 
-def test_a_frame_that_stops_in_the_middle_is_a_timeout(
+def test_partial_frame_times_out(
     pair: tuple[FrameSocket, socket.socket],
 ) -> None:
     ours, peer = pair
@@ -112,7 +112,7 @@ def test_a_frame_that_stops_in_the_middle_is_a_timeout(
         ours.wait_frame(100, 0.02)
 
 
-def test_a_trickle_does_not_move_the_deadline(pair: tuple[FrameSocket, socket.socket]) -> None:
+def test_trickle_does_not_extend_the_deadline(pair: tuple[FrameSocket, socket.socket]) -> None:
     ours, peer = pair
     stop = threading.Event()
 
@@ -132,7 +132,7 @@ def test_a_trickle_does_not_move_the_deadline(pair: tuple[FrameSocket, socket.so
     thread.join()
 
 
-def test_a_peer_that_never_reads_is_a_timeout(pair: tuple[FrameSocket, socket.socket]) -> None:
+def test_send_to_a_peer_that_never_reads_times_out(pair: tuple[FrameSocket, socket.socket]) -> None:
     ours, _ = pair
     ours.arm(0.05)
     with pytest.raises(TimeoutError):
@@ -140,7 +140,7 @@ def test_a_peer_that_never_reads_is_a_timeout(pair: tuple[FrameSocket, socket.so
 
 
 @pytest.mark.parametrize("sent", [b"", pack_fixed(5, 0), pack_fixed(5, 0) + b"abc", b"K"])
-def test_a_peer_that_closes_is_a_connection_error(
+def test_closed_peer_is_a_connection_error(
     pair: tuple[FrameSocket, socket.socket], sent: bytes
 ) -> None:
     ours, peer = pair
@@ -150,7 +150,7 @@ def test_a_peer_that_closes_is_a_connection_error(
         ours.wait_frame(100, 5.0)
 
 
-def test_shutdown_wakes_a_thread_that_waits(pair: tuple[FrameSocket, socket.socket]) -> None:
+def test_shutdown_wakes_a_waiting_thread(pair: tuple[FrameSocket, socket.socket]) -> None:
     ours, _ = pair
     errors: list[Exception] = []
 
@@ -167,8 +167,8 @@ def test_shutdown_wakes_a_thread_that_waits(pair: tuple[FrameSocket, socket.sock
     assert errors
 
 
-def test_arming_again_gives_the_full_time(pair: tuple[FrameSocket, socket.socket]) -> None:
-    """After a slow transfer little time may be left; the next one must not inherit it."""
+def test_rearmed_timeout_is_complete(pair: tuple[FrameSocket, socket.socket]) -> None:
+    """The next transfer must not inherit the little time that a slow one left."""
     ours, peer = pair
     ours.arm(0.001)
     with pytest.raises(TimeoutError):
@@ -182,7 +182,7 @@ def test_arming_again_gives_the_full_time(pair: tuple[FrameSocket, socket.socket
     timer.join()
 
 
-def test_no_time_at_all_is_not_for_ever(pair: tuple[FrameSocket, socket.socket]) -> None:
+def test_zero_timeout_does_not_block(pair: tuple[FrameSocket, socket.socket]) -> None:
     ours, _ = pair
     ours.arm(0.0)
     started = time.monotonic()
@@ -207,7 +207,7 @@ def test_invalid_frame_is_refused_before_its_length_is_used(fixed: bytes, named:
         unpack_fixed(fixed, 100)
 
 
-def test_random_bytes_are_frames_only_if_they_start_like_one() -> None:
+def test_random_bytes_without_the_magic_are_no_frame() -> None:
     rng = random.Random(5)
     for _ in range(5000):
         fixed = rng.randbytes(FIXED_NBYTES)
@@ -232,14 +232,12 @@ def in_views(data: bytearray, sizes: list[int]) -> list[memoryview]:
     "sizes",
     [
         [1 << 20] * 5,
-        [1, 100, 7, 4000, 1, 5 << 20, 3, 300_000],  # the first ones come with the frame's head
-        [999] * 5000,  # more than a system call takes
-        [64] * 30,  # all of it comes with the head
+        [1, 100, 7, 4000, 1, 5 << 20, 3, 300_000],  # the first ones arrive with the header
+        [999] * 5000,  # more than one system call takes
+        [64] * 30,  # all of them arrive with the header
     ],
 )
-def test_views_are_filled_as_they_were_sent(
-    pair: tuple[FrameSocket, socket.socket], sizes: list[int]
-) -> None:
+def test_views_arrive_intact(pair: tuple[FrameSocket, socket.socket], sizes: list[int]) -> None:
     ours, peer = pair
     theirs = frames(peer)
     theirs.arm(5.0)
@@ -260,11 +258,11 @@ def test_views_are_filled_as_they_were_sent(
     thread.join()
 
 
-def test_views_that_come_in_crumbs_are_put_together(
+def test_views_received_in_pieces_are_joined(
     pair: tuple[FrameSocket, socket.socket],
 ) -> None:
-    """The kernel's timeout ends a call with what came till then; a part that comes in time renews
-    the time.
+    """The kernel's timeout ends a call with the bytes received so far; each part renews the
+    time.
     """
     ours, peer = pair
     sent = bytearray(random.Random(7).randbytes(2 * CHUNK_NBYTES + 10))
@@ -286,7 +284,7 @@ def test_views_that_come_in_crumbs_are_put_together(
     assert 1 <= len(armed) <= 3
 
 
-def test_a_part_that_trickles_is_a_timeout(pair: tuple[FrameSocket, socket.socket]) -> None:
+def test_trickling_part_times_out(pair: tuple[FrameSocket, socket.socket]) -> None:
     ours, peer = pair
     ended = threading.Event()
 
@@ -304,14 +302,14 @@ def test_a_part_that_trickles_is_a_timeout(pair: tuple[FrameSocket, socket.socke
         thread.join()
 
 
-def test_views_that_nobody_takes_are_a_timeout(pair: tuple[FrameSocket, socket.socket]) -> None:
+def test_sent_views_that_are_not_read_time_out(pair: tuple[FrameSocket, socket.socket]) -> None:
     ours, _ = pair
     with pytest.raises(TimeoutError):
         ours.send_all([memoryview(bytes(1 << 20))] * 64, lambda: 0.1)
     assert ours.torn
 
 
-def test_a_peer_that_goes_amid_views_is_a_connection_error(
+def test_peer_closing_amid_views_is_a_connection_error(
     pair: tuple[FrameSocket, socket.socket],
 ) -> None:
     ours, peer = pair

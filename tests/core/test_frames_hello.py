@@ -1,4 +1,4 @@
-"""The hello by frames of a client that has asked nobody else: versions, and what nobody expects."""
+"""The hello by frames of a new client: protocol versions and unexpected answers."""
 
 import contextlib
 from collections.abc import Callable
@@ -22,7 +22,7 @@ KEY = b"k" * 32
 def node_of(
     version: int, seen: list[int], limits: pb.Limits = LIMITS
 ) -> Callable[[FrameSocket], None]:
-    """Refuses every version but its own, even in a frame, and hangs up."""
+    """Return a fake node that refuses every version but its own, also in a frame, and closes."""
 
     def talk(connection: FrameSocket) -> None:
         while True:
@@ -47,8 +47,8 @@ def node_of(
     return talk
 
 
-def unless_it_speaks_tls(talk: Callable[[FrameSocket], None]) -> Callable[[FrameSocket], None]:
-    """A client that does not understand what it hears tries whether TLS is spoken here."""
+def ignoring_tls(talk: Callable[[FrameSocket], None]) -> Callable[[FrameSocket], None]:
+    """Make the server survive the TLS handshake that a client tries after an unknown answer."""
 
     def patient(connection: FrameSocket) -> None:
         with contextlib.suppress(ProtocolError):
@@ -62,7 +62,7 @@ def client(port: int) -> Client:
     return Client(ClientConfig(f"bulk://127.0.0.1:{port}", timeout_s=20.0, connect_timeout_s=10.0))
 
 
-def test_an_older_node_is_spoken_to_in_its_own_version(bulk_port: ServeBulk) -> None:
+def test_older_node_gets_its_own_version(bulk_port: ServeBulk) -> None:
     seen: list[int] = []
     port = bulk_port(node_of(PROTOCOL_VERSION - 1, seen)).port
     with client(port) as older:
@@ -70,13 +70,13 @@ def test_an_older_node_is_spoken_to_in_its_own_version(bulk_port: ServeBulk) -> 
     assert seen == [PROTOCOL_VERSION, *[PROTOCOL_VERSION - 1] * 3]
 
 
-def test_a_node_two_versions_away_is_no_node_of_ours(bulk_port: ServeBulk) -> None:
-    port = bulk_port(unless_it_speaks_tls(node_of(PROTOCOL_VERSION - 2, []))).port
+def test_node_two_versions_away_is_refused(bulk_port: ServeBulk) -> None:
+    port = bulk_port(ignoring_tls(node_of(PROTOCOL_VERSION - 2, []))).port
     with client(port) as far, pytest.raises(ProtocolError, match="the peer speaks protocol 2"):
         far.lookup(SPACE, [KEY])
 
 
-def test_a_node_that_takes_no_keys_is_not_used(bulk_port: ServeBulk) -> None:
+def test_node_that_accepts_no_keys_is_refused(bulk_port: ServeBulk) -> None:
     port = bulk_port(node_of(PROTOCOL_VERSION, [], pb.Limits()))
     with client(port.port) as odd, pytest.raises(ProtocolError, match="accepts no keys at all"):
         odd.lookup(SPACE, [KEY])
@@ -91,14 +91,14 @@ def test_server_that_is_no_node_raises_our_error(bulk_port: ServeBulk, answer: b
         connection.send(answer)
 
     with (
-        client(bulk_port(unless_it_speaks_tls(talk)).port) as lost,
+        client(bulk_port(ignoring_tls(talk)).port) as lost,
         pytest.raises(ProtocolError, match="not a kvstore bulk frame"),
     ):
         lost.lookup(SPACE, [KEY])
 
 
-def test_a_node_that_does_not_wait_is_not_asked_all_the_time(bulk_port: ServeBulk) -> None:
-    """It says at once that there is no view: the next member is asked, after a pause."""
+def test_node_that_does_not_wait_is_not_polled(bulk_port: ServeBulk) -> None:
+    """The node answers at once that there is no view, so the next member is asked after a pause."""
     asked: list[int] = []
 
     def talk(connection: FrameSocket) -> None:

@@ -1,4 +1,4 @@
-"""The gRPC wire against nodes that answer what no node should, and its outbox."""
+"""The gRPC wire against nodes with invalid answers, and the outbox of a put."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ Replies = Callable[[Iterator[bytes]], Iterator[bytes]]
 
 @pytest.fixture
 def wire_to() -> Iterator[Callable[[Replies], GrpcWire]]:
-    """A wire to a node whose Put and Get answer, message by message, what `replies` yields."""
+    """Return a function that makes a wire to a node which answers Put and Get with `replies`."""
     ends: list[Callable[[], Any]] = []
 
     def start(replies: Replies) -> GrpcWire:
@@ -56,7 +56,7 @@ def writes(count: int) -> bytes:
 
 
 def ends(call: Callable[[], Any]) -> bool:
-    """Whether it returns within 20 s."""
+    """Return whether the call ends within 20 s."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(20.0)
@@ -69,7 +69,7 @@ BEGIN = pb.GetFrame(begin=pb.GetReply(hits=[True], checksums=[bytes(16)])).Seria
 @pytest.mark.parametrize(
     "frames", [[b"\xff\xff"], [BEGIN, b"\xff\xff"], [BEGIN, BEGIN], [BEGIN], []]
 )
-def test_a_get_that_is_answered_with_nonsense_is_refused(
+def test_get_with_an_invalid_answer_is_refused(
     wire_to: Callable[[Replies], GrpcWire], frames: list[bytes]
 ) -> None:
     with pytest.raises(ProtocolError, match="the node's answer to a get is incomplete"):
@@ -81,7 +81,7 @@ UNFIT = "the reply to a get does not fit its request"
 
 
 @pytest.mark.parametrize(
-    ("begin", "said"),
+    ("begin", "message"),
     [
         (pb.GetReply(hits=[True] * 2, checksums=[bytes(16)] * 2), UNFIT),
         (pb.GetReply(hits=[], checksums=[]), UNFIT),
@@ -90,23 +90,23 @@ UNFIT = "the reply to a get does not fit its request"
         (pb.GetReply(hits=[True], checksums=[bytes(16)]), "more page bytes than it announced"),
     ],
 )
-def test_a_get_that_is_answered_for_another_one_is_refused(
-    wire_to: Callable[[Replies], GrpcWire], begin: pb.GetReply, said: str
+def test_get_with_the_answer_of_another_is_refused(
+    wire_to: Callable[[Replies], GrpcWire], begin: pb.GetReply, message: str
 ) -> None:
     frames = [pb.GetFrame(begin=begin).SerializeToString(), CHUNK, CHUNK]
-    with pytest.raises(ProtocolError, match=said):
+    with pytest.raises(ProtocolError, match=message):
         get(wire_to(lambda messages: iter(frames)))
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_put_that_is_answered_for_other_pages_is_refused(
+def test_put_with_a_wrong_number_of_verdicts_is_refused(
     wire_to: Callable[[Replies], GrpcWire], count: int
 ) -> None:
     with pytest.raises(ProtocolError, match=f"{count} verdicts for 2 pages"):
         put(wire_to(lambda messages: iter([writes(count)])))
 
 
-def test_a_put_whose_commit_is_not_answered_is_not_stored(
+def test_put_without_an_answer_to_its_commit_is_refused(
     wire_to: Callable[[Replies], GrpcWire],
 ) -> None:
     def replies(messages: Iterator[bytes]) -> Iterator[bytes]:
@@ -120,11 +120,11 @@ def test_a_put_whose_commit_is_not_answered_is_not_stored(
 
 
 @pytest.mark.parametrize("writing", [False, True])
-def test_a_put_that_the_node_ends_early_waits_for_nothing(
+def test_put_ended_by_the_node_returns_at_once(
     wire_to: Callable[[Replies], GrpcWire], monkeypatch: pytest.MonkeyPatch, writing: bool
 ) -> None:
-    """Neither the calling thread, which has more to send, nor gRPC's, which would send more."""
-    over, said = threading.Event(), list[str]()
+    """Neither the caller nor gRPC's thread waits to send the rest."""
+    over, errors = threading.Event(), list[str]()
 
     class Watched(Outbox):
         def __iter__(self) -> Iterator[bytes]:
@@ -143,39 +143,39 @@ def test_a_put_that_the_node_ends_early_waits_for_nothing(
     def call() -> None:
         with pytest.raises(KVStoreError) as caught:
             put(wire, count=8, seconds=600.0)
-        said.append(str(caught.value))
+        errors.append(str(caught.value))
 
     monkeypatch.setattr("kvstore.transports.grpc_wire.Outbox", Watched)
     wire = wire_to(replies)
     assert ends(call)
-    assert "in trouble" in said[0]
+    assert "in trouble" in errors[0]
     assert over.wait(20.0)
 
 
-def test_an_outbox_is_full_until_somebody_takes_a_frame() -> None:
-    outbox, said = Outbox(), list[int]()
+def test_full_outbox_blocks_until_a_frame_is_taken() -> None:
+    outbox, sent = Outbox(), list[int]()
 
     def fill() -> None:
         for number in range(FRAMES_MAX + 2):
             assert outbox.put(b"%d" % number)
-            said.append(number)
+            sent.append(number)
         outbox.end()
 
     thread = threading.Thread(target=fill, daemon=True)
     thread.start()
     thread.join(0.1)
-    assert said == list(range(FRAMES_MAX))
+    assert sent == list(range(FRAMES_MAX))
     taken = list[bytes]()
     assert ends(lambda: taken.extend(outbox))
     assert taken == [b"%d" % number for number in range(FRAMES_MAX + 2)]
 
 
 def test_waiter_for_an_ended_outbox_returns() -> None:
-    outbox, said = Outbox(), list[bool]()
+    outbox, results = Outbox(), list[bool]()
     timer = threading.Timer(0.05, outbox.end)
     timer.start()
-    assert ends(lambda: said.extend(outbox.put(b"frame") for _ in range(FRAMES_MAX + 2)))
-    assert said == [True] * FRAMES_MAX + [False, False]
+    assert ends(lambda: results.extend(outbox.put(b"frame") for _ in range(FRAMES_MAX + 2)))
+    assert results == [True] * FRAMES_MAX + [False, False]
     timer.join()
 
 

@@ -1,6 +1,4 @@
-"""Files that are believed: what they must be, however one comes to be another while it
-is opened.
-"""
+"""Guarded files, such as keys: required modes and types, checked on the opened file."""
 
 import os
 import stat
@@ -20,14 +18,14 @@ def path(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_file_is_read_up_to_its_limit(path: Path) -> None:
+def test_file_over_the_limit_is_refused(path: Path) -> None:
     assert read_guarded(f"setting={path}", stat.S_IRWXO, 8) == b"12345678"
     with pytest.raises(ConfigError, match=r"^setting=.*/a=file has more than 7 bytes$"):
         read_guarded(f"setting={path}", stat.S_IRWXO, 7)
 
 
 @pytest.mark.parametrize(
-    ("mode", "forbidden", "said"),
+    ("mode", "forbidden", "message"),
     [
         (0o644, stat.S_IROTH, r"\(mode 0644\); chmod o-r /.*/a=file, or"),
         (0o777, stat.S_IWOTH, r"\(mode 0777\); chmod o-w /"),
@@ -35,21 +33,19 @@ def test_a_file_is_read_up_to_its_limit(path: Path) -> None:
     ],
 )
 def test_file_readable_for_others_is_refused_with_the_remedy(
-    path: Path, mode: int, forbidden: int, said: str
+    path: Path, mode: int, forbidden: int, message: str
 ) -> None:
     path.chmod(mode)
     for look in (
         lambda: checked_stat(f"setting={path}", forbidden),
         lambda: read_guarded(f"setting={path}", forbidden, 8),
     ):
-        with pytest.raises(ConfigError, match=f"^setting=.* is open to others {said}"):
+        with pytest.raises(ConfigError, match=f"^setting=.* is open to others {message}"):
             look()
 
 
 def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
-    """A pipe with a writer, which could be read from; without one to open it could wait
-    for ever.
-    """
+    """A pipe with a writer could be read; without one, opening it could block for ever."""
     os.mkfifo(tmp_path / "pipe", 0o600)
     writer = os.open(tmp_path / "pipe", os.O_RDWR)
     try:
@@ -59,15 +55,15 @@ def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
                 read_guarded(file, stat.S_IXOTH, 8)
     finally:
         os.close(writer)
-    for file, said in (
+    for file, message in (
         (f"setting={tmp_path}", "Is a directory"),
         (f"setting={tmp_path}/none", "No such file"),
     ):
-        with pytest.raises(ConfigError, match=f"^{file} can not be read: {said}"):
+        with pytest.raises(ConfigError, match=f"^{file} can not be read: {message}"):
             read_guarded(file, 0, 8)
 
 
-def test_a_stamp_is_the_same_until_the_file_is_replaced(path: Path) -> None:
+def test_stamp_changes_when_the_file_is_replaced(path: Path) -> None:
     def now() -> tuple[int, ...]:
         return stamp(checked_stat(f"setting={path}"))
 

@@ -1,5 +1,6 @@
-"""A process that has next to nothing left: the store is not there for it, and it lives. gRPC would
-end it.
+"""A process that runs out of descriptors or threads gets Unavailable and lives.
+
+gRPC alone would end the process.
 """
 
 import subprocess
@@ -21,7 +22,7 @@ def asked(how):
             client.lookup(space, [b"k" * 32])
     except Unavailable as error:
         assert how in str(error), error
-asked("")  # gRPC keeps some from now on, and gives others back when it likes
+asked("")  # gRPC keeps some descriptors from now on, and closes others at any time
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 taken = []
 try:
@@ -36,8 +37,8 @@ print("alive")
 """
 
 
-def test_a_process_without_descriptors_lives_on(unserved_port: int) -> None:
-    """It was ended by SIGABRT with 0, 1, 2, 3 or 5 of them left."""
+def test_process_without_descriptors_survives(unserved_port: int) -> None:
+    """Regression: SIGABRT ended it with 0, 1, 2, 3 or 5 descriptors left."""
     child = subprocess.run(
         [sys.executable, "-c", LEFT, str(unserved_port)],
         capture_output=True,
@@ -48,10 +49,10 @@ def test_a_process_without_descriptors_lives_on(unserved_port: int) -> None:
     assert (child.returncode, child.stdout) == (0, "alive\n"), child.stderr
 
 
-def test_a_process_without_threads_is_told_at_once(
+def test_call_without_threads_fails_at_once(
     unserved_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC tried for 12 s, whatever the deadline, and ended the process."""
+    """Regression: gRPC tried for 12 s, past the deadline, and ended the process."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -1,6 +1,4 @@
-"""Work that is left to another thread: when its caller goes on, interrupted or not, nothing of it
-goes on.
-"""
+"""Work in a helper thread: it never goes on after its caller, interrupted or not."""
 
 import threading
 import time
@@ -21,7 +19,7 @@ start = start_new_thread
 
 
 class Work:
-    """Fills a caller's buffer until it is stopped."""
+    """Work that uses a caller's buffer until it is stopped."""
 
     def __init__(self, seconds: float = 10.0) -> None:
         self.began, self.stopped, self.ended = (
@@ -34,14 +32,15 @@ class Work:
     def do(self) -> None:
         self.began.set()
         self.stopped.wait(self._seconds)
-        time.sleep(0.05)  # one who does not wait for it is there first
+        time.sleep(0.05)  # a caller that does not wait would return first
         self.ended.set()
 
 
 @pytest.fixture
 def interrupt_at_hand_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Work | None], None]:
-    """Raise where the handler of a signal is likely to: in the call that gives the work to the
-    helper thread.
+    """Return a function that raises in the call that gives work to the helper thread.
+
+    The handler of a signal is likely to run there.
     """
 
     def interrupt(begun: Work | None) -> None:
@@ -50,7 +49,7 @@ def interrupt_at_hand_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Work | 
                 if item is None or seen:
                     return super().put(item)
                 seen.append(1)
-                if begun is not None:  # the work runs; else it never arrives
+                if begun is not None:  # the work runs; otherwise it never arrives
                     super().put(item)
                     begun.began.wait(10.0)
                 raise KeyboardInterrupt
@@ -62,7 +61,7 @@ def interrupt_at_hand_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Work | 
     return interrupt
 
 
-def test_an_interrupt_right_behind_the_hand_over_waits_for_the_end_of_the_work(
+def test_interrupt_after_the_hand_over_waits_for_the_work(
     interrupt_at_hand_over: Callable[[Work | None], None],
 ) -> None:
     work = Work()
@@ -72,7 +71,7 @@ def test_an_interrupt_right_behind_the_hand_over_waits_for_the_end_of_the_work(
     assert work.ended.is_set()
 
 
-def test_an_interrupt_before_the_hand_over_keeps_the_work_from_being_done(
+def test_interrupt_before_the_hand_over_cancels_the_work(
     interrupt_at_hand_over: Callable[[Work | None], None],
 ) -> None:
     work = Work()
@@ -82,12 +81,10 @@ def test_an_interrupt_before_the_hand_over_keeps_the_work_from_being_done(
     assert not work.began.is_set()
 
 
-def test_an_interrupt_of_a_cancellation_does_not_wait_for_work_that_never_arrives(
+def test_interrupted_cancellation_does_not_wait_for_ever(
     interrupt_at_hand_over: Callable[[Work | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second interrupt comes when the work may not begin any more, and nobody has noted that
-    yet.
-    """
+    """The second interrupt comes after the work was cancelled, before the caller has noted it."""
     work, seen = Work(), list[int]()
     interrupt_at_hand_over(None)
 
@@ -122,7 +119,7 @@ def test_an_interrupt_of_a_cancellation_does_not_wait_for_work_that_never_arrive
     assert not work.began.is_set()
 
 
-def test_work_that_no_thread_can_stop_is_waited_for(
+def test_work_is_awaited_when_no_thread_can_stop_it(
     interrupt_at_hand_over: Callable[[Work | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, started = Work(0.2), list[int]()
@@ -140,7 +137,7 @@ def test_work_that_no_thread_can_stop_is_waited_for(
     assert work.ended.is_set()
 
 
-def test_without_any_thread_the_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_without_a_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(run: Callable[[], None], arguments: tuple[()]) -> int:
         raise RuntimeError("can't start new thread")
 
@@ -152,7 +149,7 @@ def test_without_any_thread_the_work_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert not work.began.is_set()
 
 
-def test_a_second_interrupt_before_the_wait_for_abreast_calls_does_not_end_it(
+def test_second_interrupt_still_waits_for_parallel_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     work, ended, calls = Work(0.2), kvstore.threads.end, list[int]()

@@ -1,4 +1,4 @@
-"""Calls with less time than a node needs, beside others that have enough."""
+"""Calls with less time than a node needs, beside calls with enough time."""
 
 import threading
 from collections.abc import Callable
@@ -33,25 +33,22 @@ def eventually(true: Callable[[], bool], seconds: float = 10.0) -> None:
         threading.Event().wait(0.005)
 
 
-def test_a_call_in_a_great_hurry_leaves_the_link_to_the_others(
-    fake_node: FakeNode, bulk_port: ServeBulk
-) -> None:
-    """It has no time for one more connection.
+def test_short_timeout_does_not_drop_the_link(fake_node: FakeNode, bulk_port: ServeBulk) -> None:
+    """Regression: a call without the time for a new connection dropped the link.
 
-    The link was dropped for that, and where there was no time for another link the breaker shut all
-    others out.
+    If there was no time for another link either, the circuit breaker shut all others out.
     """
     present = pb.BulkReply(
         lookup=pb.LookupReply(present=[True], prefix_pages=1)
     ).SerializeToString()
-    first, calm = [True], threading.Event()
+    first, answer_now = [True], threading.Event()
 
     def talk(connection: Any) -> None:
         if first:
             first.clear()
-            scripted()(connection)  # says hello and nothing more
+            scripted()(connection)  # answers only the hello
         else:
-            calm.wait(10.0)
+            answer_now.wait(10.0)
             scripted(pack_fixed(len(present), 0) + present)(connection)
 
     fake_node.bulk_port = bulk_port(talk).port
@@ -60,7 +57,7 @@ def test_a_call_in_a_great_hurry_leaves_the_link_to_the_others(
     for _ in range(3):
         with pytest.raises(DeadlineExceeded):
             link.run(looked_up, None, Deadline(EVIDENCE_S / 2))
-    calm.set()
+    answer_now.set()
     assert link.run(looked_up, None, Deadline(5)) == 1
     assert link.connect_count == 1
     link.close()
@@ -69,7 +66,7 @@ def test_a_call_in_a_great_hurry_leaves_the_link_to_the_others(
 def test_urgent_waiters_do_not_starve_others(
     fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a restart of the node, say: whenever the breaker let one try, it was one without the
+    """Regression: after a restart of the node each trial of the breaker went to a call without the
     time to connect.
     """
     link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
@@ -89,10 +86,10 @@ def test_urgent_waiters_do_not_starve_others(
     link.close()
 
 
-def test_a_node_that_hangs_is_left_alone_by_who_is_in_a_hurry(
+def test_short_timeouts_open_the_breaker_of_a_hanging_node(
     fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of their calls took all of its time, for ever."""
+    """Regression: every call with a short timeout waited for the hanging node."""
     monkeypatch.setattr("kvstore.transports.channel.LIVES_S", 0.3)
     link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
     assert link.run(looked_up, NAMESPACE, Deadline(5)) == 1

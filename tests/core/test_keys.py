@@ -1,4 +1,4 @@
-"""Keys: what distinguishes namespaces, and which tokens a prefix hash names."""
+"""Keys: which fields change a namespace's digest, and which tokens a prefix hash covers."""
 
 import dataclasses
 import hashlib
@@ -38,7 +38,7 @@ def test_every_field_of_a_namespace_changes_its_digest() -> None:
     assert len(digests | {BASE.digest}) == len(OTHER_VALUES) + 1
 
 
-def test_text_that_moves_from_one_field_to_the_next_changes_the_digest() -> None:
+def test_text_moved_to_another_field_changes_the_digest() -> None:
     layout = opaque_layout(1)
     assert (
         Namespace("ab", layout, revision="c").digest != Namespace("a", layout, revision="bc").digest
@@ -63,14 +63,12 @@ def test_text_that_moves_from_one_field_to_the_next_changes_the_digest() -> None
         ({"key_id": "0123456789abcde\n"}, "key_id"),
     ],
 )
-def test_a_namespace_out_of_range_is_refused_with_the_field_named(
-    fields: dict[str, Any], named: str
-) -> None:
+def test_invalid_namespace_field_is_named(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         dataclasses.replace(BASE, **fields)
 
 
-def test_a_prefix_hash_names_all_tokens_before_it() -> None:
+def test_prefix_hash_covers_all_tokens_before_it() -> None:
     hashes = prefix_hashes(range(64), 16)
     assert len(hashes) == 4
     changed = prefix_hashes([1, *range(1, 64)], 16)
@@ -105,12 +103,12 @@ def test_tokens_may_come_in_any_sequence(tokens: Any) -> None:
 @pytest.mark.parametrize(
     "tokens", [[-1], [1 << 32], [1.5], ["a"], "abcd", None, torch.tensor([[1, 2]]), 5]
 )
-def test_tokens_that_are_no_ids_are_refused(tokens: Any) -> None:
+def test_invalid_token_ids_are_refused(tokens: Any) -> None:
     with pytest.raises(InvalidRequest, match="token ids"):
         prefix_hashes(tokens, 1)
 
 
-def test_a_page_has_at_least_one_token() -> None:
+def test_page_without_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="page_tokens 0"):
         prefix_hashes([1], 0)
 
@@ -126,12 +124,12 @@ def test_a_page_has_at_least_one_token() -> None:
         ([bytes([i]) * 32 for i in range(9)], "9 keys, at most 8"),
     ],
 )
-def test_a_bad_batch_is_refused(hashes: list[bytes], named: str) -> None:
+def test_invalid_batch_is_refused(hashes: list[bytes], named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         check_prefix_hashes(hashes, 8, distinct=True)
 
 
-def test_a_batch_may_name_a_key_twice_where_that_has_a_meaning() -> None:
+def test_batch_may_repeat_a_key_if_not_distinct() -> None:
     check_prefix_hashes([b"x" * 16, b"x" * 16, b"y" * 64], 3, distinct=False)
 
 

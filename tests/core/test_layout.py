@@ -1,4 +1,4 @@
-"""Page layouts: what is refused, where bytes lie, what the fingerprint distinguishes."""
+"""Page layouts: refused values, the places of bytes, and the fingerprint."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def test_slices_cover_the_page_without_gaps() -> None:
     assert offset == MIXED.page_nbytes == 2 * 2 * 16 * 2048 + 2 * 4
 
 
-def test_a_layer_is_one_range_per_group_that_has_it() -> None:
+def test_layer_has_one_range_per_group() -> None:
     plane_nbytes = 16 * 2048
     assert MIXED.layer_ranges(0) == (ByteRange(0, 2 * plane_nbytes),)
     assert MIXED.layer_ranges(1) == (ByteRange(4 * plane_nbytes, 4),)
@@ -34,7 +34,7 @@ def test_a_layer_is_one_range_per_group_that_has_it() -> None:
         MIXED.layer_ranges(3)
 
 
-def test_ranges_that_touch_become_one() -> None:
+def test_adjacent_ranges_are_merged() -> None:
     layout = PageLayout(1, (LayerGroup("a", (0,), (K,)), LayerGroup("b", (0,), (V,))))
     assert layout.layer_ranges(0) == (ByteRange(0, layout.page_nbytes),)
 
@@ -87,7 +87,7 @@ def test_unit_bytes_follow_from_dtype_and_shape(dtype: str) -> None:
         (("p", "uint8", (1,), 65537), "unit_tokens 65537"),
     ],
 )
-def test_a_bad_plane_is_refused(arguments: Any, named: str) -> None:
+def test_invalid_plane_is_refused(arguments: Any, named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         Plane(*arguments)
 
@@ -104,7 +104,7 @@ def test_a_bad_plane_is_refused(arguments: Any, named: str) -> None:
         (("g/h", (1,), (K,)), "group name"),
     ],
 )
-def test_a_bad_group_is_refused(arguments: Any, named: str) -> None:
+def test_invalid_group_is_refused(arguments: Any, named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         LayerGroup(*arguments)
 
@@ -120,12 +120,12 @@ def test_a_bad_group_is_refused(arguments: Any, named: str) -> None:
         (1, (LayerGroup("g", tuple(range(40000)), (K, V)),), "80000 planes"),
     ],
 )
-def test_a_bad_layout_is_refused(page_tokens: int, groups: Any, named: str) -> None:
+def test_invalid_layout_is_refused(page_tokens: int, groups: Any, named: str) -> None:
     with pytest.raises(InvalidRequest, match=named):
         PageLayout(page_tokens, groups)
 
 
 @pytest.mark.parametrize("page_tokens", [1, 64])
-def test_an_opaque_layout_has_the_bytes_it_was_asked_for(page_tokens: int) -> None:
+def test_opaque_layout_has_the_requested_size(page_tokens: int) -> None:
     layout = opaque_layout(12345, page_tokens)
     assert (layout.page_nbytes, layout.page_tokens) == (12345, page_tokens)

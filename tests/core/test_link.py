@@ -1,6 +1,4 @@
-"""The link to a node: which wire it takes, when it connects again, when it leaves the
-node alone.
-"""
+"""The link to a node: its choice of wire, reconnects, and pauses after failures."""
 
 import logging
 import threading
@@ -45,7 +43,7 @@ def refusing(fake: Any, code: grpc.StatusCode) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["unserved", "silent", "none"])
-def test_without_a_bulk_wire_grpc_is_used_and_a_warning_says_so(
+def test_client_without_a_bulk_wire_uses_grpc_and_warns(
     fake_node: FakeNode,
     unserved_port: int,
     silent_port: int,
@@ -64,7 +62,7 @@ def test_without_a_bulk_wire_grpc_is_used_and_a_warning_says_so(
 
 
 @pytest.mark.parametrize("trouble", ["unserved", "silent", "none"])
-def test_a_client_that_wants_bulk_gets_no_other_wire(
+def test_client_with_wire_bulk_uses_no_other(
     fake_node: FakeNode, unserved_port: int, silent_port: int, trouble: str
 ) -> None:
     fake_node.bulk_port = {"unserved": unserved_port, "silent": silent_port, "none": 0}[trouble]
@@ -73,9 +71,7 @@ def test_a_client_that_wants_bulk_gets_no_other_wire(
     assert "lookup" not in fake_node.calls
 
 
-def test_a_client_that_wants_grpc_does_not_try_bulk(
-    fake_node: FakeNode, bulk_port: ServeBulk
-) -> None:
+def test_client_with_wire_grpc_does_not_try_bulk(fake_node: FakeNode, bulk_port: ServeBulk) -> None:
     bulk = bulk_port(scripted())
     fake_node.bulk_port = bulk.port
     with Client(config(fake_node, wire="grpc")) as client:
@@ -98,7 +94,7 @@ class Clock:
 
 
 def fallen_back(fake: Any, unserved_port: int) -> tuple[NodeChannel, Clock]:
-    """A link that took gRPC because nobody served bulk, and its clock."""
+    """Return a link that took gRPC because no bulk port answered, and its clock."""
     clock = Clock()
     link = NodeChannel(fake.address, config(fake), clock)
     fake.bulk_port = unserved_port
@@ -107,7 +103,7 @@ def fallen_back(fake: Any, unserved_port: int) -> tuple[NodeChannel, Clock]:
     return link, clock
 
 
-def test_after_a_while_bulk_is_tried_again(
+def test_bulk_is_tried_again_after_a_while(
     fake_node: FakeNode, unserved_port: int, bulk_port: ServeBulk
 ) -> None:
     link, clock = fallen_back(fake_node, unserved_port)
@@ -126,12 +122,10 @@ def looked_up(link: Any, deadline: Deadline) -> int:
     return int(link.wire.call("lookup", request, deadline).prefix_pages)
 
 
-def test_a_better_wire_is_tried_beside_the_one_that_works(
+def test_better_wire_is_tried_in_the_background(
     fake_node: FakeNode, unserved_port: int, silent_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that hangs: calls neither wait for it nor lose their channel, and nobody starts a second
-    try.
-    """
+    """While the try hangs, calls do not wait, keep their channel, and start no second try."""
     link, clock = fallen_back(fake_node, unserved_port)
     clock.now += BETTER_RETRY_S
     fake_node.bulk_port = silent_port
@@ -159,7 +153,7 @@ def test_a_better_wire_is_tried_beside_the_one_that_works(
     link.close()
 
 
-def test_a_call_that_is_under_way_ends_on_the_wire_it_began_on(
+def test_call_under_way_ends_on_its_first_wire(
     fake_node: FakeNode, unserved_port: int, bulk_port: ServeBulk
 ) -> None:
     link, clock = fallen_back(fake_node, unserved_port)
@@ -180,16 +174,14 @@ def test_a_call_that_is_under_way_ends_on_the_wire_it_began_on(
     fake_node.hold.set()
     under_way.join()
     assert results == [1]
-    with pytest.raises(Unavailable):  # the last call closed it
+    with pytest.raises(Unavailable):  # the wire closed with its last call
         old.wire.call("lookup", pb.LookupRequest(), Deadline(5))
     link.close()
 
 
 @pytest.mark.parametrize("how", ["dropped", "closed"])
-def test_a_link_that_goes_lets_its_calls_end(fake_node: FakeNode, how: str) -> None:
-    """One call that fails, or the client's end, is no reason to cut off another that is about to be
-    answered.
-    """
+def test_dropped_link_lets_its_calls_end(fake_node: FakeNode, how: str) -> None:
+    """A failed call, or closing the client, must not abort another call that is about to end."""
     link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
     fake_node.hold = threading.Event()
     results: list[Any] = []
@@ -217,7 +209,7 @@ def test_a_link_that_goes_lets_its_calls_end(fake_node: FakeNode, how: str) -> N
     link.close()
 
 
-def test_a_call_that_loses_its_link_does_not_wait_for_another_that_connects(
+def test_call_that_lost_its_link_waits_only_for_its_deadline(
     fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
@@ -257,7 +249,7 @@ def test_a_call_that_loses_its_link_does_not_wait_for_another_that_connects(
     first.join()
 
 
-def test_a_namespace_the_node_forgot_is_opened_again(fake_node: FakeNode) -> None:
+def test_forgotten_namespace_is_opened_again(fake_node: FakeNode) -> None:
     with Client(config(fake_node, wire="grpc")) as client:
         client.lookup(NAMESPACE, KEYS)
         fake_node.opened.clear()
@@ -272,14 +264,14 @@ def test_a_namespace_the_node_forgot_is_opened_again(fake_node: FakeNode) -> Non
     ]
 
 
-def test_a_namespace_that_stays_unknown_is_an_error_and_no_loop(fake_node: FakeNode) -> None:
+def test_namespace_that_stays_unknown_is_an_error(fake_node: FakeNode) -> None:
     refusing(fake_node, grpc.StatusCode.NOT_FOUND)
     with Client(config(fake_node, wire="grpc")) as client, pytest.raises(UnknownNamespace):
         client.lookup(NAMESPACE, KEYS)
     assert fake_node.calls.count("lookup") == 2
 
 
-def test_another_protocol_version_is_said_at_connect(fake_node: FakeNode) -> None:
+def test_other_protocol_version_is_refused_at_connect(fake_node: FakeNode) -> None:
     fake_node.version = PROTOCOL_VERSION + 1
     with (
         Client(config(fake_node)) as client,
@@ -296,7 +288,7 @@ def test_another_protocol_version_is_said_at_connect(fake_node: FakeNode) -> Non
         (grpc.StatusCode.INTERNAL, KVStoreError),
     ],
 )
-def test_a_refusal_is_an_answer_and_closes_the_breaker(
+def test_refusal_by_the_node_closes_the_breaker(
     fake_node: FakeNode, code: grpc.StatusCode, error: type[KVStoreError]
 ) -> None:
     clock = Clock()
@@ -308,7 +300,7 @@ def test_a_refusal_is_an_answer_and_closes_the_breaker(
         )
 
     def fail(link: Any, deadline: Deadline) -> Any:
-        raise Unavailable("slow")  # no deadline: after that the link looks whether the node lives
+        raise Unavailable("slow")  # not DeadlineExceeded, after which the link checks liveness
 
     with pytest.raises(Unavailable):
         link.run(fail, None, Deadline(5))
@@ -316,16 +308,16 @@ def test_a_refusal_is_an_answer_and_closes_the_breaker(
         link.run(lookup, None, Deadline(5))
     clock.now += 1
     refusing(fake_node, code)
-    for _ in range(3):  # no pause between them
+    for _ in range(3):  # no pause between the calls
         with pytest.raises(error):
             link.run(lookup, None, Deadline(5))
     link.close()
 
 
-def test_a_full_pool_of_our_own_does_not_close_the_breaker(
+def test_full_connection_pool_does_not_close_the_breaker(
     fake_node: FakeNode, bulk_port: ServeBulk
 ) -> None:
-    """It says nothing about the node: the call whose turn it was to try never reached it."""
+    """The trial call never reached the node, so its error says nothing about the node."""
     clock = Clock()
     fake_node.bulk_port = bulk_port(scripted()).port
     link = NodeChannel(fake_node.address, config(fake_node, wire="bulk", connections_max=1), clock)
@@ -347,7 +339,7 @@ def test_a_full_pool_of_our_own_does_not_close_the_breaker(
     link.close()
 
 
-def test_a_caller_who_comes_too_late_does_not_open_the_breaker(fake_node: FakeNode) -> None:
+def test_call_past_its_deadline_does_not_open_the_breaker(fake_node: FakeNode) -> None:
     with Client(config(fake_node, wire="grpc")) as client:
         for _ in range(3):
             with pytest.raises(DeadlineExceeded):
@@ -356,7 +348,7 @@ def test_a_caller_who_comes_too_late_does_not_open_the_breaker(fake_node: FakeNo
         assert client.stats.failures == 0
 
 
-def test_a_closed_client_says_so(fake_node: FakeNode) -> None:
+def test_call_on_a_closed_client_is_refused(fake_node: FakeNode) -> None:
     client = Client(config(fake_node, wire="grpc"))
     client.lookup(NAMESPACE, KEYS)
     client.close()
@@ -364,8 +356,8 @@ def test_a_closed_client_says_so(fake_node: FakeNode) -> None:
         client.lookup(NAMESPACE, KEYS)
 
 
-def test_a_channel_that_another_thread_closed_is_an_unavailable_node(fake_node: FakeNode) -> None:
-    """So that the call is tried again on the new link, like any other lost connection."""
+def test_closed_grpc_channel_is_unavailable(fake_node: FakeNode) -> None:
+    """The call is then retried on a new link, as after any lost connection."""
     wire = GrpcWire(fake_node.address)
     wire.close()
     put = pb.PutRequest(namespace=NAMESPACE.digest, prefix_hashes=KEYS, page_nbytes=4096)
@@ -378,7 +370,7 @@ def test_a_channel_that_another_thread_closed_is_an_unavailable_node(fake_node: 
         wire.get(get, [(memoryview(bytearray(4096)),)], [0], Deadline(5))
 
 
-def test_threads_that_lose_one_link_make_one_new_link(fake_node: FakeNode) -> None:
+def test_threads_that_lose_a_link_share_a_new_one(fake_node: FakeNode) -> None:
     with Client(config(fake_node, wire="grpc")) as client:
         client.lookup(NAMESPACE, KEYS)
         old = client._fan_out.nodes.only._link
@@ -400,7 +392,7 @@ def test_threads_that_lose_one_link_make_one_new_link(fake_node: FakeNode) -> No
         assert client.stats.connects <= 2
 
 
-def test_a_node_that_refuses_connections_costs_nothing_while_the_breaker_is_open(
+def test_open_breaker_refuses_calls_to_a_dead_node(
     unserved_port: int,
 ) -> None:
     settings = ClientConfig(address=f"127.0.0.1:{unserved_port}", timeout_s=2.0)
@@ -412,10 +404,8 @@ def test_a_node_that_refuses_connections_costs_nothing_while_the_breaker_is_open
         assert client.wire_name == "none"
 
 
-def test_a_refused_put_over_grpc_leaves_no_thread_behind(fake_node: FakeNode) -> None:
-    """gRPC's sending thread must not wait for verdicts that never come, for as long as the
-    deadline.
-    """
+def test_refused_grpc_put_leaves_no_thread_behind(fake_node: FakeNode) -> None:
+    """gRPC's sending thread must not wait until the deadline for verdicts that never come."""
     wire = GrpcWire(fake_node.address)
     request = pb.PutRequest(namespace=NAMESPACE.digest, prefix_hashes=KEYS, page_nbytes=4096)
     wire.call("hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(5))

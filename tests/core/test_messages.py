@@ -1,4 +1,4 @@
-"""Namespaces and layouts to protobuf and back."""
+"""Conversion of namespaces and layouts to protobuf and back."""
 
 import pytest
 
@@ -20,14 +20,14 @@ NAMESPACE = Namespace(
 )
 
 
-def test_a_namespace_survives_the_wire() -> None:
+def test_namespace_survives_the_wire() -> None:
     data = namespace_message(NAMESPACE).SerializeToString()
     again = namespace_value(pb.Namespace.FromString(data))
     assert again == NAMESPACE
     assert again.digest == NAMESPACE.digest
 
 
-def test_every_field_of_the_message_is_used() -> None:
+def test_every_message_field_is_used() -> None:
     message = namespace_message(NAMESPACE)
     assert {field.name for field, _ in message.ListFields()} == set(
         pb.Namespace.DESCRIPTOR.fields_by_name
@@ -35,14 +35,14 @@ def test_every_field_of_the_message_is_used() -> None:
 
 
 @pytest.mark.parametrize("field", ["layout", "model", "tenant", "tp_size", "pp_size", "cp_size"])
-def test_a_message_without_a_needed_field_is_refused(field: str) -> None:
+def test_message_without_a_required_field_is_refused(field: str) -> None:
     message = namespace_message(NAMESPACE)
     message.ClearField(field)
     with pytest.raises(InvalidRequest, match=f"namespace: .*{field}"):
         namespace_value(message)
 
 
-def test_an_empty_layout_is_refused() -> None:
+def test_empty_layout_is_refused() -> None:
     message = namespace_message(NAMESPACE)
     message.layout.Clear()
     message.layout.SetInParent()
@@ -51,7 +51,7 @@ def test_an_empty_layout_is_refused() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 100, 127, 128, 16_380, 1 << 20])
-def test_chunks_are_framed_as_protobuf_does_it(nbytes: int) -> None:
+def test_chunk_frames_equal_those_of_protobuf(nbytes: int) -> None:
     data = bytes(range(256)) * (nbytes // 256 + 1)
     pieces = [memoryview(data)[: nbytes // 3], memoryview(data)[nbytes // 3 : nbytes]]
     for frame in (pb.GetFrame, pb.PutFrame):
@@ -64,7 +64,7 @@ def test_other_messages_than_chunks_are_parsed_by_protobuf() -> None:
     whole = pb.PutFrame(chunk=pb.PageChunk(data=b"page bytes")).SerializeToString()
     begin = pb.PutFrame(begin=pb.PutRequest(namespace=b"n" * 16)).SerializeToString()
     empty = pb.PutFrame(chunk=pb.PageChunk()).SerializeToString()
-    # A field that a later version may have
+    # With a field that a later version may add
     more = pb.PageChunk(data=b"page").SerializeToString() + b"\x50\x01"
     later = whole[:1] + bytes([len(more)]) + more
     assert pb.PutFrame.FromString(later).chunk.data == b"page"
@@ -84,7 +84,7 @@ def test_other_messages_than_chunks_are_parsed_by_protobuf() -> None:
         assert chunk_of(frame) is None
 
 
-def test_counts_of_two_nodes_are_sums_and_nothing_is_left_out() -> None:
+def test_counts_of_nodes_are_summed_completely() -> None:
     one = pb.NamespaceInfo(page_count=1, disk_page_count=2, counters=pb.Counters(pages_put=3))
     two = pb.NamespaceInfo(
         page_count=10, disk_page_count=20, counters=pb.Counters(pages_put=30, miss_absent=40)

@@ -1,4 +1,4 @@
-"""A node that answers nonsense: an error of ours, or a miss."""
+"""A node that sends invalid answers causes a kvstore error or a miss."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +16,15 @@ KEYS = [b"k" * 32]
 
 
 class Nonsense:
-    """A wire whose node answers what it likes."""
+    """A wire whose node gives one fixed answer."""
 
     def __init__(self, answer: Any) -> None:
         self.call = self.put = lambda *_: answer
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_lookup_that_is_answered_for_other_keys_is_no_answer(count: int) -> None:
-    """Two pages were found where one was asked for."""
+def test_lookup_answer_of_wrong_length_is_refused(count: int) -> None:
+    """Regression: a lookup of one page reported two pages as found."""
     link: Any = SimpleNamespace(
         limits=pb.Limits(batch_keys_max=8), wire=Nonsense(pb.LookupReply(present=[True] * count))
     )
@@ -32,12 +32,12 @@ def test_a_lookup_that_is_answered_for_other_keys_is_no_answer(count: int) -> No
         look_up(link, NAMESPACE, KEYS, False, Deadline(1.0))
 
 
-def test_a_verdict_that_nobody_knows_is_an_error_of_ours() -> None:
+def test_unknown_verdict_is_a_protocol_error() -> None:
     with pytest.raises(ProtocolError, match="77"):
         put_outcomes([77])
 
 
-def test_a_node_that_takes_no_keys_is_not_used(
+def test_node_that_accepts_no_keys_is_refused(
     fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(type(fake_node).Hello.__globals__, "LIMITS", pb.Limits())
@@ -58,7 +58,7 @@ ANSWERS: dict[str, Any] = {
 
 @pytest.fixture
 def answered(fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A client whose node answers what the test likes."""
+    """Return a function that makes the client's node answer all calls with one reply."""
     with Client(ClientConfig(address=fake_node.address, wire="grpc")) as client:
         client.lookup(NAMESPACE, KEYS)
 
@@ -70,7 +70,7 @@ def answered(fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("op", ANSWERS)
-def test_answers_for_more_or_fewer_keys_are_errors_of_ours(answered: Any, op: str) -> None:
+def test_answers_of_wrong_length_are_protocol_errors(answered: Any, op: str) -> None:
     client = answered(ANSWERS[op])
     more = (60.0,) if op == "pin" else ()
     with pytest.raises(ProtocolError, match=r"values of .* for 1 keys"):
@@ -78,7 +78,7 @@ def test_answers_for_more_or_fewer_keys_are_errors_of_ours(answered: Any, op: st
 
 
 @pytest.mark.parametrize("token", [b"a", b"b"])
-def test_a_list_that_goes_in_a_circle_ends(answered: Any, token: bytes) -> None:
+def test_list_without_progress_ends(answered: Any, token: bytes) -> None:
     client = answered(pb.ListReply(pages=[pb.PageStat(prefix_hash=b"b")], next_page_token=token))
     with pytest.raises(ProtocolError, match="makes no progress"):
         list(client.list_pages(NAMESPACE, after=b"b"))

@@ -1,6 +1,4 @@
-"""Pages whose bytes lie in several pieces of memory: cut anywhere they are the same pages, over
-every wire.
-"""
+"""Pages scattered over several pieces of memory: any cut gives the same pages, on every wire."""
 
 import itertools
 import random
@@ -27,8 +25,9 @@ POISON = 0xA5
 
 
 class Scattered:
-    """Memory of an engine, poisoned; `pieces`: of each page, in the page's order, anywhere, with
-    gaps between them.
+    """Poisoned memory with pages in pieces at random places, with gaps between them.
+
+    `pieces` has the pieces of each page in the page's order.
     """
 
     def __init__(self, rng: random.Random, sizes: Sequence[Sequence[int]]) -> None:
@@ -92,8 +91,7 @@ def pages(rng: random.Random) -> list[bytes]:
 HASHES = prefix_hashes(list(range(COUNT)), 1)
 
 
-# One piece; two, as K and V of a pool; as many as layers; more than a system call takes; and all at
-# once.
+# One piece; two, as K and V of a pool; as many as layers; more than a system call takes; and a mix.
 COUNTS = [
     (1,) * COUNT,
     (2,) * COUNT,
@@ -104,7 +102,7 @@ COUNTS = [
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-def test_pages_are_sent_from_pieces_and_received_into_others(
+def test_pages_are_sent_and_received_in_pieces(
     client: Client,
     namespace: Namespace,
     rng: random.Random,
@@ -128,7 +126,7 @@ def test_pages_are_sent_from_pieces_and_received_into_others(
     assert client.verify(namespace, HASHES) == (COUNT, 0, 0)
 
 
-def test_pages_of_one_buffer_and_of_pieces_travel_together(
+def test_whole_and_scattered_pages_share_a_batch(
     client: Client, namespace: Namespace, rng: random.Random, pages: list[bytes]
 ) -> None:
     some = poisoned(rng, NBYTES, 3, 4)
@@ -140,7 +138,7 @@ def test_pages_of_one_buffer_and_of_pieces_travel_together(
     others.check()
 
 
-def test_misses_and_what_is_behind_the_first_one_touch_no_piece(
+def test_misses_touch_no_piece(
     client: Client, namespace: Namespace, rng: random.Random, pages: list[bytes]
 ) -> None:
     client.put(namespace, [*HASHES[:2], *HASHES[3:]], [*pages[:2], *pages[3:]])
@@ -158,7 +156,7 @@ def test_misses_and_what_is_behind_the_first_one_touch_no_piece(
     target.check()
 
 
-def test_ranges_come_one_after_the_other_into_pieces(
+def test_ranges_are_received_into_pieces_in_order(
     client: Client, namespace: Namespace, rng: random.Random, pages: list[bytes]
 ) -> None:
     client.put(namespace, HASHES, pages)
@@ -176,9 +174,7 @@ def test_ranges_come_one_after_the_other_into_pieces(
 
 
 @pytest.mark.parametrize("ask", ["put", "get"])
-def test_pieces_that_are_no_page_are_refused_and_not_touched(
-    client: Client, namespace: Namespace, ask: str
-) -> None:
+def test_pieces_of_wrong_size_are_refused(client: Client, namespace: Namespace, ask: str) -> None:
     call: Callable[..., Any] = getattr(client, ask)
     for wrong in ([bytearray(NBYTES - 1), bytearray(2)], [], [bytearray(NBYTES), bytearray(1)]):
         with pytest.raises(InvalidRequest, match=f"buffer 1 has .* expected {NBYTES}"):
@@ -188,7 +184,7 @@ def test_pieces_that_are_no_page_are_refused_and_not_touched(
             client.get(namespace, HASHES[:1], [[bytearray(7), bytes(NBYTES - 7)]])
 
 
-def test_empty_pieces_are_none(client: Client, namespace: Namespace, pages: list[bytes]) -> None:
+def test_empty_pieces_are_ignored(client: Client, namespace: Namespace, pages: list[bytes]) -> None:
     half = NBYTES // 2
     assert client.put(
         namespace, HASHES[:1], [[b"", pages[0][:half], b"", pages[0][half:], b""]]
@@ -198,7 +194,7 @@ def test_empty_pieces_are_none(client: Client, namespace: Namespace, pages: list
     assert b"".join(into) == pages[0]
 
 
-def test_a_buffer_of_another_length_is_named_by_its_position() -> None:
+def test_buffer_of_wrong_length_is_named_by_its_position() -> None:
     with pytest.raises(InvalidRequest, match="buffer 1 has 63 bytes, expected 64"):
         page_segments([bytearray(64), bytearray(63)], 64)
     with pytest.raises(InvalidRequest, match="buffer 0 has 65 bytes in 2 pieces, expected 64"):
@@ -206,7 +202,7 @@ def test_a_buffer_of_another_length_is_named_by_its_position() -> None:
 
 
 @pytest.mark.parametrize("page", [bytes(64), (bytearray(60), bytes(4))], ids=["one", "several"])
-def test_memory_that_may_not_be_written_is_refused_where_bytes_arrive(page: Any) -> None:
+def test_read_only_memory_is_refused_for_receiving(page: Any) -> None:
     assert segments_nbytes(page_segments([page], 64)[0]) == 64
     with pytest.raises(InvalidRequest, match="is read-only"):
         page_segments([page], 64, writable=True)
@@ -226,7 +222,7 @@ def views(rng: random.Random, data: bytes) -> list[memoryview]:
     ]
 
 
-def test_groups_have_their_sizes_and_all_bytes_in_order(rng: random.Random) -> None:
+def test_chunks_have_their_sizes_and_all_bytes_in_order(rng: random.Random) -> None:
     for _ in range(300):
         data = rng.randbytes(rng.randrange(200))
         size = rng.randrange(1, 60)
@@ -236,14 +232,14 @@ def test_groups_have_their_sizes_and_all_bytes_in_order(rng: random.Random) -> N
         assert all(0 < segments_nbytes(group) <= size for group in groups)
 
 
-def test_nothing_is_taken_behind_the_last_group() -> None:
+def test_chunks_consume_nothing_after_the_last_group() -> None:
     taken = iter([memoryview(b"abc"), memoryview(b"def"), memoryview(b"ghi")])
     assert [b"".join(group) for group in chunks(taken, [2, 3])] == [b"ab", b"cde"]
     assert list(chunks(taken, [])) == []
     assert next(taken) == b"ghi"
 
 
-def test_bytes_meet_in_order_and_empty_pieces_meet_nothing(rng: random.Random) -> None:
+def test_zipped_segments_keep_order_and_skip_empty_pieces(rng: random.Random) -> None:
     for _ in range(300):
         data = rng.randbytes(rng.randrange(200))
         target = bytearray(len(data))

@@ -1,4 +1,4 @@
-"""A node that is killed and started again: clients find it by themselves, on every wire."""
+"""A node that is killed and restarted: clients reconnect by themselves, on every wire."""
 
 import contextlib
 import socket
@@ -19,7 +19,7 @@ FLAGS = ("--ram-bytes", "16MiB", "--extent-bytes", "1MiB")
 
 
 class Restartable:
-    """A node that comes back on the ports it had."""
+    """A node that restarts on its former ports."""
 
     def __init__(self) -> None:
         self.process = NodeProcess(*FLAGS)
@@ -35,7 +35,7 @@ class Restartable:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Restartable]:
-    """For all tests here: each leaves one that runs."""
+    """Share one node; each test leaves it running."""
     node = Restartable()
     yield node
     node.process.kill()
@@ -62,7 +62,7 @@ WIRES = ("shm", "bulk", "grpc")
 
 @pytest.fixture
 def clients(node: Restartable) -> Iterator[list[Client]]:
-    """One over each wire: a restart is the same for all."""
+    """Connect a client over each wire."""
     with contextlib.ExitStack() as stack:
         configs = [
             ClientConfig(address=node.address, wire=wire, backoff_s_max=0.05) for wire in WIRES
@@ -70,10 +70,10 @@ def clients(node: Restartable) -> Iterator[list[Client]]:
         yield [stack.enter_context(Client(config)) for config in configs]
 
 
-def test_after_a_restart_the_next_call_works_and_misses(
+def test_first_call_after_a_restart_works_and_misses(
     node: Restartable, clients: list[Client]
 ) -> None:
-    """The very next call, with no error in between: the namespace is opened again too."""
+    """The first call reopens the namespace, too, and raises no error."""
     for number, client in enumerate(clients):
         put(client, keys_of(number, 10 + number))
         assert get(client, keys_of(number, 10 + number)) == [True, True]
@@ -85,7 +85,7 @@ def test_after_a_restart_the_next_call_works_and_misses(
     assert tuple(client.wire_name for client in clients) == WIRES
 
 
-def test_while_the_node_is_down_calls_fail_and_afterwards_they_work(
+def test_calls_fail_while_the_node_is_down_and_work_afterwards(
     node: Restartable, clients: list[Client]
 ) -> None:
     for number, client in enumerate(clients):
@@ -105,7 +105,7 @@ def test_while_the_node_is_down_calls_fail_and_afterwards_they_work(
 
 
 def eventually(call: Callable[[], Any]) -> Any:
-    """The result of a call that may fail while a breaker's pause is not over."""
+    """Repeat a call while the circuit breaker pauses; return its result."""
     end = time.monotonic() + 10.0
     while True:
         try:
@@ -115,19 +115,17 @@ def eventually(call: Callable[[], Any]) -> Any:
             threading.Event().wait(0.02)
 
 
-def test_threads_that_share_a_client_get_over_a_restart(
+def test_threads_sharing_a_client_survive_restarts(
     node: Restartable, clients: list[Client]
 ) -> None:
-    """Only errors of ours, no wrong byte, and all threads work again afterwards: four for each
-    wire.
-    """
+    """Four threads per wire see only kvstore errors and right bytes, and all work again."""
     stop = threading.Event()
     failures: list[BaseException] = []
     rounds = [0] * 4 * len(clients)
 
     def work(number: int) -> None:
         client = clients[number % len(clients)]
-        while not stop.wait(0.02):  # a node that starts needs the core too
+        while not stop.wait(0.02):  # a starting node needs the core, too
             keys = keys_of(*range(number * 10, number * 10 + 4))
             try:
                 put(client, keys)
@@ -144,7 +142,7 @@ def test_threads_that_share_a_client_get_over_a_restart(
         while (
             any(count < want for count, want in zip(rounds, wanted, strict=True)) and not failures
         ):
-            assert time.monotonic() < end, "a thread does not get over it"
+            assert time.monotonic() < end, "a thread does not recover"
             threading.Event().wait(0.01)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(rounds))]
@@ -163,12 +161,12 @@ def test_threads_that_share_a_client_get_over_a_restart(
         raise failures[0]
 
 
-def test_a_node_that_talks_a_lot_is_not_stopped_by_it(node: Restartable) -> None:
-    """Nobody reads a child's messages while it runs: they must not fill a pipe and block it."""
+def test_long_log_does_not_block_the_node(node: Restartable) -> None:
+    """A child's output is not read while it runs, so it must not fill a pipe."""
     process = node.process
     with Client(ClientConfig(address=process.address, timeout_s=30.0)) as client:
         put(client, keys_of(1))
-        # The node logs a line of 120 bytes when each ends; a pipe takes 64 KiB
+        # Each connection's end logs a line of 120 bytes; a pipe takes 64 KiB
         for _ in range(800):
             with socket.create_connection(("127.0.0.1", process.bulk_port)) as sock:
                 sock.settimeout(5.0)

@@ -1,4 +1,4 @@
-"""Seals of pages, the secret they are made with, and the ranges of sealed pages; pure."""
+"""Page HMACs (seals), the secret that makes them, and ranges of sealed pages, without a node."""
 
 import os
 import random
@@ -17,7 +17,7 @@ KEY, HASH = b"k" * 32, b"h" * 32
 
 @pytest.fixture(autouse=True)
 def _small_leaves(small_leaves: None) -> None:
-    """Parts of 256 bytes."""
+    """Use parts of 256 bytes."""
 
 
 def content(nbytes: int) -> memoryview:
@@ -25,7 +25,7 @@ def content(nbytes: int) -> memoryview:
 
 
 @pytest.mark.parametrize("nbytes", [1, 255, 256, 511, 512, 1000, 256 * 64, 256 * 65])
-def test_a_page_has_a_mac_for_each_part_and_they_fit_nothing_else(nbytes: int) -> None:
+def test_seal_has_a_mac_per_part_and_matches_only_its_page(nbytes: int) -> None:
     seals, page = PageHmacs(KEY, nbytes), content(nbytes)
     seal = seals.sign(HASH, (page,))
     assert seal.nbytes == seals.nbytes == hmac_nbytes(nbytes) == MAC_NBYTES * len(cuts(nbytes))
@@ -46,17 +46,17 @@ def test_a_page_has_a_mac_for_each_part_and_they_fit_nothing_else(nbytes: int) -
     assert set(seals.forged) == {HASH, HASH[:-1]}
 
 
-def test_parts_that_changed_places_with_their_macs_do_not_fit() -> None:
+def test_parts_swapped_with_their_macs_do_not_match() -> None:
     seals, page = PageHmacs(KEY, 512), content(512)
     seal = seals.sign(HASH, (page,))
     swapped = memoryview(bytes(page[256:]) + bytes(page[:256]))
     assert not seals.verify(HASH, (swapped,), memoryview(bytes(seal[16:]) + bytes(seal[:16])))
-    zeros = memoryview(bytes(512))  # equal parts have other MACs
+    zeros = memoryview(bytes(512))  # equal parts have different MACs
     made = seals.sign(HASH, (zeros,))
     assert made[:16] != made[16:]
 
 
-def test_a_part_of_a_longer_page_is_no_page() -> None:
+def test_part_of_a_longer_page_is_no_valid_page() -> None:
     long, page = PageHmacs(KEY, 768), content(768)
     seal = long.sign(HASH, (page,))
     assert not PageHmacs(KEY, 256).verify(HASH, (page[:256],), seal[:16])
@@ -71,7 +71,7 @@ def test_parts_are_checked_alone() -> None:
     assert not some.verify(HASH, (memoryview(bytes(page[256:512]) + bytes(page[1023:-1])),), seal)
 
 
-def test_ranges_are_found_in_the_parts_that_arrive(seed: int) -> None:
+def test_ranges_are_found_in_received_parts(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(300):
         page = content(rng.randrange(1, 256 * 70))
@@ -102,7 +102,7 @@ def test_other_threads_run_while_a_page_is_sealed(
     assert others_run(lambda: seals.sign(HASH, (page,)))
 
 
-def test_a_namespace_has_a_key_of_its_own_and_the_id_says_nothing_of_the_secret() -> None:
+def test_namespace_keys_differ_and_the_key_id_hides_the_secret() -> None:
     keys, others = PageKeys(SECRET), PageKeys(SECRET[::-1])
     assert (
         len({keys.key_for(b"a" * 16), keys.key_for(b"b" * 16), others.key_for(b"a" * 16), SECRET})
@@ -114,9 +114,7 @@ def test_a_namespace_has_a_key_of_its_own_and_the_id_says_nothing_of_the_secret(
         PageKeys(SECRET[1:])
 
 
-def test_a_stored_page_is_longer_by_its_seal_and_no_digest_of_an_unkeyed_namespace_changes() -> (
-    None
-):
+def test_stored_page_includes_its_seal() -> None:
     plain = Namespace("m", opaque_layout(1000))
     keyed = Namespace("m", opaque_layout(1000), key_id=PageKeys(SECRET).key_id)
     other = Namespace("m", opaque_layout(1000), key_id=PageKeys(SECRET[::-1]).key_id)
@@ -134,7 +132,7 @@ def key_file(tmp_path: Path, text: str, mode: int = 0o600) -> str:
     return str(path)
 
 
-def test_a_file_and_a_variable_give_the_same_key(tmp_path: Path) -> None:
+def test_key_file_and_variable_give_the_same_key(tmp_path: Path) -> None:
     assert page_keys(ClientConfig()) is None
     of_file = page_keys(ClientConfig(page_key_file=key_file(tmp_path, SECRET.hex() + "\n", 0o640)))
     of_variable = page_keys(ClientConfig(page_key=SECRET.hex()))
@@ -155,7 +153,7 @@ def test_invalid_secret_is_refused_and_not_shown(tmp_path: Path, text: str) -> N
             page_keys(ClientConfig(page_key=text))
 
 
-def test_a_file_that_is_open_to_everybody_or_no_file_is_refused(tmp_path: Path) -> None:
+def test_open_or_irregular_key_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"open to others \(mode 0644\); chmod o-r /"):
         page_keys(ClientConfig(page_key_file=key_file(tmp_path, SECRET.hex(), 0o644)))
     with pytest.raises(ConfigError, match="can not be read: No such file"):
@@ -169,7 +167,7 @@ def test_a_file_that_is_open_to_everybody_or_no_file_is_refused(tmp_path: Path) 
         page_keys(ClientConfig(page_key=SECRET.hex(), page_key_file="/there"))
 
 
-def test_a_secret_is_in_no_repr() -> None:
+def test_secret_is_not_in_the_repr() -> None:
     assert SECRET.hex() not in repr(ClientConfig(page_key=SECRET.hex()))
 
 

@@ -1,6 +1,4 @@
-"""Pages between callers' buffers and the arena, step by step: of which bytes the checksum is, how
-long a step is.
-"""
+"""Copies between callers' buffers and the arena: the bytes that are hashed, and the step length."""
 
 import contextlib
 import os
@@ -21,7 +19,7 @@ Copying = Callable[
 
 
 def changing_the_source(owner: bytearray) -> Copying:
-    """`copying` whose source, `owner`, is changed by somebody right behind each piece."""
+    """Return a `copying` after each piece of which the source, `owner`, is changed."""
 
     @contextlib.contextmanager
     def changed(target: memoryview, source: memoryview) -> Iterator[Callable[[int, int], None]]:
@@ -36,21 +34,19 @@ def changing_the_source(owner: bytearray) -> Copying:
     return changed
 
 
-def test_a_page_that_its_writer_changes_meanwhile_is_refused(
+def test_page_changed_during_a_put_fails_its_checksum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The slot has neither the old page nor the new one: who hashed the slot would vouch
-    for that.
-    """
+    """The slot has a mix of old and new bytes, which a hash of the slot would make valid."""
     page, slot = bytearray(os.urandom(NBYTES)), memoryview(bytearray(NBYTES))
     monkeypatch.setattr(shm, "copying", changing_the_source(page))
     assert _write_page(slot, (memoryview(page),)) != leaves(slot)
 
 
-def test_the_checksum_of_what_is_read_is_that_of_the_callers_bytes(
+def test_read_checksum_covers_the_callers_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever becomes of the slot meanwhile."""
+    """This holds even if the slot changes during the copy."""
     slot, buffer = bytearray(os.urandom(NBYTES)), memoryview(bytearray(NBYTES))
     stored = bytes(slot)
     monkeypatch.setattr(shm, "copying", changing_the_source(slot))
@@ -60,7 +56,7 @@ def test_the_checksum_of_what_is_read_is_that_of_the_callers_bytes(
     assert buffer == stored != slot
 
 
-def test_steps_are_short_where_nobody_waits_and_none_is_a_rest() -> None:
+def test_steps_are_short_and_leave_no_small_rest() -> None:
     pace = _Pace()
     for nbytes in (1, STEP_NBYTES, 2 * STEP_NBYTES - 1):
         assert pace.end_of_step(0, nbytes) == nbytes
@@ -69,7 +65,7 @@ def test_steps_are_short_where_nobody_waits_and_none_is_a_rest() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [STEP_NBYTES, 64 * STEP_NBYTES])
-def test_a_step_that_waited_makes_the_next_one_all_that_is_left(nbytes: int) -> None:
+def test_slow_step_makes_the_next_one_the_whole_rest(nbytes: int) -> None:
     pace, quick = _Pace(), nbytes / CROWDED_BELOW
     pace.took(nbytes, quick * 1.1)
     assert pace.end_of_step(STEP_NBYTES, 64 * STEP_NBYTES) == 64 * STEP_NBYTES
@@ -77,10 +73,10 @@ def test_a_step_that_waited_makes_the_next_one_all_that_is_left(nbytes: int) -> 
     assert pace.end_of_step(STEP_NBYTES, 64 * STEP_NBYTES) == 2 * STEP_NBYTES
 
 
-def test_beside_a_thread_that_computes_the_gil_is_asked_for_less(
+def test_busy_thread_causes_fewer_and_longer_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Time as such a thread makes it pass: 5 ms from one look at the clock to the next."""
+    """The fake clock advances by 5 ms per reading, as beside a thread that computes."""
     pieces: list[tuple[int, int]] = []
 
     @contextlib.contextmanager

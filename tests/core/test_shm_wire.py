@@ -1,5 +1,6 @@
-"""The shared-memory wire against a node that answers wrongly, dies or comes back: an error of ours
-each time, never a byte outside the map, and never another node's memory.
+"""The shared-memory wire against a misbehaving or restarted node: a kvstore error each time.
+
+It never touches a byte outside the map, nor another node's memory.
 """
 
 import errno
@@ -53,12 +54,12 @@ def arena_fd(nbytes: int = ARENA, seals: int = fcntl.F_SEAL_SHRINK) -> int:
 
 
 class UnixNode:
-    """Greets with this reply and this descriptor, then sends one answer per request."""
+    """A fake node that greets with a reply and a descriptor, then sends one answer per request."""
 
     def __init__(
         self, path: str, hello: pb.HelloReply, fd: int | None, answers: list[pb.BulkReply]
     ) -> None:
-        self.heard: list[str | None] = []
+        self.received: list[str | None] = []
         self._hello, self._fd, self._answers = hello, fd, answers
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
@@ -92,8 +93,8 @@ class UnixNode:
             connection.send_frame_with(self._fd, header)
         while True:
             request = pb.BulkRequest.FromString(connection.recv_frame(1 << 20)[0])
-            self.heard.append(request.WhichOneof("op"))
-            if self.heard[-1] != "release":
+            self.received.append(request.WhichOneof("op"))
+            if self.received[-1] != "release":
                 connection.send_frame(self._answers.pop(0).SerializeToString())
 
     def close(self) -> None:
@@ -115,7 +116,7 @@ ServeShm = Callable[..., tuple[UnixNode, ShmWire]]
 
 @pytest.fixture
 def unix_node() -> Iterator[ServeShm]:
-    """A fake node on a Unix socket, and a wire to it."""
+    """Return a function that starts a fake node on a Unix socket, and makes a wire to it."""
     made: list[tuple[UnixNode, ShmWire]] = []
     with tempfile.TemporaryDirectory() as directory:
 
@@ -141,7 +142,7 @@ def unix_node() -> Iterator[ServeShm]:
 
 
 @pytest.mark.parametrize(
-    ("make_fd", "said"),
+    ("make_fd", "message"),
     [
         (
             lambda: arena_fd(ARENA // 2),
@@ -153,15 +154,15 @@ def unix_node() -> Iterator[ServeShm]:
         (lambda: NO_FD, "passed no arena"),
     ],
 )
-def test_an_arena_that_is_not_what_was_said_is_not_mapped(
-    unix_node: ServeShm, make_fd: Callable[[], int], said: str
+def test_arena_that_differs_from_the_hello_is_not_mapped(
+    unix_node: ServeShm, make_fd: Callable[[], int], message: str
 ) -> None:
     _, wire = unix_node(fd=make_fd())
-    with pytest.raises(ProtocolError, match=said):
+    with pytest.raises(ProtocolError, match=message):
         wire.connect(Deadline(20))
 
 
-def test_a_file_that_can_not_be_sealed_is_no_arena() -> None:
+def test_unsealable_file_is_no_arena() -> None:
     with tempfile.TemporaryFile() as file:
         file.truncate(ARENA)
         with pytest.raises(ProtocolError, match="no arena"):
@@ -200,7 +201,7 @@ WRONG: dict[str, tuple[str, pb.BulkReply]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_answer_touches_nothing_and_lets_go(unix_node: ServeShm, what: str) -> None:
+def test_invalid_answer_touches_nothing_and_releases(unix_node: ServeShm, what: str) -> None:
     op, answer = WRONG[what]
     node, wire = unix_node(answer)
     pages = [(memoryview(bytearray(b"1" * PAGE)),) for _ in KEYS]
@@ -208,7 +209,7 @@ def test_a_wrong_answer_touches_nothing_and_lets_go(unix_node: ServeShm, what: s
         wire.put(PUT, pages, Deadline(20)) if op == "put" else wire.get(
             GET, pages, [0, 1], Deadline(20)
         )
-    while "release" not in node.heard:
+    while "release" not in node.received:
         threading.Event().wait(0.03)
     assert wire.arena.memory == bytes(ARENA)
 
@@ -236,7 +237,7 @@ def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: ServeShm)
         [1],
     )
     assert buffers[0] == page
-    while node.heard != ["put", "commit", "get", "release"]:
+    while node.received != ["put", "commit", "get", "release"]:
         threading.Event().wait(0.03)
 
 
@@ -255,12 +256,12 @@ def test_pages_of_many_steps_and_parts_are_copied_and_hashed_exactly(nbytes: int
     assert bytes(buffer) == bytes(page[third:]) + bytes(page[:third])
 
 
-def test_other_threads_run_while_pages_are_copied_either_way(
+def test_threads_run_while_pages_are_copied(
     others_run: OthersRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copies alone: a checksum gives up the GIL anyway.
+    """Only copies are tested, as checksums release the GIL anyway.
 
-    What is read lies in read-only views, and so may what is written.
+    Sources may be read-only views.
     """
 
     class NoChecksum:
@@ -277,25 +278,25 @@ def test_other_threads_run_while_pages_are_copied_either_way(
     assert others_run(lambda: _write_page(buffer, (page.toreadonly(),)))
 
 
-def test_other_threads_run_while_an_arena_is_entered(
+def test_threads_run_while_an_arena_is_populated(
     others_run: OthersRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one step here: between two of them others run in any case."""
+    """Populating takes one step here, because other threads run between steps anyway."""
     monkeypatch.setattr("kvstore.transports.mapped_memory._POPULATE_STEP_NBYTES", 1 << 30)
     fd, stop = arena_fd(64 << 20), Event()
     stop.set()
-    # Which keeps them: others run while one is unmapped
+    # The iterator keeps the maps, because other threads run while one is unmapped
     maps = iter([ArenaMap(fd, 64 << 20) for _ in range(50)])
     assert others_run(lambda: next(maps).populate(stop))
     os.close(fd)
 
 
-def test_another_nodes_socket_is_left_alone(
+def test_socket_of_another_node_is_ignored(
     fake_node: FakeNode, unix_node: ServeShm, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on every host of a cluster that has a node of its own at the default path.
+    """Each host of a cluster may have its own node at the default path.
 
-    Nothing is wrong, so nothing is said, and nothing is tried again and again.
+    Nothing is wrong, so nothing is logged as a warning, and there are no retries.
     """
     other, wire = unix_node(
         hello=pb.HelloReply(
@@ -311,10 +312,10 @@ def test_another_nodes_socket_is_left_alone(
         client.open(NAMESPACE)
         assert client.wire_name == "grpc"
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["using gRPC"]
-    assert other.heard == []
+    assert other.received == []
 
 
-def test_a_socket_that_is_here_and_fails_is_warned_of(
+def test_failing_local_socket_is_logged(
     fake_node: FakeNode, unix_node: ServeShm, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, wire = unix_node(fd=arena_fd(ARENA // 2))
@@ -330,7 +331,7 @@ def test_a_socket_that_is_here_and_fails_is_warned_of(
     )
 
 
-# ---- nodes that go and come --------------------------------------------------------------
+# ---- nodes that stop and restart ---------------------------------------------------------
 
 
 @pytest.fixture
@@ -357,10 +358,10 @@ def store(client: Client, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
-def test_a_node_that_comes_back_is_mapped_anew(start: Callable[..., NodeProcess], how: str) -> None:
-    """Killed, it leaves its socket's file behind; the new one takes the place.
+def test_restarted_node_is_mapped_again(start: Callable[..., NodeProcess], how: str) -> None:
+    """The new node replaces the socket file that a killed one leaves behind.
 
-    Who still reads the old map reads what was there.
+    A reader of the old map still reads its old bytes.
     """
     node = start()
     port = int(node.address.rpartition(":")[2])
@@ -387,14 +388,14 @@ def test_a_node_that_comes_back_is_mapped_anew(start: Callable[..., NodeProcess]
             assert held.arena is not old
 
 
-def test_a_commit_to_a_node_that_died_is_unavailable(start: Callable[..., NodeProcess]) -> None:
+def test_commit_to_a_dead_node_is_unavailable(start: Callable[..., NodeProcess]) -> None:
     node = start()
     with Client(ClientConfig(address=node.address, wire="shm")) as client:
         dead = pytest.raises(Unavailable)
         with dead, client.open_put(NAMESPACE, KEYS) as slots:
             node.kill()
             for view in slots.pages:
-                view[:] = b"3" * PAGE  # the memory is there for as long as it is mapped
+                view[:] = b"3" * PAGE  # the memory exists while it is mapped
             slots.commit([b"c" * 16] * 2)
         with pytest.raises(Unavailable):
             client.put(NAMESPACE, KEYS, [bytes(PAGE)] * 2)
@@ -405,7 +406,9 @@ def maps_of_arenas() -> int:
         return sum("memfd:kvstore-arena" in line for line in file)
 
 
-def test_a_closed_clients_map_goes_with_its_last_view(start: Callable[..., NodeProcess]) -> None:
+def test_closed_clients_map_is_unmapped_with_its_last_view(
+    start: Callable[..., NodeProcess],
+) -> None:
     gc.collect()
     before = maps_of_arenas()
     node = start()
@@ -417,7 +420,7 @@ def test_a_closed_clients_map_goes_with_its_last_view(start: Callable[..., NodeP
         assert bytes(view) == b"4" * 10
         assert maps_of_arenas() == before + 1
     del held, client
-    while maps_of_arenas() != before + 1:  # the populating thread may still be at it
+    while maps_of_arenas() != before + 1:  # the populating thread may still run
         threading.Event().wait(0.03)
     assert bytes(view) == b"4" * 10
     del view
@@ -429,7 +432,7 @@ def test_a_closed_clients_map_goes_with_its_last_view(start: Callable[..., NodeP
 
 
 def entered_nbytes() -> int:
-    """Bytes of arenas in this process's page table."""
+    """Return the bytes of arenas in this process's page table."""
     entered = 0
     with open("/proc/self/smaps") as file:
         arena = False
@@ -441,12 +444,12 @@ def entered_nbytes() -> int:
     return entered
 
 
-def test_a_closed_clients_map_is_emptied_before_it_is_unmapped(
+def test_closed_clients_map_is_emptied_before_it_is_unmapped(
     start: Callable[..., NodeProcess],
 ) -> None:
-    """Unmapping keeps the GIL for as long as there are pages in it, seconds for a large arena.
+    """Unmapping holds the GIL while the map has pages: seconds for a large arena.
 
-    A view that somebody still has keeps its bytes.
+    Kept views keep their bytes.
     """
     gc.collect()
     node = start()
@@ -464,10 +467,10 @@ def test_a_closed_clients_map_is_emptied_before_it_is_unmapped(
         assert held.pages[0] == b"5" * PAGE
 
 
-def test_a_socket_of_another_user_is_trusted_only_where_its_place_was_named(
+def test_socket_of_another_user_needs_shm_dir(
     unix_node: ServeShm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who could put one where the node's should be would be handed our pages."""
+    """Otherwise a user who can place a socket at the node's path would receive our pages."""
     monkeypatch.setattr("kvstore.transports.unix_sockets.peer_of", lambda sock: Peer(1, 10001))
     _, wire = unix_node()
     with pytest.raises(Unavailable, match="is served by uid 10001; set shm_dir"):

@@ -1,7 +1,6 @@
-"""`kvstore.sync` and the pools made of it: interrupts, no more threads, and forks leave nothing
-taken.
+"""`kvstore.sync` and its pools: interrupts, missing threads and forks leave no lock taken.
 
-make longer:  INTERRUPTS=20000 python -m pytest tests/core/test_sync.py
+A longer run: INTERRUPTS=20000 python -m pytest tests/core/test_sync.py
 """
 
 import gc
@@ -21,15 +20,15 @@ from kvstore.sync import LeaseTable, NoThread, run_in_helper_thread
 from kvstore.threads import ThreadPool
 
 INTERRUPTS = int(os.environ.get("INTERRUPTS", "100"))
-WAIT_S = 30.0  # far more than a starved machine needs
+WAIT_S = 30.0  # far more than a busy machine needs
 
 
 class Holder:
-    """Something that can be collected."""
+    """An object that can be garbage collected."""
 
 
 class Abort(BaseException):
-    """What a signal handler raises here."""
+    """The exception that signal handlers raise here."""
 
 
 def no_thread(*_: object) -> int:
@@ -39,7 +38,7 @@ def no_thread(*_: object) -> int:
 def test_leases_of_collected_holders_are_free_at_once() -> None:
     ended: list[str] = []
     table = LeaseTable(1, ended.append)
-    assert table.acquire(Holder(), "first")  # collected, and never given back
+    assert table.acquire(Holder(), "first")  # collected without a release
     holder = Holder()
     assert table.acquire(holder, "second")
     assert ended == ["first"]
@@ -47,7 +46,7 @@ def test_leases_of_collected_holders_are_free_at_once() -> None:
     assert table.count == 0
 
 
-def test_a_holder_at_the_address_of_a_collected_one_does_not_hide_what_that_had() -> None:
+def test_new_holder_at_a_reused_address_does_not_hide_a_lease() -> None:
     ended: list[int] = []
     table = LeaseTable[int](end=ended.append)
     kept = []
@@ -63,7 +62,7 @@ def test_a_holder_at_the_address_of_a_collected_one_does_not_hide_what_that_had(
     assert sorted(ended) == list(range(0, 100, 2))
 
 
-def test_a_pool_that_could_start_no_thread_starts_one_later(
+def test_pool_starts_a_thread_after_a_failed_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pool = ThreadPool(2, "kvstore-test")
@@ -76,7 +75,7 @@ def test_a_pool_that_could_start_no_thread_starts_one_later(
     pool.shutdown()
 
 
-def test_a_pool_in_a_child_of_a_fork_refuses_work() -> None:
+def test_pool_in_a_forked_child_refuses_work() -> None:
     pool = ThreadPool(1, "kvstore-test")
     pool.submit(int).result(WAIT_S)
     pid = os.fork()
@@ -103,10 +102,10 @@ def interrupt_soon() -> Any:
     signal.signal(signal.SIGALRM, before)
 
 
-def test_work_with_the_callers_buffers_is_waited_for_where_no_thread_can_stop_it(
+def test_interrupted_call_waits_when_no_thread_can_stop_its_work(
     monkeypatch: pytest.MonkeyPatch, interrupt_soon: Callable[[float], object]
 ) -> None:
-    run_in_helper_thread(int)  # there is a helper
+    run_in_helper_thread(int)  # starts the helper thread
     started, may_end, ended = threading.Lock(), threading.Lock(), list[int]()
     may_end.acquire()
 
@@ -122,7 +121,7 @@ def test_work_with_the_callers_buffers_is_waited_for_where_no_thread_can_stop_it
     assert ended == [1] or not started.locked()
 
 
-def test_calls_in_the_main_thread_share_one_helper_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_thread_calls_share_one_helper_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     run_in_helper_thread(int)
     monkeypatch.setattr(sync, "start_new_thread", no_thread)
     for _ in range(1000):
@@ -140,8 +139,8 @@ def run(program: str, *arguments: object) -> str:
     ).stdout
 
 
-def test_interrupts_in_quick_succession_never_leave_work_in_the_callers_buffers() -> None:
-    """Three signals within a few microseconds, wherever they come in the call."""
+def test_rapid_interrupts_leave_no_work_running() -> None:
+    """Three signals come within a few microseconds, anywhere in the call."""
     assert run(STORM, INTERRUPTS) == "calm\n"
 
 
@@ -177,7 +176,7 @@ STORM = """
             left[0] = 0
         except Abort:
             left[0] = 0
-            assert len(ended) == len(began), "it goes on after the call"
+            assert len(ended) == len(began), "work goes on after the call"
             return 1
         return 0
     count = 0
@@ -193,8 +192,8 @@ STORM = """
 """
 
 
-def test_a_signal_handler_that_raises_in_a_forks_hooks_leaves_grpc_usable() -> None:
-    """It raises in each line of ours that runs around a fork in the parent, one after the other."""
+def test_exception_in_a_fork_hook_leaves_grpc_usable() -> None:
+    """It raises in each line of kvstore that runs around a fork in the parent, one per fork."""
     program = """
         import os, sys
         import kvstore.transports.grpc_process as forks

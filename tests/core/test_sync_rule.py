@@ -1,11 +1,14 @@
-"""Code that may run in a caller's thread uses `kvstore.sync` where `threading` would leave a lock
-taken for ever.
+"""Code that may run in a caller's thread uses `kvstore.sync` instead of leaky `threading` types.
 
-A signal handler that raises while the main thread is inside `threading.Condition` (or anything made
-of one) leaves its lock taken. One that raises inside `contextlib.ExitStack.__exit__` leaves a
-cycle: the exception's traceback, that frame, and the exception in a local of it. What the stack
-holds is kept until the next garbage collection. So such things stand only where no signal handler
-runs, or where they hold nothing, each with the reason.
+A signal handler that raises while the main thread is inside `threading.Condition`, or a type made
+of it, leaves its lock taken for ever.
+
+One that raises inside `contextlib.ExitStack.__exit__` leaves a reference cycle: the exception's
+traceback, that frame, and the exception in a local of it. The stack's content then stays until the
+next garbage collection.
+
+Such types may be used only where no signal handler runs, or where they hold nothing, each with its
+reason.
 """
 
 import ast
@@ -14,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-# Made of a Condition of Python's own, or, as Thread.start, waiting for one; or leaving a cycle.
+# They use a Condition of Python, wait for one, as Thread.start does, or leave a cycle.
 FORBIDDEN = {
     "contextlib": {"ExitStack"},
     "threading": {
@@ -36,7 +39,7 @@ FORBIDDEN = {
     "queue": {"Queue", "LifoQueue", "PriorityQueue"},
 }
 TOOLS = "tool: the main thread is the program's own, which ends with the first interrupt"
-# Modules and what of it they may use, and why.
+# The modules, the types that each may use, and the reason.
 ALLOWED = {
     "kvstore/sync.py": (
         {"Thread", "Future"},
@@ -79,7 +82,7 @@ MODULES = [
 
 
 def used(source: str) -> set[str]:
-    """Forbidden things that a module makes or calls.
+    """Return the forbidden types that a module creates or calls.
 
     Names in annotations do no harm.
     """
@@ -111,14 +114,14 @@ def used(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_uses_nothing_that_an_interrupt_leaves_taken(path: Path) -> None:
+def test_module_uses_no_forbidden_type(path: Path) -> None:
     allowed, reason = ALLOWED.get(str(path.relative_to(ROOT)), (set(), ""))
     found = used(path.read_text())
     extra = found - allowed
     assert not extra, (
         f"use kvstore.sync, kvstore.threads or a with statement in place of {sorted(extra)}"
     )
-    assert found == allowed, f"ALLOWED has more than is used: {reason}"
+    assert found == allowed, f"ALLOWED lists unused types: {reason}"
 
 
 @pytest.mark.parametrize(

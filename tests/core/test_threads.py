@@ -1,6 +1,4 @@
-"""What a pool can start no thread for, or was interrupted over, is never done behind its caller's
-back.
-"""
+"""Thread pools: work whose thread cannot start, or that was interrupted, does not run later."""
 
 import concurrent.futures
 import os
@@ -22,12 +20,12 @@ def pool() -> Any:
 
 
 def refuse(thread: threading.Thread) -> None:
-    """As where a limit of processes is reached."""
+    """Fail as at the process limit."""
     raise RuntimeError("can't start new thread")
 
 
 def run_something(pool: concurrent.futures.Executor) -> None:
-    """What was queued before it has its turn."""
+    """Run tasks in the pool, after any that were queued before."""
     pool.submit(lambda: None).result(10.0)
     pool.submit(lambda: None).result(10.0)
 
@@ -42,7 +40,7 @@ def test_helper_thread_reports_what_it_began(pool: concurrent.futures.Executor) 
     assert isinstance(failed.exception(10.0), ValueError)
 
 
-def test_without_a_thread_it_never_happens(
+def test_work_without_a_thread_never_runs(
     pool: concurrent.futures.Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[int] = []
@@ -56,10 +54,10 @@ def test_without_a_thread_it_never_happens(
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_an_interrupt_while_it_begins_leaves_nothing_behind(
+def test_interrupt_while_work_begins_leaves_nothing_behind(
     runs: bool, pool: concurrent.futures.Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the thread has it already or not: when `end` returns it is over."""
+    """Whether or not the thread has begun, the work has ended when `end` returns."""
     gate, happened = threading.Event(), list[str]()
 
     def work() -> None:
@@ -86,7 +84,7 @@ def test_an_interrupt_while_it_begins_leaves_nothing_behind(
     assert len(happened) in (0, 2)
 
 
-def test_an_interrupt_is_raised_when_all_has_ended(pool: concurrent.futures.Executor) -> None:
+def test_interrupt_is_raised_after_the_work_has_ended(pool: concurrent.futures.Executor) -> None:
     gate = threading.Event()
     done: concurrent.futures.Future[bool] = concurrent.futures.Future()
     assert begin(done, pool, gate.wait, 10.0)
@@ -115,7 +113,7 @@ def test_pool_whose_thread_can_not_start_shuts_down_at_once(
     ended.start()
     ended.join(10)
     assert not ended.is_alive()
-    # It is held until here, with all that its frames refer to
+    # The error is kept until here, with everything that its frames refer to
     assert refused.value.__traceback__ is not None
 
 

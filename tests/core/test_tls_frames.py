@@ -1,6 +1,4 @@
-"""Frames over TLS beside Python's own TLS socket, and ends of connections that TLS makes
-different.
-"""
+"""Frames over TLS, compared with Python's TLS socket, and ends of TLS connections."""
 
 import contextlib
 import random
@@ -23,7 +21,7 @@ Connected = tuple[socket.socket, socket.socket]
 
 @pytest.fixture
 def connected() -> Iterator[Connected]:
-    """(accepted, connecting)."""
+    """Yield two connected sockets: (accepted, connecting)."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         theirs = socket.create_connection(listener.getsockname())
         ours, _ = listener.accept()
@@ -39,7 +37,7 @@ def beside(work: Callable[[], object]) -> threading.Thread:
 
 
 def greeted(connected: Connected, ours: Authority) -> tuple[TlsFrameSocket, ssl.SSLSocket]:
-    """Our server, Python's client."""
+    """Return our server and Python's client after their handshake."""
     server = TlsFrameSocket(connected[0], server_context(ours))
     server.arm(20.0)
     made: list[ssl.SSLSocket] = []
@@ -52,9 +50,7 @@ def greeted(connected: Connected, ours: Authority) -> tuple[TlsFrameSocket, ssl.
     return server, made[0]
 
 
-def test_pythons_tls_understands_ours_in_both_directions(
-    connected: Connected, ours: Authority
-) -> None:
+def test_tls_frames_work_with_pythons_tls(connected: Connected, ours: Authority) -> None:
     server, peer = greeted(connected, ours)
     with peer:
         assert peer.version() == "TLSv1.3"
@@ -81,13 +77,13 @@ def test_pythons_tls_understands_ours_in_both_directions(
         assert back[FIXED_NBYTES + 1 :] == sent
 
 
-def test_a_byte_changed_on_the_way_is_an_error_and_no_byte_is_handed_out(ours: Authority) -> None:
+def test_byte_changed_on_the_network_is_an_error(ours: Authority) -> None:
     (near, far), (other, near_other) = socket.socketpair(), socket.socketpair()
     client = TlsFrameSocket(near, client_context(ours), "localhost")
     server = TlsFrameSocket(near_other, server_context(ours))
 
     def forward(source: socket.socket, target: socket.socket, flips: list[bool]) -> None:
-        with contextlib.suppress(OSError):  # at the end
+        with contextlib.suppress(OSError):  # when the sockets close
             while data := bytearray(source.recv(1 << 20)):
                 if flips and flips[0]:
                     data[-1] ^= 1
@@ -117,16 +113,14 @@ def test_a_byte_changed_on_the_way_is_an_error_and_no_byte_is_handed_out(ours: A
         sock.close()
 
 
-def test_an_idle_connection_is_quiet_until_something_comes(
-    connected: Connected, ours: Authority
-) -> None:
+def test_idle_connection_is_quiet_until_bytes_arrive(connected: Connected, ours: Authority) -> None:
     server, peer = greeted(connected, ours)
     with peer:
         assert server.quiet
         peer.sendall(pack_fixed(1, 0) + b"a" + b"more")
         wait_until(lambda: not server.quiet)
         assert server.recv_frame(10) == (b"a", 0)
-        assert not server.quiet  # it is here, decrypted
+        assert not server.quiet  # the rest is already decrypted
         rest = bytearray(4)
         server.recv_into(memoryview(rest))
         assert rest == b"more"
@@ -135,13 +129,11 @@ def test_an_idle_connection_is_quiet_until_something_comes(
         server.recv_into(memoryview(bytearray(1)))
         assert not server.quiet
     server.recv_into(memoryview(bytearray(RECORD_NBYTES - 1)))
-    wait_until(lambda: not server.quiet)  # the peer has hung up
+    wait_until(lambda: not server.quiet)  # the peer has closed
 
 
-def test_a_node_of_ours_sends_nothing_of_its_own_accord(
-    connected: Connected, ours: Authority
-) -> None:
-    """Tickets for later would look like an answer to nobody's question."""
+def test_server_sends_nothing_unasked(connected: Connected, ours: Authority) -> None:
+    """Session tickets would look like an answer to no request."""
     client = TlsFrameSocket(connected[0], client_context(ours), "localhost")
     server = TlsFrameSocket(connected[1], server_context(ours))
     for one in (client, server):
@@ -174,9 +166,7 @@ def test_tls_shut_down_by_another_thread_reads_no_cipher_text(
     assert buffer == bytes(1 << 20)
 
 
-def test_a_handshake_that_never_ends_has_the_time_that_was_armed(
-    connected: Connected, ours: Authority
-) -> None:
+def test_handshake_without_end_times_out(connected: Connected, ours: Authority) -> None:
     server = TlsFrameSocket(connected[0], server_context(ours))
     for sent in (b"", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc"):
         connected[1].sendall(sent)
@@ -202,7 +192,7 @@ def test_peer_without_tls_is_an_error(connected: Connected, ours: Authority, sen
         server.handshake()
 
 
-def test_a_peer_that_hangs_up_amid_a_handshake_is_a_connection_error(
+def test_peer_closing_amid_a_handshake_is_a_connection_error(
     connected: Connected, ours: Authority
 ) -> None:
     server = TlsFrameSocket(connected[0], server_context(ours))
@@ -213,7 +203,7 @@ def test_a_peer_that_hangs_up_amid_a_handshake_is_a_connection_error(
 
 
 @pytest.mark.parametrize("wrong", ["name", "authority", "version"])
-def test_a_server_that_is_not_believed_is_told_so(
+def test_untrusted_server_gets_an_alert(
     connected: Connected, ours: Authority, strangers: Authority, wrong: str
 ) -> None:
     context = server_context(strangers if wrong == "authority" else ours)
@@ -241,9 +231,7 @@ def test_a_server_that_is_not_believed_is_told_so(
     assert "alert" in str(failed[0]) or wrong == "version"
 
 
-def test_the_certificate_of_a_client_is_known_after_the_handshake(
-    connected: Connected, ours: Authority
-) -> None:
+def test_server_knows_the_client_certificate(connected: Connected, ours: Authority) -> None:
     context = server_context(ours)
     context.load_verify_locations(str(ours.path))
     context.verify_mode = ssl.CERT_REQUIRED
@@ -254,5 +242,5 @@ def test_the_certificate_of_a_client_is_known_after_the_handshake(
     thread = beside(client.handshake)
     server.handshake()
     thread.join()
-    said: Any = server.certificate
-    assert said["subject"] == ((("commonName", "team-a"),),)
+    certificate: Any = server.certificate
+    assert certificate["subject"] == ((("commonName", "team-a"),),)

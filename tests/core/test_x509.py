@@ -1,4 +1,4 @@
-"""Fields of certificates: dates, names, and certificates that can not be read."""
+"""Fields of certificates: dates, names, and unreadable certificates."""
 
 import datetime
 import ipaddress
@@ -41,7 +41,7 @@ def made(
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-# DER has two forms of a time, before 2050 and from then on
+# DER has two time formats: one before 2050, another from then on
 @pytest.mark.parametrize("year", [2049, 2050])
 def test_dates_are_seconds_of_unix_time(year: int) -> None:
     utc = datetime.timezone.utc
@@ -52,7 +52,7 @@ def test_dates_are_seconds_of_unix_time(year: int) -> None:
     )
 
 
-def test_of_a_chain_the_dates_are_the_first_certificates() -> None:
+def test_validity_of_a_chain_is_that_of_its_first_certificate() -> None:
     later, sooner = (
         made(ends=datetime.datetime(2040, 1, 1)),
         made(ends=datetime.datetime(2030, 1, 1)),
@@ -61,13 +61,13 @@ def test_of_a_chain_the_dates_are_the_first_certificates() -> None:
     assert first_expiry(later + sooner) == validity(sooner)[1]
 
 
-def test_a_certificate_out_of_its_time_is_refused_with_the_remedy(ours: Authority) -> None:
-    for days, since_days, said in (
+def test_certificate_outside_its_dates_is_refused_with_the_remedy(ours: Authority) -> None:
+    for days, since_days, message in (
         (-1.0, 2.0, "tls_cert=x expired on .*; renew it, or set this host's clock, which says "),
         (3.0, -2.0, "tls_cert=x is valid from .* on, and this host's clock says .*; set it"),
     ):
         ours.node("dated", HERE, days, force=True, since_days=since_days)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             check_dates("tls_cert=x", Path(pair(ours, "dated")["tls_cert"]).read_bytes())
     check_dates("tls_cert=x", Path(pair(ours, "node")["tls_cert"]).read_bytes())
 
@@ -81,7 +81,7 @@ def test_invalid_certificate_has_neither_dates_nor_names(junk: bytes) -> None:
     assert names_end_early(pem)
 
 
-def test_alternative_names_that_can_not_be_read_are_no_names() -> None:
+def test_unreadable_alternative_names_are_refused() -> None:
     garbage = x509.UnrecognizedExtension(x509.OID_SUBJECT_ALTERNATIVE_NAME, b"\x30\x03\x82\x7fx")
     pem = made(extra=garbage)
     assert names_end_early(pem)
@@ -113,7 +113,9 @@ def test_alternative_names_that_can_not_be_read_are_no_names() -> None:
         ),
     ],
 )
-def test_a_name_with_a_nul_is_seen(common: str, alternatives: Any, early: bool, form: Any) -> None:
+def test_name_with_a_nul_is_detected(
+    common: str, alternatives: Any, early: bool, form: Any
+) -> None:
     assert names_end_early(made(common, alternatives, form)) is early
 
 

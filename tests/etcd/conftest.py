@@ -1,4 +1,4 @@
-"""Nodes that register with an etcd in a process of its own."""
+"""Fixtures for nodes that register with a real etcd process."""
 
 import signal
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def etcd(tmp_path: Path) -> Iterator[RealEtcd]:
 
 @pytest.fixture
 def fleet(etcd: RealEtcd) -> Iterator[StartNode]:
-    """Start members of the cluster `fleet`."""
+    """Return a function that starts members of the cluster `fleet`."""
     known = {"cluster": f"etcd://{etcd.endpoint}/fleet", "lease_s": LEASE_S}
     with small_nodes() as start:
         yield lambda member, **settings: start(**{**known, "member": member, **settings})

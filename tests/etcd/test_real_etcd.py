@@ -1,4 +1,4 @@
-"""Nodes on an etcd as it is delivered: what the fake one in tests/helpers is believed to do."""
+"""Nodes on a real etcd: it must behave as the fake one in tests/helpers does."""
 
 import shutil
 import signal
@@ -26,7 +26,9 @@ def registry(node: Node) -> str:
     return status.registry if status else ""
 
 
-def test_nodes_come_go_and_are_refused(fleet: StartNode, etcd: RealEtcd) -> None:
+def test_nodes_join_leave_and_conflicting_ones_are_refused(
+    fleet: StartNode, etcd: RealEtcd
+) -> None:
     one, two = fleet("n1", replicas=2), fleet("n2")
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
     assert one.membership.view == two.membership.view
@@ -41,7 +43,7 @@ def test_nodes_come_go_and_are_refused(fleet: StartNode, etcd: RealEtcd) -> None
     wait_until(lambda: members(one) == ["n1"])
 
 
-def test_a_lease_that_was_taken_away_is_had_again(fleet: StartNode, etcd: RealEtcd) -> None:
+def test_revoked_lease_is_renewed(fleet: StartNode, etcd: RealEtcd) -> None:
     one, two = fleet("n1"), fleet("n2")
     wait_until(lambda: len(members(one)) == 2)
     lease, number = two.registry._lease, one.membership.view.number  # type: ignore[union-attr]
@@ -52,7 +54,7 @@ def test_a_lease_that_was_taken_away_is_had_again(fleet: StartNode, etcd: RealEt
 
 
 @pytest.mark.parametrize("how", ["killed", "paused", "wiped"])
-def test_etcd_lost_and_back(fleet: StartNode, etcd: RealEtcd, how: str) -> None:
+def test_etcd_outage_keeps_the_last_view(fleet: StartNode, etcd: RealEtcd, how: str) -> None:
     one, two = fleet("n1", replicas=2), fleet("n2")
     wait_until(lambda: len(members(one)) == len(members(two)) == 2)
     number, seen = one.membership.view.number, []  # type: ignore[union-attr]
@@ -81,7 +83,7 @@ def test_etcd_lost_and_back(fleet: StartNode, etcd: RealEtcd, how: str) -> None:
     wait_until(lambda: one.membership.view.by_id["n2"].state is State.DRAINING, 30.0)  # type: ignore[union-attr]
     assert one.membership.view.number > number  # type: ignore[union-attr]
     assert one.membership.view.replicas == 2  # type: ignore[union-attr]
-    if how != "paused":  # of one that was not seen to be away members may vanish for a moment
+    if how != "paused":  # after an unnoticed pause members may vanish for a moment
         assert set(seen) == {2}
 
 

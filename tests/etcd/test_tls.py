@@ -1,6 +1,4 @@
-"""An etcd that asks for certificates on both sides, and for a password: what is wrong is said with
-its remedy.
-"""
+"""TLS and passwords of a real etcd: each error names its cause and its remedy."""
 
 import shutil
 import subprocess
@@ -24,7 +22,7 @@ ETCD_FILES = ("etcd_ca", "etcd_cert", "etcd_key")
 
 
 class Authority:
-    """Certificates, made with the openssl command."""
+    """A certificate authority, made with the openssl command."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
@@ -50,7 +48,7 @@ class Authority:
         return str(self._folder / f"{self._name}.pem")
 
     def issue(self, name: str, days: int = 2) -> tuple[str, str]:
-        """Paths of a certificate of this host, and of its key."""
+        """Issue a certificate for this host; return its path and that of its key."""
         self._openssl(
             "req", "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr", *KEY
         )
@@ -86,7 +84,10 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 def start_etcd(folder: Path, ca: str, cert: str, key: str) -> RealEtcd:
-    """The tests themselves show the server's certificate."""
+    """Start an etcd that requires client certificates.
+
+    The tests use the server's certificate as their client certificate.
+    """
     flags = ["--cert-file", cert, "--key-file", key, "--client-cert-auth", "--trusted-ca-file", ca]
     return RealEtcd(folder, EtcdCredentials(ca, cert, key), flags)
 
@@ -120,7 +121,9 @@ def start() -> Iterator[Callable[..., Node]]:
 USER: dict[str, Any] = {"etcd_user": "root", "etcd_password": "pass"}
 
 
-def test_the_right_ones_work(start: Callable[..., Node], etcd: RealEtcd, ours: Authority) -> None:
+def test_valid_certificates_and_password_work(
+    start: Callable[..., Node], etcd: RealEtcd, ours: Authority
+) -> None:
     assert members(start(etcd, ours.path, *ours.issue("node"), **USER, cluster_wait_s=30.0)) == [
         "n1"
     ]
@@ -130,18 +133,18 @@ def test_etcd_tls_errors_name_the_cause(
     start: Callable[..., Node], etcd: RealEtcd, ours: Authority, strangers: Authority
 ) -> None:
     good, old, strange = ours.issue("good"), ours.issue("old", days=-1), strangers.issue("strange")
-    not_ours = (
+    wrong_authority = (
         r"etcd's certificate is not valid: .* not from the authority in etcd_ca .*local issuer"
     )
-    not_taken = (
+    rejected = (
         "etcd does not accept this node's certificate: etcd_cert is not given, has "
         "expired, or is not from"
     )
-    for files, said in (
-        ((strangers.path, *good), not_ours),
-        ((ours.path,), not_taken),
-        ((ours.path, *old), not_taken),
-        ((ours.path, *strange), not_taken),
+    for files, message in (
+        ((strangers.path, *good), wrong_authority),
+        ((ours.path,), rejected),
+        ((ours.path, *old), rejected),
+        ((ours.path, *strange), rejected),
         ((), "etcd hung up; if it speaks TLS there, name the authority of its certificate"),
         (
             (ours.path, good[0], strange[1]),
@@ -149,7 +152,7 @@ def test_etcd_tls_errors_name_the_cause(
         ),
         ((good[1], *good), r"TLS to etcd \(etcd_ca, etcd_cert, etcd_key\): .*; of .*good.key"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             start(etcd, *files, **USER)
     for user in (
         {**USER, "etcd_password": "wrong"},
@@ -159,12 +162,12 @@ def test_etcd_tls_errors_name_the_cause(
             start(etcd, ours.path, *good, **user)
 
 
-def test_an_etcd_whose_certificate_has_expired(
+def test_expired_etcd_certificate_is_named(
     start: Callable[..., Node], tmp_path: Path, ours: Authority
 ) -> None:
     etcd = start_etcd(tmp_path / "etcd", ours.path, *ours.issue("expires"))
     try:
-        ours.issue("expires", days=-1)  # it reads them for each connection
+        ours.issue("expires", days=-1)  # etcd reads its files for each connection
         with pytest.raises(
             ConfigError, match=r"etcd's certificate is not valid: it has expired.*has expired"
         ):
@@ -173,7 +176,7 @@ def test_an_etcd_whose_certificate_has_expired(
         etcd.kill()
 
 
-def test_tls_to_an_etcd_without(
+def test_tls_to_plain_etcd_is_named(
     start: Callable[..., Node], tmp_path: Path, ours: Authority
 ) -> None:
     plain = RealEtcd(tmp_path / "etcd")
@@ -184,10 +187,10 @@ def test_tls_to_an_etcd_without(
         plain.kill()
 
 
-def test_certificates_that_are_replaced_while_the_node_runs(
+def test_replaced_certificates_are_used_without_a_restart(
     start: Callable[..., Node], tmp_path: Path, ours: Authority, strangers: Authority
 ) -> None:
-    """By those of another authority, at both ends: those from before are worth nothing then."""
+    """A node reads its certificates again when both ends move to another authority."""
     files = [str(tmp_path / name) for name in ("ca.pem", "both.pem", "both.key")]
 
     def place(authority: Authority) -> None:

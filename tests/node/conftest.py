@@ -1,5 +1,6 @@
-"""Nodes in this process, so that `check()` and the sessions can be looked at, and raw bulk
-connections that can break every rule.
+"""Nodes in this process, whose internals tests can check, and raw bulk connections.
+
+A raw connection can break every rule of the protocol.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,22 +28,21 @@ from visits import nothing_is_left_at_the_console as nothing_is_left_at_the_cons
 from node.config import NodeConfig
 from node.server import Node
 
-STALL_S = (
-    0.8  # where clients stall on purpose: the shortest that a machine with other things to do bears
-)
+STALL_S = 0.8  # for tests with stalling clients: the shortest that works on a busy machine
 
 
 @pytest.fixture(scope="module")
 def start_node() -> Iterator[StartNode]:
-    """Starts a small node in this process; keyword arguments are NodeConfig fields.
+    """Return a function that starts a small node in this process.
 
-    At the end of the module each must be consistent, hold nothing, and stop.
+    Its keyword arguments are NodeConfig fields. At the end of the module each node must be
+    consistent, hold nothing, and stop.
     """
     nodes: list[Node] = []
 
     def start(**settings: Any) -> Node:
         node = Node(NodeConfig(**{**SMALL, **settings}))
-        node.peers.rebalancer.settle_s = 1e6  # a test that wants a sweep asks for it
+        node.peers.rebalancer.settle_s = 1e6  # no sweep unless a test starts one
         node.start()
         nodes.append(node)
         return node
@@ -58,9 +58,9 @@ def start_node() -> Iterator[StartNode]:
 
 @pytest.fixture(scope="module")
 def node(start_node: StartNode) -> Node:
-    """One node for the tests of a module that leave it as it was.
+    """Return one node that the tests of a module share.
 
-    Use a namespace of your own.
+    Use a namespace of your own, and leave the node as it was.
     """
     return start_node(stall_s=STALL_S)
 
@@ -77,14 +77,14 @@ def pages(request: pytest.FixtureRequest) -> Pages:
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """Clients of a node, closed at the end."""
+    """Return a function that connects clients to a node; they are closed at the end."""
     with connecting() as connect:
         yield connect
 
 
 @pytest.fixture
 def raw() -> Iterator[ConnectRaw]:
-    """Connects to a node, or to a bulk port."""
+    """Return a function that opens raw connections to a node, or to a bulk port."""
     connections: list[Raw] = []
 
     def to(where: Node | int) -> Raw:
@@ -103,7 +103,7 @@ def three(start_node: StartNode) -> list[Node]:
 
 @pytest.fixture(scope="module")
 def two(start_node: StartNode) -> list[Node]:
-    """The first is small, and has room for few copies: 256 pages of 16 KiB, of which 64."""
+    """Start two nodes; the first has room for 256 pages of 16 KiB, 64 of them copies."""
     return [start_node(ram_nbytes=4 * MB, extent_nbytes=MB // 4, copies_share=0.25), start_node()]
 
 
@@ -119,11 +119,11 @@ def pair(two: list[Node]) -> list[Node]:
 
 @pytest.fixture
 def far(connect: Connect) -> ClusterClient:
-    """A client that asks the owners themselves."""
+    """Return a function that makes a client that asks the owners directly."""
     return lambda nodes: connect(nodes[-1], near="none", timeout_s=30.0)
 
 
 @pytest.fixture
 def near(connect: Connect) -> ClusterClient:
-    """One that asks the first node for everything."""
+    """Return a function that makes a client that asks the first node for everything."""
     return lambda nodes: connect(nodes[0], "auto", near="n0", timeout_s=30.0)

@@ -1,6 +1,4 @@
-"""One batch over several connections: the same bytes, the same answers, and no thread
-left behind.
-"""
+"""One batch over several connections: same bytes, same answers, and no leaked thread."""
 
 import concurrent.futures
 import os
@@ -55,13 +53,13 @@ def link_of(client: Client) -> BulkWire:
     return wire
 
 
-def test_pages_cross_and_answers_are_in_order(
+def test_parallel_batch_keeps_bytes_and_order(
     client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, met, put = pages.keys(*range(11)), threading.Barrier(LANES), BulkWire._put
 
     def together(*arguments: Any) -> list[int]:
-        met.wait(20.0)  # so many are under way at a time, or this breaks
+        met.wait(20.0)  # raises unless LANES transfers run at a time
         return put(*arguments)
 
     assert pages.put(client, keys[3:5]) == [PutOutcome.STORED] * 2
@@ -72,7 +70,7 @@ def test_pages_cross_and_answers_are_in_order(
     assert pages.get(client, keys) == [i not in (0, 7) for i in range(11)]
 
 
-def test_a_prefix_ends_at_the_first_miss_in_whichever_share(client: Client, pages: Pages) -> None:
+def test_prefix_ends_at_first_miss_of_any_share(client: Client, pages: Pages) -> None:
     keys = pages.keys(*range(9))
     pages.put(client, keys)
     client.remove(pages.namespace, keys[4:5])
@@ -80,7 +78,7 @@ def test_a_prefix_ends_at_the_first_miss_in_whichever_share(client: Client, page
     assert client.get(pages.namespace, keys, buffers, prefix=True) == [True] * 4 + [False] * 5
 
 
-def test_ranges_and_damaged_pages_are_those_of_their_share(
+def test_ranges_and_damaged_pages_keep_their_index(
     client: Client, pages: Pages, node: Node
 ) -> None:
     keys = pages.keys(*range(9))
@@ -97,7 +95,7 @@ def test_ranges_and_damaged_pages_are_those_of_their_share(
 
 
 @pytest.mark.parametrize("error", [Unavailable("gone"), DeadlineExceeded("late")])
-def test_a_share_that_fails_fails_the_call_when_all_have_ended(
+def test_failed_share_fails_the_call_after_all_ended(
     client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     keys, ended, wire = pages.keys(*range(6)), [], link_of_opened(client, pages)
@@ -127,7 +125,7 @@ def link_of_opened(client: Client, pages: Pages) -> BulkWire:
     return link_of(client)
 
 
-def test_shares_for_which_there_is_no_room_are_full_and_no_error(
+def test_share_without_room_is_full_and_no_error(
     client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, wire = pages.keys(*range(6)), link_of_opened(client, pages)
@@ -166,7 +164,7 @@ def test_shares_for_which_there_is_no_room_are_full_and_no_error(
         wire.put(request, views, Deadline(10.0))
 
 
-def test_without_threads_one_connection_does_it_all(
+def test_one_connection_transfers_all_without_threads(
     client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(*_: Any) -> Any:
@@ -184,11 +182,11 @@ def test_without_threads_one_connection_does_it_all(
     )
 
 
-def test_a_share_without_a_thread_is_not_made_once_more_by_a_later_one(
+def test_share_without_a_thread_is_not_run_again_later(
     client: Client, pages: Pages, connect: Connect, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool keeps what it can start no thread for: the next call's thread stored it, with other
-    bytes by then.
+    """Regression: a share whose thread could not start stayed queued, and a later call's thread
+    stored it with the bytes that its buffers held by then.
     """
     keys, others = pages.keys(*range(6)), pages.keys(*range(10, 16))
     buffers = [bytearray(pages.content(key)) for key in keys]
@@ -199,11 +197,11 @@ def test_a_share_without_a_thread_is_not_made_once_more_by_a_later_one(
     for buffer in buffers:
         buffer[:] = bytes(len(buffer))
     beside = connect(node, "grpc")
-    assert beside.remove(pages.namespace, keys) == [True] * 6  # as an eviction
+    assert beside.remove(pages.namespace, keys) == [True] * 6  # stands for an eviction
     assert pages.put(client, others) == [PutOutcome.STORED] * 6
     threads = link_of(client)._threads._threads
     assert threads is not None
-    threads.submit(lambda: None).result(10.0)  # whatever was queued before has had its turn
+    threads.submit(lambda: None).result(10.0)  # all that was queued before has run
     threads.shutdown()
     assert beside.lookup(pages.namespace, keys).present == (False,) * 6
 
@@ -212,12 +210,10 @@ def refused(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_an_interrupt_while_a_thread_starts_ends_its_share_too(
+def test_interrupt_while_a_thread_starts_ends_its_share(
     client: Client, pages: Pages, connect: Connect, node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The share went on in a thread that nobody waited for, out of buffers that were the caller's
-    again.
-    """
+    """Regression: the share went on in its thread, and read buffers that the caller reused."""
     keys, reused, send, start = (
         pages.keys(*range(6)),
         threading.Event(),
@@ -256,14 +252,14 @@ def test_an_interrupt_while_a_thread_starts_ends_its_share_too(
     ] == []
 
 
-def test_a_process_that_was_forked_off_is_told_and_does_not_wait(
+def test_wire_after_a_fork_raises_without_waiting(
     client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its copies of the threads do not run."""
+    """A forked process has no running copies of the threads, so a call must not wait for them."""
     keys = pages.keys(*range(6))
     pages.put(client, keys)
     wire = link_of(client)
-    wire._pool._pid = os.getpid() + 1  # what a fork looks like from within
+    wire._pool._pid = os.getpid() + 1  # as in a forked child
     monkeypatch.setattr(wire._threads, "run", None)
     request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=keys)
     buffers = [(memoryview(bytearray(pages.nbytes)),) for _ in keys]
@@ -271,13 +267,11 @@ def test_a_process_that_was_forked_off_is_told_and_does_not_wait(
         wire.get(request, buffers, [0] * 6, Deadline(10.0))
 
 
-def test_a_process_that_was_forked_off_waits_for_no_thread_of_its_parent() -> None:
-    """A cluster's members are asked by such threads, before any of their wires says what
-    is wrong.
-    """
+def test_parallel_transfer_after_a_fork_starts_new_threads() -> None:
+    """Cluster calls run in these threads before any wire can notice the fork."""
     threads = ParallelTransfer()
     threads.run([os.getpid, os.getpid])
-    time.sleep(0.1)  # until the thread is idle, and would be given more
+    time.sleep(0.1)  # until the thread is idle and would get more work
     child = os.fork()
     if not child:
         signal.alarm(10)
@@ -287,7 +281,7 @@ def test_a_process_that_was_forked_off_waits_for_no_thread_of_its_parent() -> No
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_one_that_breaks_otherwise_is_raised_when_the_others_have_ended() -> None:
+def test_unexpected_error_is_raised_after_all_shares_ended() -> None:
     ended: list[int] = []
 
     def broken() -> int:
@@ -307,9 +301,9 @@ def test_one_that_breaks_otherwise_is_raised_when_the_others_have_ended() -> Non
         threads.close()
 
 
-def test_an_interrupted_call_ends_when_all_its_shares_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They read the caller's buffers: pages were stored under their old keys with what came into
-    them afterwards.
+def test_interrupted_call_waits_for_all_its_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: shares read the caller's buffers after the call had ended, and stored new bytes
+    under old keys.
     """
     wait, interrupts, ended = (
         concurrent.futures.Future.exception,
@@ -334,10 +328,8 @@ def test_an_interrupted_call_ends_when_all_its_shares_have(monkeypatch: pytest.M
     threads.close()
 
 
-def test_a_call_does_not_wait_for_the_threads_of_others() -> None:
-    """One with half a second of time returned when those in front of it gave a hung node up, after
-    fifteen.
-    """
+def test_call_does_not_wait_for_threads_of_other_calls() -> None:
+    """Regression: a call with a deadline of 0.5 s waited 15 s for calls to a hung node."""
     threads, go_on = ParallelTransfer(), threading.Event()
     with concurrent.futures.ThreadPoolExecutor(4) as callers:
         hung = [callers.submit(threads.run, [go_on.wait] * STREAMS_MAX) for _ in range(4)]
@@ -353,7 +345,7 @@ def test_a_call_does_not_wait_for_the_threads_of_others() -> None:
 
 
 @pytest.mark.parametrize("op", ["_put", "_get"])
-def test_a_chain_loses_its_end_first_whichever_share_was_the_last(
+def test_chain_loses_its_end_first_with_parallel_shares(
     start_node: StartNode,
     connect: Connect,
     monkeypatch: pytest.MonkeyPatch,
@@ -379,9 +371,7 @@ def test_a_chain_loses_its_end_first_whichever_share_was_the_last(
     assert client.lookup(pages.namespace, keys).present == (True, True, True, False, False, False)
 
 
-def test_idle_connections_that_had_to_leave_are_no_failure(
-    client: Client, pages: Pages, node: Node
-) -> None:
+def test_evicted_idle_connections_are_no_failure(client: Client, pages: Pages, node: Node) -> None:
     keys = pages.keys(*range(9))
     pages.put(client, keys)
     connects, known = client._fan_out.nodes.only.connect_count, link_of(client)
@@ -420,7 +410,7 @@ def test_how_many(
     assert stream_count(pages, (mib << 20) // pages) == lanes
 
 
-def test_shares_are_all_of_it_in_order() -> None:
+def test_split_covers_all_pages_in_order() -> None:
     for count in range(1, 40):
         for lanes in range(1, min(count, 8) + 1):
             parts = [list(range(count))[part] for part in split(count, lanes)]

@@ -1,4 +1,4 @@
-"""The arena's own work on memory leaves the GIL to the threads that serve."""
+"""Copying and touching arena memory releases the GIL, so that serving threads run."""
 
 from collections.abc import Iterator
 
@@ -17,11 +17,11 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-def test_other_threads_run_while_a_page_is_moved(arena: Arena, others_run: OthersRun) -> None:
+def test_threads_run_while_a_page_is_moved(arena: Arena, others_run: OthersRun) -> None:
     arena.view(0, 5)[:] = b"moved"
     assert others_run(lambda: arena.copy(0, HALF, HALF))
     assert arena.view(HALF, 5) == b"moved"
 
 
-def test_other_threads_run_while_the_arena_is_touched(arena: Arena, others_run: OthersRun) -> None:
+def test_threads_run_while_the_arena_is_populated(arena: Arena, others_run: OthersRun) -> None:
     assert others_run(arena.populate)

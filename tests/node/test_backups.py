@@ -1,6 +1,4 @@
-"""Data directories of a cluster's members that are put back from a backup, copied to another node,
-or wiped.
-"""
+"""A member's data directory is restored from a backup, copied to another node, or wiped."""
 
 import contextlib
 import os
@@ -34,12 +32,12 @@ def there(node: Node, pages: Pages) -> int:
 
 
 def copied(folder: Path, to: Path) -> Path:
-    """As `cp -r` does it, or a store of objects: for the file system it is new."""
+    """Copy `folder` to `to` as `cp -r` or an object store does, with new file dates."""
     shutil.copytree(folder, to, copy_function=shutil.copyfile)
     return to
 
 
-def test_a_directory_from_an_old_backup_is_as_old_as_its_file_says(
+def test_restored_old_backup_is_refused_by_its_recorded_age(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "old").mkdir()
@@ -54,10 +52,10 @@ def test_a_directory_from_an_old_backup_is_as_old_as_its_file_says(
     assert Identity(str(copy), "fleet", "n1").applied == 7
 
 
-def test_a_removal_in_a_new_etcd_reaches_members_of_the_old_one(
+def test_removal_in_a_new_etcd_reaches_members_of_the_old(
     fleet: Start, etcd: FakeEtcd, connect: Connect, pages: Pages, tmp_path: Path
 ) -> None:
-    """Its numbers begin anew, so that those of removals are below what a directory has seen."""
+    """A new etcd numbers removals from the start again, below what a directory has applied."""
     two = fleet("n2", data_dir=str(tmp_path), **DISK)
     kept, other = Pages("kept"), Pages("other")
     alone = connect(two, direct=True)
@@ -87,7 +85,7 @@ def test_a_removal_in_a_new_etcd_reaches_members_of_the_old_one(
     wait_until(lambda: there(two, third) == 0)
 
 
-def test_a_backup_from_before_a_forget_brings_nothing_back(
+def test_backup_from_before_a_forget_restores_no_forgotten_page(
     fleet: Start, etcd: FakeEtcd, connect: Connect, tmp_path: Path
 ) -> None:
     data, backup = tmp_path / "data", tmp_path / "backup"
@@ -118,12 +116,10 @@ def test_a_backup_from_before_a_forget_brings_nothing_back(
     assert kept.get(connect(two, timeout_s=20.0), kept.keys(*NUMBERS)) == [True] * len(NUMBERS)
 
 
-def test_a_backup_from_before_a_removal_of_another_members_directory_brings_nothing_back(
+def test_copy_of_another_members_directory_restores_no_forgotten_page(
     fleet: Start, connect: Connect, tmp_path: Path
 ) -> None:
-    """Under its own name it is refused; as a new member's, whose file of identity was removed, it
-    is cleared.
-    """
+    """The copy is refused while it names its member; without its identity file it is cleared."""
     data, copy = tmp_path / "data", tmp_path / "copy"
     one, two = fleet("n1"), fleet("n2", data_dir=str(data), **DISK)
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
@@ -146,13 +142,13 @@ def test_a_backup_from_before_a_removal_of_another_members_directory_brings_noth
     wait_until(lambda: members(one) == members(two) == members(three) == ["n1", "n2", "n3"])
     wait_replicated([one, two, three])
     assert there(one, gone) == there(two, gone) == there(three, gone) == 0
-    for node in (one, two, three):  # as soon as each page is at its owner of now
+    for node in (one, two, three):  # once each page is at its new owner
         client = connect(node, timeout_s=20.0)
         wait_until(lambda client=client: all(kept.get(client, kept.keys(*NUMBERS))))
     assert there(one, gone) == there(two, gone) == there(three, gone) == 0
 
 
-def test_a_copy_of_a_directory_that_is_in_use_is_refused(fleet: Start, tmp_path: Path) -> None:
+def test_copy_of_a_directory_in_use_is_refused(fleet: Start, tmp_path: Path) -> None:
     data = tmp_path / "data"
     one = fleet("n1", data_dir=str(data), **DISK)
     copied(data, tmp_path / "copy")
@@ -163,21 +159,21 @@ def test_a_copy_of_a_directory_that_is_in_use_is_refused(fleet: Start, tmp_path:
     assert one.peers.status().registry == "etcd"
 
 
-def test_a_member_whose_id_a_copy_has_taken_says_so_until_it_is_gone(
+def test_member_reports_a_copy_with_its_id_until_the_copy_stops(
     fleet: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy did not reach it, and took it for dead."""
-    data, said = tmp_path / "data", "is that of a copy of this data directory, at 127.0.0.1:{}"
+    """The copy takes the id when it cannot reach the member and believes it dead."""
+    data, message = tmp_path / "data", "is that of a copy of this data directory, at 127.0.0.1:{}"
     one = fleet("n1", data_dir=str(data), **DISK)
     copied(data, tmp_path / "copy")
     monkeypatch.setattr("node.cluster.registry.Registry._is_alive", lambda *_: False)
     twin = fleet("n1", data_dir=str(tmp_path / "copy"), **DISK)
-    wait_until(lambda: said.format(twin.grpc.port) in one.peers.status().registry)
+    wait_until(lambda: message.format(twin.grpc.port) in one.peers.status().registry)
     assert twin.peers.status().registry == "etcd"
     stop(twin)
     wait_until(lambda: one.peers.status().registry == "etcd")
 
-    def address() -> str | None:  # none, until it has registered again
+    def address() -> str | None:  # None until it has registered again
         view = one.membership.view
         member = view.by_id.get("n1") if view is not None else None
         return member.address if member is not None else None
@@ -186,7 +182,7 @@ def test_a_member_whose_id_a_copy_has_taken_says_so_until_it_is_gone(
 
 
 @pytest.mark.parametrize("what", ["all", "extents", "rows", "member.json"])
-def test_a_directory_that_is_wiped_under_a_member_costs_pages_and_no_bytes(
+def test_directory_wiped_under_a_member_returns_no_wrong_bytes(
     fleet: Start, connect: Connect, tmp_path: Path, what: str
 ) -> None:
     data = tmp_path / "data"
@@ -205,7 +201,7 @@ def test_a_directory_that_is_wiped_under_a_member_costs_pages_and_no_bytes(
         with contextlib.suppress(KVStoreError):
             pages.put(client, more)
         pages.get(at_two, some + more)  # compares each byte of each hit
-        assert pages.get(client, some + more) == [True] * 60, "the other has them"
+        assert pages.get(client, some + more) == [True] * 60, "the other member has the pages"
     stop(two)
     two = fleet("n2", **settings)
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])

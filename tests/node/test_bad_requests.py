@@ -1,5 +1,6 @@
-"""Requests that are well formed and wrong, over both wires: one clear error each, nobody else
-notices, nothing leaks.
+"""Well-formed but invalid requests over all wires get one clear error each.
+
+Other clients are not disturbed, and nothing leaks.
 """
 
 from collections.abc import Callable, Iterator
@@ -69,7 +70,7 @@ def send(wire: Wire, op: str, request: Any) -> Any:
 
 
 def keyed(op: str, message: Callable[..., Any], **fields: Any) -> list[Any]:
-    """The mistakes that every batch of keys can have."""
+    """Return the cases of invalid key batches for `op`."""
 
     def with_keys(*keys: bytes) -> Builder:
         return lambda digest: message(namespace=digest, prefix_hashes=keys, **fields)
@@ -284,7 +285,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("op", "build", "error", "named"), CASES)
-def test_a_wrong_request_gets_one_clear_error(
+def test_invalid_request_gets_one_clear_error(
     node: Node,
     wire: Wire,
     op: str,
@@ -299,26 +300,24 @@ def test_a_wrong_request_gets_one_clear_error(
     wire.call("open_namespace", opened, Deadline(5))
     with pytest.raises(error, match=named):
         send(wire, op, build(namespace.digest))
-    # The connection still serves, and by the next request nothing is held.
+    # The connection still serves, and after the next request nothing is held.
     assert wire.call(
         "lookup", pb.LookupRequest(namespace=namespace.digest, prefix_hashes=[KEY]), Deadline(5)
     )
     settle(node, sessions=0 if wire.name == "grpc" else 1)
 
 
-def test_a_message_over_the_limit_is_refused_and_others_go_on(node: Node, wire: Wire) -> None:
+def test_message_over_the_limit_is_refused(node: Node, wire: Wire) -> None:
     too_large = pb.ListRequest(key_prefix=bytes(MESSAGE_NBYTES_MAX + 1))
-    # Without gRPC the node hangs up while the rest is still being sent, so its error may get lost.
+    # Without gRPC the node closes while the rest is still being sent, so its error may get lost.
     expected: Any = Exhausted if wire.name == "grpc" else (ProtocolError, Unavailable)
     with Bystander(node), pytest.raises(expected, match=r"at most 2097152|failed|larger than max"):
         wire.call("list", too_large, Deadline(5))
     settle(node)
 
 
-def test_namespaces_are_bounded_and_empty_ones_make_room(
-    start_node: StartNode, connect: Connect
-) -> None:
-    client = connect(start_node(namespaces_max=8))  # four for one peer
+def test_namespace_limit_evicts_empty_namespaces(start_node: StartNode, connect: Connect) -> None:
+    client = connect(start_node(namespaces_max=8))  # one peer may have half of them
     namespaces = [Namespace(f"model-{n}", opaque_layout(4096)) for n in range(6)]
     for namespace in namespaces[:5]:
         client.open(namespace)
@@ -331,8 +330,10 @@ def test_namespaces_are_bounded_and_empty_ones_make_room(
     client.open(namespaces[5])
 
 
-def test_descriptions_are_bounded_in_bytes_too(start_node: StartNode, connect: Connect) -> None:
-    """Half a MiB of them for one peer, or one message could not list all."""
+def test_namespace_descriptions_are_limited_in_bytes(
+    start_node: StartNode, connect: Connect
+) -> None:
+    """One peer may use 512 KiB of descriptions, so that one message can list them all."""
     client = connect(start_node())
     opened = 0
 
@@ -353,10 +354,10 @@ def test_descriptions_are_bounded_in_bytes_too(start_node: StartNode, connect: C
 
 
 @pytest.mark.parametrize("name", ["shm", "bulk", "grpc"])
-def test_an_arena_of_pinned_pages_is_exhausted_at_once(
+def test_arena_full_of_pinned_pages_refuses_at_once(
     start_node: StartNode, connect: Connect, name: str
 ) -> None:
-    """At once: long before the deadline, and with the numbers that explain it."""
+    """The error comes long before the deadline, with the numbers that explain it."""
     node = start_node(ram_nbytes=1 << 20, extent_nbytes=1 << 20)
     client = connect(node, wire=name, timeout_s=600.0)
     pages = Pages("pinned")

@@ -1,6 +1,4 @@
-"""Work under the RAM tier's lock that breaks in the middle, out of memory say, leaves nothing
-behind.
-"""
+"""RAM tier operations that fail half-way, such as out of memory, leak no slot, hold or read."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,9 +12,9 @@ PAGE, COUNT = 4096, 16
 
 
 class Below(LocalTier):
-    """All pages with a first byte of 1 are there.
+    """A lower tier that has every page whose hash begins with 1.
 
-    `broken_at`: the look that fails.
+    Call number `broken_at` of `is_there` raises.
     """
 
     def __init__(self) -> None:
@@ -70,9 +68,7 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, part: Any, name: str, number: int)
 
 
 @pytest.mark.parametrize("number", [1, 4, 12])
-def test_a_put_that_breaks_keeps_no_slot(
-    box: Any, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_failed_put_keeps_no_slot(box: Any, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     pages = box.open("broken", PAGE)
     old, new = pages.keys(*range(3)), pages.keys(*range(3, 15))
     box.put(pages, old)
@@ -88,7 +84,7 @@ def test_a_put_that_breaks_keeps_no_slot(
 
 
 @pytest.mark.parametrize("number", [1, 4, 12])
-def test_a_put_that_breaks_while_others_go_for_it_keeps_no_slot(
+def test_failed_put_while_evicting_keeps_no_slot(
     box: Any, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     pages = box.open("broken", PAGE)
@@ -110,7 +106,7 @@ def test_a_put_that_breaks_while_others_go_for_it_keeps_no_slot(
 
 
 @pytest.mark.parametrize("broken_at", [1, 3, 5])
-def test_a_get_that_breaks_holds_no_page_and_reads_nothing(box: Any, broken_at: int) -> None:
+def test_failed_get_holds_no_page_and_no_read(box: Any, broken_at: int) -> None:
     pages, below = box.open("broken", PAGE), box.tier.below
     here = pages.keys(*range(3))
     on_disk = [b"\1" + key[1:] for key in pages.keys(*range(10, 15))]

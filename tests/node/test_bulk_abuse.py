@@ -1,5 +1,6 @@
-"""Bulk connections that break the rules: one error or a closed connection, nobody else notices, and
-no slot, hold or session is left.
+"""Bulk connections that break the rules get one error or are closed.
+
+Other clients are not disturbed, and no slot, hold or session leaks.
 """
 
 import random
@@ -29,7 +30,7 @@ PAGE = 64 << 10
 
 @pytest.fixture
 def space(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Pages:
-    """Pages 0 to 15 of a namespace of 64 KiB pages are stored."""
+    """Return a namespace whose pages 0 to 15, of 64 KiB each, are stored."""
     pages = Pages(request.node.name, PAGE)
     pages.put(connect(node), pages.keys(*range(16)))
     return pages
@@ -80,8 +81,8 @@ def test_invalid_request_gets_one_error_and_the_connection_ends(
     settle(node)
 
 
-def test_a_frame_that_never_ends_is_given_up(node: Node, raw: ConnectRaw, space: Pages) -> None:
-    """test_limits_connections has the first frame."""
+def test_frame_without_end_is_timed_out(node: Node, raw: ConnectRaw, space: Pages) -> None:
+    """A partial frame after the hello times out; test_limits_connections covers the first frame."""
     whole = frame(lookup=pb.LookupRequest(namespace=b"n" * 16, prefix_hashes=[b"k" * 32]))
     idle, *endless = [raw(node) for _ in range(4)]
     for connection in (idle, *endless):
@@ -90,7 +91,7 @@ def test_a_frame_that_never_ends_is_given_up(node: Node, raw: ConnectRaw, space:
         connection.send(part)
     for connection in endless:
         assert connection.ending() is None
-    assert idle.ask(hello=pb.HelloRequest()).hello.bulk_port, "an idle connection may stay"
+    assert idle.ask(hello=pb.HelloRequest()).hello.bulk_port, "an idle connection must stay open"
     settle(node, sessions=2)
 
 
@@ -114,7 +115,7 @@ BREAKING_A_PUT: dict[str, Callable[[Any], bytes]] = {
 
 
 @pytest.mark.parametrize("what", BREAKING_A_PUT)
-def test_a_put_out_of_order_ends_and_stores_nothing(
+def test_put_out_of_order_ends_and_stores_nothing(
     node: Node, raw: ConnectRaw, space: Pages, what: str
 ) -> None:
     with Bystander(node):
@@ -124,7 +125,7 @@ def test_a_put_out_of_order_ends_and_stores_nothing(
             pb.WRITE,
         ]
         try:
-            connection.send(BREAKING_A_PUT[what](space))  # which may be cut off in the middle
+            connection.send(BREAKING_A_PUT[what](space))  # the node may close amid it
             error = connection.ending()
         except ConnectionError:
             error = None
@@ -144,7 +145,7 @@ def stored(node: Node, space: Pages) -> set[bytes]:
     [[], [b"c" * 8], [b"c" * 8] * 3, [b"c" * 8, b"c" * 7], [b"", b""], [b"c" * 16] * 2],
     ids=lambda c: f"{len(c)}",
 )
-def test_a_commit_with_wrong_leaves_is_refused_and_the_connection_stays(
+def test_commit_with_wrong_leaves_is_refused_and_the_connection_stays(
     node: Node, raw: ConnectRaw, space: Pages, sent: list[bytes]
 ) -> None:
     connection = raw(node)
@@ -174,7 +175,7 @@ PUT_STAGES = [
 
 
 def begin_put(connection: Any, space: Pages, stage: str, *numbers: int) -> None:
-    """As far as `stage`."""
+    """Start a put and stop at `stage`."""
     connection.request(put=put_of(space, *numbers))
     if stage != "after the request":
         assert list(connection.reply()[0].put.verdicts) == [pb.WRITE] * 2
@@ -188,7 +189,7 @@ def begin_put(connection: Any, space: Pages, stage: str, *numbers: int) -> None:
 
 @pytest.mark.parametrize("how", ["closes", "resets"])
 @pytest.mark.parametrize("stage", PUT_STAGES)
-def test_a_client_that_is_gone_in_the_middle_of_a_put_leaves_nothing(
+def test_client_closing_amid_a_put_leaves_nothing(
     node: Node, raw: ConnectRaw, space: Pages, stage: str, how: str
 ) -> None:
     with Bystander(node):
@@ -202,7 +203,7 @@ def test_a_client_that_is_gone_in_the_middle_of_a_put_leaves_nothing(
     settle(node, sessions=1)
 
 
-def test_clients_that_stall_in_the_middle_of_a_put_leave_nothing(
+def test_clients_stalling_amid_a_put_leave_nothing(
     node: Node, raw: ConnectRaw, space: Pages
 ) -> None:
     with Bystander(node):
@@ -213,7 +214,7 @@ def test_clients_that_stall_in_the_middle_of_a_put_leave_nothing(
     settle(node, sessions=1)
 
 
-def test_another_client_can_write_the_page_that_a_dead_one_had_reserved(
+def test_page_reserved_by_a_closed_client_can_be_written(
     node: Node, raw: ConnectRaw, connect: Connect, space: Pages
 ) -> None:
     connection = raw(node)
@@ -227,13 +228,13 @@ def test_another_client_can_write_the_page_that_a_dead_one_had_reserved(
 
 
 @pytest.mark.parametrize("how", ["closes", "resets", "never reads"])
-def test_a_client_that_is_gone_in_the_middle_of_a_get_leaves_nothing(
+def test_client_closing_amid_a_get_leaves_nothing(
     start_node: StartNode,
     raw: ConnectRaw,
     connect: Connect,
     how: str,
 ) -> None:
-    """16 MiB: more than the socket buffers take, so the node is in the middle of sending."""
+    """The reply of 16 MiB exceeds the socket buffers, so that the node is still sending it."""
     node = start_node(ram_nbytes=32 << 20, batch_nbytes_max=16 << 20, stall_s=0.8)
     space = Pages(how, 1 << 20)
     space.put(connect(node), space.keys(*range(16)))
@@ -242,7 +243,7 @@ def test_a_client_that_is_gone_in_the_middle_of_a_get_leaves_nothing(
         connection.request(get=get_of(space, *range(16)))
         reply, payload_nbytes = connection.reply()
         assert (sum(reply.get.hits), payload_nbytes) == (16, 16 << 20)
-        assert node.tier.held_count >= 16  # the bystander reads, too
+        assert node.tier.held_count >= 16  # the bystander also holds pages
         if how == "resets":
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if how != "never reads":
@@ -252,7 +253,7 @@ def test_a_client_that_is_gone_in_the_middle_of_a_get_leaves_nothing(
 
 
 class QuietSocket:
-    """A connection whose client asks once, reads slowly, asks nothing for a while and closes."""
+    """Act as a client that asks once, reads slowly, waits for a while and closes."""
 
     def __init__(self) -> None:
         header = pb.BulkRequest(hello=pb.HelloRequest()).SerializeToString()
@@ -267,7 +268,7 @@ class QuietSocket:
         self.timeout_s = seconds
 
     def send_frame(self, header: bytes, payload_nbytes: int = 0) -> None:
-        self.timeout_s = 0.001  # what a partial send shortly before its deadline leaves
+        self.timeout_s = 0.001  # as after a partial send near its deadline
 
     def recv_frame(self, header_nbytes_max: int) -> Any:
         return self.wait_frame(header_nbytes_max, 0.0)

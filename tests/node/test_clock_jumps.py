@@ -1,7 +1,6 @@
-"""The wall clock jumps by days, both ways, while a node serves: only what is shown to people
-follows it.
+"""The wall clock jumps by days, both ways, while a node serves; only displayed times follow it.
 
-A longer run: SEEDS=20 CALLS=100000.
+For a longer run set SEEDS=20 CALLS=100000.
 """
 
 import hashlib
@@ -34,15 +33,14 @@ DISK = {
     "disk_nbytes": 2 << 20,
     "disk_extent_nbytes": 64 << 10,
 }
-# gRPC's Python reckons a call's deadline by time.time and gives it to its C core, which reads the
-# clock itself: here, where only Python's clock jumps, the two would differ by days. A real clock
-# jumps for both.
+# gRPC's Python computes a call's deadline from time.time, but its C core reads the clock itself.
+# Only Python's clock jumps here, so that the two would differ by days. A real clock jumps for both.
 OF_GRPC = ("_channel", "_common", "_server", "_utilities")
 SHORT_TTL_S, LONG_TTL_S, CALL_S = 1.0, 3600.0, 30.0
 
 
 class WallClock:
-    """time.time, wrong by `ahead_s`."""
+    """A replacement of time.time that is wrong by `ahead_s`."""
 
     def __init__(self) -> None:
         self.right = time.time
@@ -87,7 +85,7 @@ def put(
 
 
 def get(client: Client, space: Namespace, keys: list[bytes]) -> list[bool]:
-    """Return which pages were there, all their bytes compared."""
+    """Return which pages were hits, after comparing the bytes of each."""
     buffers = [bytearray(PAGE_NBYTES) for _ in keys]
     hits = client.get(space, keys, buffers)
     for key, hit, buffer in zip(keys, hits, buffers, strict=True):
@@ -109,7 +107,7 @@ def test_time_to_live_is_counted_without_the_wall_clock(
     assert get(client, space, long) == [True, True]
     left_ms = [stat.ttl_ms for stat in client.stat(space, long)]
     assert all(0 < ms <= 1000 * LONG_TTL_S for ms in left_ms)
-    while time.monotonic() < began + SHORT_TTL_S + 1:  # times to live have whole seconds
+    while time.monotonic() < began + SHORT_TTL_S + 1:  # a time to live is in whole seconds
         time.sleep(0.05)
     assert get(client, space, long + short) == [True, True, False, False]
 
@@ -127,18 +125,18 @@ def test_pin_holds_and_ends_without_the_wall_clock(
     assert other.pin_ttl_ms == 0
 
 
-def test_page_that_was_written_by_a_wrong_clock_does_not_outlive_its_time(
+def test_page_written_under_a_wrong_clock_expires_on_restart(
     tmp_path: Path,
     space: Namespace,
     connect: Connect,
     wall: WallClock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its expiry lies days ahead after a restart with the right clock: how old it is,
-    nobody knows.
+    """After a restart with the right clock the page's expiry lies days ahead, so that its age is
+    unknown: it must go.
     """
     wall.ahead_s, keys = 3 * DAY_S, KEYS[:2]
-    # As a process begins
+    # What node.clock computes when a process begins
     monkeypatch.setattr("node.clock._EPOCH_S", time.clock_gettime(time.CLOCK_BOOTTIME) - wall())
     config = NodeConfig(**{**SMALL, **DISK, "data_dir": str(tmp_path / "data")})
     node = Node(config)
@@ -160,11 +158,12 @@ def test_page_that_was_written_by_a_wrong_clock_does_not_outlive_its_time(
 
 
 @pytest.mark.parametrize("number", range(SEEDS))
-def test_storm_of_calls_under_a_clock_that_jumps(
+def test_random_calls_under_a_jumping_clock(
     node: Node, space: Namespace, connect: Connect, wall: WallClock, seed: int, number: int
 ) -> None:
-    """Pages with a long time to live and pages without one stay, those of a short one are never
-    found after it, no call ends by another error or takes longer than its deadline.
+    """Under a jumping clock pages expire on time, and calls stay within their deadlines.
+
+    Pages with a long time to live, or none, stay. Pages with a short one are not found after it.
     """
     rng = random.Random(seed + number)
     clients = [connect(node, wire, timeout_s=CALL_S) for wire in ("shm", "bulk", "grpc")]
@@ -189,7 +188,7 @@ def test_storm_of_calls_under_a_clock_that_jumps(
         elif kind == "get":
             for key, hit in zip(some, get(client, space, some), strict=True):
                 assert not hit or began <= ends[key], (
-                    f"served {began - ends[key]:.2f} s after its time"
+                    f"served {began - ends[key]:.2f} s after its expiry"
                 )
         elif kind == "stays":
             assert all(get(client, space, rng.sample(stays, 4)))

@@ -1,4 +1,4 @@
-"""A client of several nodes: whose pages are whose, what a lost member costs, and what it says."""
+"""A client of several nodes: which node has which page, and what a lost member costs."""
 
 import contextlib
 import socket
@@ -35,7 +35,7 @@ def owned(view: View, pages: Pages, numbers: Sequence[int], member: str) -> list
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_pages_lie_at_their_owners_and_come_back_in_order(
+def test_pages_are_stored_at_owners_and_returned_in_order(
     cluster: list[Node], connect: Connect, pages: Pages, wire: str
 ) -> None:
     client, keys = connect(cluster[0], wire, near="none"), pages.keys(*NUMBERS)
@@ -65,7 +65,7 @@ def test_pages_lie_at_their_owners_and_come_back_in_order(
     assert [node.tier.visible_count for node in cluster] == [0, 0, 0]
 
 
-def test_a_prefix_ends_at_the_first_page_that_is_missing(
+def test_prefix_ends_at_the_first_missing_page(
     cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
     client, keys = connect(cluster[1]), pages.keys(*NUMBERS)
@@ -76,7 +76,7 @@ def test_a_prefix_ends_at_the_first_page_that_is_missing(
     assert (found.prefix_pages, found.present.count(True)) == (20, 47)
 
 
-def test_any_member_tells_of_all_and_one_that_is_gone_costs_its_pages(
+def test_dead_member_costs_only_its_own_pages(
     cluster: list[Node], start_node: StartNode, connect: Connect, pages: Pages
 ) -> None:
     client, keys = connect(cluster[2]), pages.keys(*NUMBERS)
@@ -93,16 +93,16 @@ def test_any_member_tells_of_all_and_one_that_is_gone_costs_its_pages(
     assert [
         number for number, some in zip(NUMBERS, outcomes, strict=True) if some is PutOutcome.AWAY
     ] == lost
-    # An engine that holds what it finds loses no more than that
+    # An engine that pins what it finds loses only those pages, too
     pinned = other.pin(pages.namespace, keys, 5.0)
     assert [number for number, some in zip(NUMBERS, pinned, strict=True) if not some] == lost
     with pytest.raises(Unavailable):
-        other.remove(pages.namespace, keys)  # a copy may be left
+        other.remove(pages.namespace, keys)  # the dead member may still have a copy
     answers = other.statuses()
     assert [isinstance(answer, Unavailable) for answer in answers.values()] == [True, False, False]
 
 
-def test_a_call_for_pages_of_a_dead_member_alone_is_a_miss(
+def test_call_for_pages_of_a_dead_member_only_is_a_miss(
     cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
     mine = pages.keys(*owned(view_of(cluster), pages, NUMBERS, "n0"))
@@ -129,7 +129,7 @@ def test_cluster_without_any_answer_raises(
         pages.get(client, pages.keys(1, 2))
 
 
-def test_while_a_member_joins_its_pages_are_found_where_they_were(
+def test_pages_of_a_joining_member_are_found_at_former_owners(
     cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
     view, keys = view_of(cluster), pages.keys(*NUMBERS)
@@ -139,7 +139,7 @@ def test_while_a_member_joins_its_pages_are_found_where_they_were(
     tell(cluster, replace(view_of(cluster, n2=State.JOINING), number=2))
     client = connect(cluster[0])
     assert pages.get(client, keys) == [True] * len(keys)
-    assert cluster[2].service.sessions.count > 0  # it was asked first
+    assert cluster[2].service.sessions.count > 0  # the client asked it first
     more = [number + 100 for number in NUMBERS]
     pages.put(client, pages.keys(*more))
     assert cluster[2].tier.visible_count == len(owned(view, pages, more, "n2")) > 0
@@ -160,7 +160,7 @@ def test_draining_member_gets_no_puts_and_serves_gets(
     assert cluster[1].tier.visible_count == 0
 
 
-def test_one_nodes_affairs(cluster: list[Node], connect: Connect) -> None:
+def test_single_node_calls_are_refused_for_a_cluster(cluster: list[Node], connect: Connect) -> None:
     client = connect(cluster[0])
     for call in (client.node_status, client.scrub, client.recover):
         with pytest.raises(InvalidRequest, match="needs one node"):
@@ -175,18 +175,20 @@ def test_nodes_of_two_clusters(cluster: list[Node], connect: Connect, pages: Pag
         client.remove(pages.namespace, pages.keys(*NUMBERS))
 
 
-def test_several_addresses_of_nodes_that_are_alone(start_node: StartNode, connect: Connect) -> None:
+def test_several_addresses_of_separate_nodes_are_refused(
+    start_node: StartNode, connect: Connect
+) -> None:
     one, two = start_node(), start_node()
     client = connect(one, address=f"127.0.0.1:{one.grpc.port},127.0.0.1:{two.grpc.port}")
-    for _ in range(2):  # no call is served by the first of them alone
+    for _ in range(2):  # the first node alone must not serve a later call
         with pytest.raises(ProtocolError, match="is in no cluster, but 2 addresses were given"):
             client.node_status()
 
 
-def test_a_page_that_two_members_have_is_listed_once(
+def test_page_at_two_members_is_listed_once(
     cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
-    """As while members come and go."""
+    """While members join or leave, two of them may have the same page."""
     keys = pages.keys(*range(6))
     pages.put(connect(cluster[0], direct=True), keys[:4])
     pages.put(connect(cluster[1], direct=True), keys[2:])
@@ -198,7 +200,7 @@ def test_a_page_that_two_members_have_is_listed_once(
     ]
 
 
-def test_an_address_that_hangs_leaves_time_to_ask_the_next(
+def test_hanging_address_leaves_time_for_the_next(
     cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hung:
@@ -207,14 +209,12 @@ def test_an_address_that_hangs_leaves_time_to_ask_the_next(
         assert pages.put(client, pages.keys(1)) == [PutOutcome.STORED]
 
 
-def test_the_first_address_does_not_answer(
-    cluster: list[Node], connect: Connect, pages: Pages
-) -> None:
+def test_dead_first_address_is_skipped(cluster: list[Node], connect: Connect, pages: Pages) -> None:
     client = connect(cluster[1], address=f"127.0.0.1:9, 127.0.0.1:{cluster[1].grpc.port}")
     assert pages.put(client, pages.keys(1, 2, 3)) == [PutOutcome.STORED] * 3
 
 
-def test_clients_follow_a_longer_list_when_they_connect_again(
+def test_client_learns_new_members_when_it_reconnects(
     cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
     named = [f"n{number}=127.0.0.1:{node.grpc.port}" for number, node in enumerate(cluster)]
@@ -223,14 +223,14 @@ def test_clients_follow_a_longer_list_when_they_connect_again(
     pages.put(client, keys)
     tell(cluster, static_view(f"static:fleet/{','.join(named)}"))
     for link in client._fan_out.nodes.all().values():
-        if link._link:  # not so to a member that it was told of just now
-            link._drop(link._link)  # as by a restart
+        if link._link:  # there is no connection yet to a new member
+            link._drop(link._link)  # as after a restart
     pages.get(client, keys)
     pages.put(client, keys)
     assert cluster[2].tier.visible_count == len(owned(view_of(cluster), pages, NUMBERS, "n2"))
 
 
-def test_a_member_leaves_while_it_is_asked(
+def test_get_survives_a_member_leaving_after_routing(
     cluster: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, keys = connect(cluster[0]), pages.keys(*NUMBERS)
@@ -248,7 +248,7 @@ def test_a_member_leaves_while_it_is_asked(
     assert pages.get(client, keys) == [True] * len(keys)
 
 
-def test_list_with_a_dead_member(start_node: StartNode, connect: Connect, pages: Pages) -> None:
+def test_list_skips_a_dead_member(start_node: StartNode, connect: Connect, pages: Pages) -> None:
     settings: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
     dies = Node(NodeConfig(**settings, ram_nbytes=16 << 20, drain_s=0.1))
     dies.start()
@@ -263,7 +263,7 @@ def test_list_with_a_dead_member(start_node: StartNode, connect: Connect, pages:
     )
 
 
-def test_a_member_that_is_full_is_not_away(
+def test_full_member_reports_full_and_not_away(
     start_node: StartNode, connect: Connect, pages: Pages
 ) -> None:
     nodes = [start_node(copies_share=1.0) for _ in range(2)]
@@ -286,7 +286,7 @@ def test_a_member_that_is_full_is_not_away(
     assert PutOutcome.AWAY not in outcomes
 
 
-def test_a_member_that_is_away_does_not_fill_an_engines_log(
+def test_dead_member_does_not_flood_the_log(
     cluster: list[Node],
     connect: Connect,
     caplog: pytest.LogCaptureFixture,
@@ -299,6 +299,6 @@ def test_a_member_that_is_away_does_not_fill_an_engines_log(
         replace(view, members=(replace(view.members[0], address="127.0.0.1:9"), *view.members[1:])),
     )
     client = connect(cluster[1])
-    for _ in range(2 * LINES):  # as LMCache asks, ten times a second
+    for _ in range(2 * LINES):  # LMCache asks ten times a second
         client.namespaces()
     assert 0 < len(caplog.records) <= LINES

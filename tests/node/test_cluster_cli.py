@@ -1,6 +1,4 @@
-"""`kvstore` against a cluster: one screen of its members, whose a key is, and every command as with
-one node.
-"""
+"""`kvstore` commands against a cluster: members, owners of a key, and all other commands."""
 
 import json
 import os
@@ -59,7 +57,7 @@ def test_members_and_shares(fleet: list[Node], kvstore: Callable[..., Any]) -> N
     assert [member["weight"] for member in found["members"]] == [1.0, 2.0]
 
 
-def test_a_member_that_is_away(
+def test_commands_report_a_dead_member(
     fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
 ) -> None:
     pages.put(connect(fleet[0]), pages.keys(*range(20)))
@@ -79,7 +77,7 @@ def test_a_member_that_is_away(
 def test_cluster_wide_command_reports_unreachable_members(
     fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
 ) -> None:
-    """What the others found and did is told too, not lost behind an error."""
+    """Results of the other members are printed, and not lost behind an error."""
     keys = pages.keys(*range(20))
     pages.put(connect(fleet[0]), keys)
     gone = View("fleet", 2, (*fleet[0].membership.view.members, Member("gone", "127.0.0.1:9")))
@@ -97,14 +95,14 @@ def test_cluster_wide_command_reports_unreachable_members(
         (("cluster", "rebalance"), {"dry_run": False}),
     ):
         ran = kvstore(*command, "--json")
-        told = json.loads(ran.stdout)
-        assert (ran.exit_code, told["away"]) == (3, ["gone"]), ran.stderr
-        assert wanted.items() <= told.items()
+        printed = json.loads(ran.stdout)
+        assert (ran.exit_code, printed["away"]) == (3, ["gone"]), ran.stderr
+        assert wanted.items() <= printed.items()
         assert "gone" in ran.stderr
     assert [node.tier.visible_count for node in fleet] == [0, 0]
 
 
-def test_a_damaged_page_is_told_of_though_a_member_is_away(
+def test_verify_reports_a_damaged_page_while_a_member_is_away(
     fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
 ) -> None:
     pages.put(connect(fleet[0]), pages.keys(*range(20)))
@@ -119,7 +117,7 @@ def test_a_damaged_page_is_told_of_though_a_member_is_away(
     assert (ran.exit_code, json.loads(ran.stdout)["dropped"]) == (5, 1)
 
 
-def test_pages_with_replicas_are_counted_as_what_they_are(
+def test_replicated_pages_are_counted_once(
     fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
 ) -> None:
     members = fleet[0].membership.view.members
@@ -153,7 +151,7 @@ def test_commands_work_as_with_one_node(
     assert [node.tier.visible_count for node in fleet] == [0, 0]
 
 
-def test_one_member_alone(
+def test_commands_with_direct_ask_one_member(
     fleet: list[Node], kvstore: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = os.environ["KVSTORE_ADDRESS"]
@@ -185,14 +183,14 @@ def test_one_member_alone(
     assert "KVSTORE_DIRECT='maybe' must be one of" in kvstore("status").stderr
 
 
-def test_disks_of_all_members(
+def test_disk_commands_reach_all_members(
     start_node: StartNode,
     kvstore_at: Callable[[Node], Callable[..., Any]],
     tmp_path: Path,
     connect: Connect,
     pages: Pages,
 ) -> None:
-    """Scrubbed one after the other; only one that is stopped is recovered."""
+    """Disks are scrubbed one after the other, and only stopped ones are recovered."""
     nodes = [start_node(data_dir=str(tmp_path / f"n{i}"), disk_nbytes=16 << 20) for i in range(2)]
     tell(nodes, view_of(nodes, replicas=2))
     kvstore = kvstore_at(nodes[0])
@@ -239,7 +237,7 @@ def test_pending_removals_are_shown(
     assert ["dropped 1" in text for text in shown].count(True) == 1
 
 
-def test_top_of_a_cluster(
+def test_top_shows_all_members(
     fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
 ) -> None:
     shown = kvstore("top", "--once", "--interval", "0.05")

@@ -1,6 +1,4 @@
-"""The console's server: what it gives to whom, and what it does with who is slow, silent, or comes
-from elsewhere.
-"""
+"""The console's HTTP server: what it serves, what it refuses, and slow or silent clients."""
 
 import gc
 import http.client
@@ -33,7 +31,7 @@ from node.serving.limits import CONSOLE_CALLS_MAX, HTTP_CONNECTIONS_MAX
 pytestmark = pytest.mark.usefixtures("nothing_is_left_at_the_console")
 
 
-def test_the_page_and_all_that_it_loads_come_from_the_node_with_a_strict_policy(node: Node) -> None:
+def test_console_files_come_from_the_node_with_a_strict_policy(node: Node) -> None:
     status, headers, page = visit(node, "/console/")
     assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
     for name in NAMES[1:]:
@@ -53,7 +51,7 @@ def test_the_page_and_all_that_it_loads_come_from_the_node_with_a_strict_policy(
     assert "unsafe" not in POLICY
 
 
-def test_paths_are_exact_and_metrics_are_where_they_were(node: Node) -> None:
+def test_console_paths_are_exact_and_metrics_stay(node: Node) -> None:
     assert visit(node, "/console")[0:1] == (308,)
     for path in (
         "/console/x",
@@ -69,13 +67,13 @@ def test_paths_are_exact_and_metrics_are_where_they_were(node: Node) -> None:
     assert visit(node, "/health")[0] == 200
 
 
-def test_a_node_without_a_console_has_metrics_there_as_ever(start_node: StartNode) -> None:
+def test_node_without_a_console_serves_metrics_on_its_paths(start_node: StartNode) -> None:
     node = start_node(console="off")
     assert b"kvstore_serving" in visit(node, "/console/")[2]
 
 
-def test_only_a_script_of_the_page_can_ask_for_anything(node: Node) -> None:
-    """On a node that asks nobody who he is another site's page could do what its visitor can."""
+def test_console_calls_need_the_header_of_its_script(node: Node) -> None:
+    """On a node without authentication another site's page could otherwise act for its visitor."""
     for path in ("events", "look-up", "bytes", "act"):
         status, headers, _ = visit(node, f"/console/{path}", method="POST")
         assert (status, headers["Access-Control-Allow-Origin"]) == (403, None), path
@@ -83,7 +81,7 @@ def test_only_a_script_of_the_page_can_ask_for_anything(node: Node) -> None:
         assert visit(node, f"/console/{path}", method="OPTIONS")[0] == 405
 
 
-def test_a_name_that_a_stranger_may_own_is_not_believed(node: Node) -> None:
+def test_console_refuses_unknown_host_names(node: Node) -> None:
     assert visit(node, "/console/", Host="kvstore.example.com:7442")[0] == 403
     assert visit(node, "/console/act", {"act": "flush"}, Host="rebound.example.com")[0] == 403
     for host in ("127.0.0.1:7442", "localhost", "node:7442", "[::1]:7442", "10.0.0.7"):
@@ -108,7 +106,7 @@ def test_console_request_too_long_is_refused(node: Node) -> None:
         there.close()
 
 
-def test_a_request_that_comes_in_pieces_is_answered(node: Node) -> None:
+def test_console_request_in_pieces_is_answered(node: Node) -> None:
     with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
         text = (
             "POST /console/look-up HTTP/1.1\r\nHost: localhost\r\nX-KVStore-Console: "
@@ -120,16 +118,14 @@ def test_a_request_that_comes_in_pieces_is_answered(node: Node) -> None:
         assert sock.recv(100).startswith(b"HTTP/1.1 400 ")
 
 
-def test_a_request_that_does_not_end_is_hung_up(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_console_request_without_end_is_closed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 0.3)
     with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
         sock.sendall(b"GET /console/ HTTP/1.1\r\nX: ")
         assert sock.recv(1) == b""
 
 
-def test_connections_that_say_nothing_make_room_and_metrics_are_told_meanwhile(node: Node) -> None:
+def test_silent_connections_are_evicted_and_metrics_still_work(node: Node) -> None:
     silent = []
     for _ in range(HTTP_CONNECTIONS_MAX):
         silent.append(socket.create_connection(("127.0.0.1", node.metrics.port), 20.0))
@@ -137,7 +133,9 @@ def test_connections_that_say_nothing_make_room_and_metrics_are_told_meanwhile(n
     wait_until(lambda: node.metrics._places.count == HTTP_CONNECTIONS_MAX // 2)
     assert visit(node, "/console/")[0] == 200
     assert b"kvstore_serving" in visit(node, "/metrics")[2]
-    wait_until(lambda: len(node.metrics._threads) <= HTTP_CONNECTIONS_MAX // 2)  # a peer's share
+    wait_until(
+        lambda: len(node.metrics._threads) <= HTTP_CONNECTIONS_MAX // 2
+    )  # the limit of one peer
     for sock in silent:
         sock.close()
 
@@ -168,7 +166,7 @@ def test_console_without_viewers_has_no_thread_and_stops_with_the_node(
         visit(node, "/console/")
 
 
-def test_look_ups_are_few_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_lookups_are_limited_per_peer(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     go, share = threading.Event(), CONSOLE_CALLS_MAX // 2
 
     def wait(*_: Any) -> Response:
@@ -198,8 +196,8 @@ def test_look_ups_are_few_at_a_time(node: Node, monkeypatch: pytest.MonkeyPatch)
 def test_closed_console_connection_leaves_no_garbage(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node collects seldom: replies of megabytes stayed, as fast as somebody could ask
-    for them.
+    """Regression: replies of megabytes stayed in memory until the garbage collector ran, which is
+    rare.
     """
     met: list[weakref.ref[Any]] = []
 
@@ -223,15 +221,13 @@ def test_closed_console_connection_leaves_no_garbage(
         wait_until(lambda: not any(one() for one in met))
     finally:
         gc.enable()
-    assert len(met) == 6 + 6, "a connection and a request each"
+    assert len(met) == 6 + 6, "expected six connections and six requests"
 
 
-def test_reads_that_hang_keep_nobody_from_looking_up_and_acting(
+def test_hanging_reads_do_not_block_lookups_and_actions(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two pages that somebody looked at on a disk that hung took both threads, until it
-    answered.
-    """
+    """Regression: two reads of pages on a hanging disk took both console threads."""
     go, share = threading.Event(), CONSOLE_CALLS_MAX // 2
 
     def wait(*_: Any) -> Response:
@@ -255,7 +251,7 @@ def test_reads_that_hang_keep_nobody_from_looking_up_and_acting(
         thread.join()
 
 
-def test_a_fault_is_answered_logged_and_ends_one_call_only(
+def test_console_fault_is_logged_and_ends_one_call(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> Response:
@@ -277,7 +273,7 @@ def test_a_fault_is_answered_logged_and_ends_one_call_only(
 
 
 @pytest.mark.parametrize(
-    ("told", "host"),
+    ("advertised", "host"),
     [
         ("node.example", "node.example"),
         ("node.example:7441", "node.example"),
@@ -286,6 +282,6 @@ def test_a_fault_is_answered_logged_and_ends_one_call_only(
         ("[2001:db8::5]:7441", "2001:db8::5"),
     ],
 )
-def test_an_address_that_is_advertised_needs_no_port(told: str, host: str) -> None:
-    """It was read as one with a port, and a node with a console did not start."""
-    assert split_address(with_port(told, 7440))[0] == host
+def test_advertised_address_needs_no_port(advertised: str, host: str) -> None:
+    """Regression: a node with a console did not start when its advertised address had no port."""
+    assert split_address(with_port(advertised, 7440))[0] == host

@@ -1,6 +1,4 @@
-"""Asking members what they say of themselves: seldom, for so long at most, and who was asked
-longest ago first.
-"""
+"""Polling members for their status: at intervals, within a time limit, in a fair order."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,7 +17,7 @@ OWN = pb.NodeStatusReply(state="SERVING")
 
 
 class Fleet:
-    """Members that answer by a clock that is ours; `begin` is done when a test says so."""
+    """Fake members on a fake clock; a polling round runs when a test calls `do`."""
 
     def __init__(self, count: int) -> None:
         self.now_s, self.took_s = 1000.0, 0.0
@@ -43,7 +41,7 @@ class Fleet:
 
         return SimpleNamespace(run=run)
 
-    def begin(self, do: Callable[[], object]) -> "Future[Any]":
+    def submit_round(self, do: Callable[[], object]) -> "Future[Any]":
         self.rounds.append((do, Future()))
         return self.rounds[-1][1]
 
@@ -59,7 +57,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[Fleet, Member
         fleet: Any = Fleet(count)
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: fleet.now_s))
         monkeypatch.setattr(module, "Deadline", lambda left_s: SimpleNamespace(left_s=left_s))
-        return fleet, Members(fleet, fleet, fleet.begin)
+        return fleet, Members(fleet, fleet, fleet.submit_round)
 
     return make
 
@@ -71,9 +69,9 @@ def test_console_polls_members_in_rounds_without_overlap(
     members.describe(OWN)
     fleet.now_s += 10 * ASKED_S
     members.describe(OWN)
-    assert len(fleet.rounds) == 1, "the first has not ended"
+    assert len(fleet.rounds) == 1, "the first round has not ended"
     fleet.do()
-    assert sorted(fleet.asked) == ["n1", "n2"], "not itself"
+    assert sorted(fleet.asked) == ["n1", "n2"], "a node must not ask itself"
     members.describe(OWN)
     assert len(fleet.rounds) == 2
     fleet.do()
@@ -82,7 +80,7 @@ def test_console_polls_members_in_rounds_without_overlap(
     assert len(fleet.rounds) == 2
 
 
-def test_each_is_told_with_how_long_ago_it_said_so_and_who_left_is_not(
+def test_member_statuses_have_an_age_and_former_members_are_dropped(
     made: Callable[[int], tuple[Fleet, Members]],
 ) -> None:
     fleet, members = made(3)
@@ -100,7 +98,7 @@ def test_each_is_told_with_how_long_ago_it_said_so_and_who_left_is_not(
     assert members._statuses.keys() == {"n1"}
 
 
-def test_a_round_ends_in_time_and_who_was_left_out_is_first_in_the_next(
+def test_polling_round_ends_in_time_and_skipped_members_are_next(
     made: Callable[[int], tuple[Fleet, Members]],
 ) -> None:
     fleet, members = made(12)
@@ -114,8 +112,8 @@ def test_a_round_ends_in_time_and_who_was_left_out_is_first_in_the_next(
     members.describe(OWN)
     fleet.do()
     assert not set(first) & set(fleet.asked[len(first) : len(first) + 5])
-    assert min(fleet.limits) < CALL_S, "what is left of the round"
+    assert min(fleet.limits) < CALL_S, "the last call gets only the rest of the round"
 
 
-def test_a_member_without_a_disk_has_none() -> None:
+def test_summary_without_a_disk_has_none() -> None:
     assert summary(OWN)["disk"] is None

@@ -1,4 +1,4 @@
-"""What an operator is told to do: what a node's status says, and nothing of what is well."""
+"""Findings for an operator: each problem in a node's status gives one."""
 
 import pytest
 
@@ -23,10 +23,10 @@ def changed(**fields: object) -> pb.NodeStatusReply:
     return status
 
 
-def test_of_what_is_well_nothing_is_told() -> None:
+def test_healthy_node_has_no_findings() -> None:
     assert findings(WELL) == []
     assert findings(pb.NodeStatusReply(state="SERVING")) == [], (
-        "a tenant, who is told neither of RAM nor of members"
+        "a tenant's status has neither RAM nor members"
     )
 
 
@@ -47,7 +47,7 @@ def test_console_findings_cover_the_largest_namespaces() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "state", "said"),
+    ("status", "state", "text"),
     [
         (changed(state="DRAINING"), FindingState.WARN, "DRAINING"),
         (changed(insecure="anybody may write"), FindingState.WARN, "anybody may write"),
@@ -65,8 +65,8 @@ def test_console_findings_cover_the_largest_namespaces() -> None:
         (changed(peers=pb.PeersStatus(pages_dropped=1234)), FindingState.WARN, "1,234 pages"),
     ],
 )
-def test_one_thing_that_is_not_well(
-    status: pb.NodeStatusReply, state: FindingState, said: str
+def test_each_problem_gives_one_finding(
+    status: pb.NodeStatusReply, state: FindingState, text: str
 ) -> None:
     (found,) = findings(status)
-    assert (found.state, said in found.found) == (state, True), found
+    assert (found.state, text in found.found) == (state, True), found

@@ -1,4 +1,4 @@
-"""The last hour: a ring of fixed size, by tenant."""
+"""The console's history: samples of the last hour per tenant, in rings of fixed size."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Clock:
 
 
 class Spaces:
-    """What an inventory tells: namespaces of tenants and their counters."""
+    """A fake inventory: namespaces of tenants and their counters."""
 
     def __init__(self) -> None:
         self.by_tenant: dict[str, Counters] = {}
@@ -60,26 +60,26 @@ def made() -> tuple[History, Spaces, Callable[[float], None]]:
     return history, spaces, pass_by
 
 
-def test_a_sample_is_what_changed_by_second(
+def test_sample_is_the_change_per_second(
     made: tuple[History, Spaces, Callable[[float], None]],
 ) -> None:
     history, spaces, pass_by = made
     spaces.of("team-a").pages_asked = 50
     pass_by(EVERY_S / 2)
-    assert history.visible_to(OPERATOR) is None, "it is not time yet"
+    assert history.visible_to(OPERATOR) is None, "the first sample is not due yet"
     pass_by(EVERY_S / 2)
     spaces.of("team-a").pages_asked += 40
     spaces.of("team-b").nbytes_got += 1000
     pass_by(2 * EVERY_S)
-    told = history.visible_to(OPERATOR)
-    assert told["asked"] == [50 / EVERY_S, 40 / EVERY_S / 2]
-    assert told["got_nbytes"] == [0.0, 1000 / EVERY_S / 2]
-    assert told["ram_nbytes"] == [300.0, 600.0]
-    assert told["disk_nbytes"] == [200.0, 400.0]
-    assert "get_p99_ms" not in told, "nobody measures it"
+    shown = history.visible_to(OPERATOR)
+    assert shown["asked"] == [50 / EVERY_S, 40 / EVERY_S / 2]
+    assert shown["got_nbytes"] == [0.0, 1000 / EVERY_S / 2]
+    assert shown["ram_nbytes"] == [300.0, 600.0]
+    assert shown["disk_nbytes"] == [200.0, 400.0]
+    assert "get_p99_ms" not in shown, "no latency source was given"
 
 
-def test_each_tenant_is_told_of_itself(
+def test_tenant_sees_only_its_own_history(
     made: tuple[History, Spaces, Callable[[float], None]],
 ) -> None:
     history, spaces, pass_by = made
@@ -93,7 +93,9 @@ def test_each_tenant_is_told_of_itself(
     assert history.visible_to(of("team-b"))["asked"] == [100.0]
     assert history.visible_to(OPERATOR)["asked"][-1] == 101.0
     assert history.visible_to(of("team-c")) is None
-    assert history.visible_to(of("team-a", "llama-*")) is None, "it would be told of other models"
+    assert history.visible_to(of("team-a", "llama-*")) is None, (
+        "tenant history includes other models"
+    )
     assert history.visible_to(of(ALL, "llama-*")) is None
 
 
@@ -104,15 +106,15 @@ def test_console_history_keeps_one_hour(
     for number in range(KEPT + 10):
         spaces.of("team-a").pages_got = 10 * number * (number + 1) // 2
         pass_by(EVERY_S)
-    told = history.visible_to(OPERATOR)
-    assert told["count"] == KEPT + 10
-    assert len(told["times"]) == len(told["got"]) == KEPT
-    assert told["got"] == [float(number) for number in range(10, KEPT + 10)]
+    shown = history.visible_to(OPERATOR)
+    assert shown["count"] == KEPT + 10
+    assert len(shown["times"]) == len(shown["got"]) == KEPT
+    assert shown["got"] == [float(number) for number in range(10, KEPT + 10)]
     assert history.visible_to(OPERATOR, 1)["got"] == [float(KEPT + 9)]
     assert len(history.visible_to(OPERATOR, 10 * KEPT)["got"]) == KEPT
 
 
-def test_counts_that_go_away_are_no_negative_rates(
+def test_dropped_counters_give_no_negative_rates(
     made: tuple[History, Spaces, Callable[[float], None]],
 ) -> None:
     history, spaces, pass_by = made
@@ -124,15 +126,17 @@ def test_counts_that_go_away_are_no_negative_rates(
     spaces.forgotten.pages_asked += 10
     pass_by(EVERY_S)
     assert history.visible_to(OPERATOR)["asked"][-1] == 10 / EVERY_S, (
-        "what was forgotten still counts"
+        "counters of a forgotten namespace still count"
     )
-    assert history.visible_to(of("team-a")) is None, "nothing of it is here any more"
+    assert history.visible_to(of("team-a")) is None, "the tenant has no namespace any more"
     spaces.forgotten = Counters()
     pass_by(EVERY_S)
     assert history.visible_to(OPERATOR)["asked"][-1] == 0.0
 
 
-def test_tenants_are_bounded(made: tuple[History, Spaces, Callable[[float], None]]) -> None:
+def test_history_keeps_a_limited_number_of_tenants(
+    made: tuple[History, Spaces, Callable[[float], None]],
+) -> None:
     history, spaces, pass_by = made
     for number in range(TENANTS_MAX + 20):
         spaces.of(f"team-{number}").pages_asked = 1
@@ -141,15 +145,15 @@ def test_tenants_are_bounded(made: tuple[History, Spaces, Callable[[float], None
     assert len(history._rings) == TENANTS_MAX + 1
     assert history.visible_to(OPERATOR)["asked"][0] == pytest.approx(
         (TENANTS_MAX + 20) / EVERY_S, rel=1e-3
-    ), "all count"
+    ), "tenants over the limit count in the total"
     spaces.by_tenant = dict(reversed(spaces.by_tenant.items()))
     pass_by(EVERY_S)
     pass_by(EVERY_S)
-    assert len(history._rings) == TENANTS_MAX + 1, "in whatever order they are told"
-    assert len(history.visible_to(of("team-0"))["asked"]) == 3, "the first that came"
+    assert len(history._rings) == TENANTS_MAX + 1, "the order of tenants must not matter"
+    assert len(history.visible_to(of("team-0"))["asked"]) == 3, "the first tenants keep their rings"
 
 
-def test_latency_is_told_where_somebody_measures_it() -> None:
+def test_latency_quantiles_appear_with_a_latency_source() -> None:
     clock, spaces = Clock(), Spaces()
     counts = {"get": [0, 0, 0]}
     inventory: Any = spaces
@@ -159,11 +163,11 @@ def test_latency_is_told_where_somebody_measures_it() -> None:
         counts["get"] = [old + new for old, new in zip(counts["get"], more, strict=True)]
         clock.s += EVERY_S
         history.poll()
-    told = history.visible_to(OPERATOR)
-    assert told is not None
-    assert told["get_p50_ms"] == [pytest.approx(0.5556), None, 10.0]
-    assert told["get_p99_ms"] == [pytest.approx(9.1), None, 10.0]
-    assert told["put_p50_ms"] == [None, None, None]
+    shown = history.visible_to(OPERATOR)
+    assert shown is not None
+    assert shown["get_p50_ms"] == [pytest.approx(0.5556), None, 10.0]
+    assert shown["get_p99_ms"] == [pytest.approx(9.1), None, 10.0]
+    assert shown["put_p50_ms"] == [None, None, None]
 
 
 def test_quantiles_lie_within_their_bucket() -> None:

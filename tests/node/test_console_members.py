@@ -1,11 +1,11 @@
-"""The map of a cluster: what members say of themselves, through the node that is looked at."""
+"""The console's cluster map: each member's status, as polled by the node that serves the page."""
 
 from fleet import tell, view_of
 from local_nodes import StartNode
 from visits import watching
 
 
-def test_each_member_is_told_of_and_who_does_not_answer_is_named(start_node: StartNode) -> None:
+def test_cluster_map_has_each_member_and_its_error(start_node: StartNode) -> None:
     nodes = [start_node() for _ in range(3)]
     tell(nodes, view_of(nodes, elsewhere={2: "127.0.0.1:9"}))
     near = nodes[0]
@@ -19,9 +19,11 @@ def test_each_member_is_told_of_and_who_does_not_answer_is_named(start_node: Sta
     assert members["n1"]["status"]["state"] == "SERVING"
     assert members["n1"]["age_s"] >= 0.0
     assert members["n2"]["status"] is None
-    assert {member["state"] for member in members.values()} == {"serving"}, "as the view has them"
+    assert {member["state"] for member in members.values()} == {"serving"}, (
+        "states come from the view"
+    )
 
 
-def test_a_node_that_is_alone_asks_nobody(start_node: StartNode) -> None:
+def test_node_without_a_cluster_has_no_map(start_node: StartNode) -> None:
     with watching(start_node()) as events:
         assert next(events)[1]["cluster"] is None

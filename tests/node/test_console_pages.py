@@ -1,4 +1,4 @@
-"""Looking up pages through the console, and what it removes."""
+"""Looking up, reading and removing pages through the console."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +51,7 @@ def layout_of(values: dict[str, Any]) -> Layout:
     return layout_value(message)
 
 
-def test_a_whole_key_tells_the_page_and_its_layout(stored: Node) -> None:
+def test_full_key_returns_the_page_and_its_layout(stored: Node) -> None:
     status, values = look_up(stored, KEYS[3].hex())
     assert status == 200
     assert [page["prefix_hash"] for page in values["pages"]] == [KEYS[3].hex()]
@@ -61,7 +61,7 @@ def test_a_whole_key_tells_the_page_and_its_layout(stored: Node) -> None:
     assert values["owners"] == []
 
 
-def test_a_part_of_a_key_finds_those_that_begin_so(stored: Node) -> None:
+def test_partial_key_returns_pages_with_that_prefix(stored: Node) -> None:
     assert [page["prefix_hash"] for page in look_up(stored, "ABCD0303")[1]["pages"]] == [
         KEYS[3].hex()
     ]
@@ -75,9 +75,9 @@ def test_a_part_of_a_key_finds_those_that_begin_so(stored: Node) -> None:
     assert look_up(stored, (b"\1" * 32).hex())[1]["pages"] == []
 
 
-def test_half_a_byte_is_found_however_many_begin_like_the_other_half(stored: Node) -> None:
-    """Of the first that begin with the whole bytes all could be of other halves: the page was said
-    not to be there.
+def test_partial_key_of_odd_length_skips_other_half_bytes(stored: Node) -> None:
+    """Regression: pages were reported absent when enough others began with the same whole bytes but
+    another half byte.
     """
     space = Namespace("halves", LAYOUT)
     many = [
@@ -101,7 +101,7 @@ def test_invalid_key_is_refused(stored: Node, key: Any) -> None:
     assert "key" in values["error"]
 
 
-def test_a_namespace_that_is_not_there_is_said_so(stored: Node) -> None:
+def test_lookup_in_unknown_namespace_is_refused(stored: Node) -> None:
     assert look_up(stored, "abcd", b"\1" * 16)[0] == 404
     assert told(stored, "/console/look-up", {"namespace": "abcd", "key": "abcd"})[0] == 400
     assert told(stored, "/console/look-up", {})[0] == 400
@@ -113,7 +113,7 @@ def read(node: Node, key: bytes, offset: Any, nbytes: Any) -> tuple[int, bytes]:
     return status, body
 
 
-def test_the_bytes_of_a_page_are_those_that_were_stored(stored: Node) -> None:
+def test_read_bytes_equal_the_stored_page(stored: Node) -> None:
     assert read(stored, KEYS[0], 0, LAYOUT.page_nbytes) == (200, PAGE)
     assert read(stored, KEYS[0], 7, 30) == (200, PAGE[7:37])
     assert stored.service.traffic.moved()["console", "out"] >= LAYOUT.page_nbytes + 30
@@ -126,7 +126,7 @@ def test_the_bytes_of_a_page_are_those_that_were_stored(stored: Node) -> None:
     assert stored.tier.held_count == 0
 
 
-def test_bytes_are_read_in_parts_of_bounded_size(stored: Node) -> None:
+def test_read_of_invalid_range_is_refused(stored: Node) -> None:
     for offset, nbytes in (
         (0, BYTES_MAX + 1),
         (0, 0),
@@ -139,7 +139,7 @@ def test_bytes_are_read_in_parts_of_bounded_size(stored: Node) -> None:
     ):
         assert read(stored, KEYS[0], offset, nbytes)[0] == 400, (offset, nbytes)
     assert f"not in 1..{BYTES_MAX}".encode() in read(stored, KEYS[0], 0, BYTES_MAX + 1)[1], (
-        "not for want of bytes"
+        "the error must name the limit of a read"
     )
     assert read(stored, KEYS[0], LAYOUT.page_nbytes - 1, 2)[0] == 400
     status, body = read(stored, b"\1" * 32, 0, 4)
@@ -147,7 +147,7 @@ def test_bytes_are_read_in_parts_of_bounded_size(stored: Node) -> None:
     assert stored.service.sessions.count == 0
 
 
-def test_a_page_is_removed_and_nothing_else(stored: Node) -> None:
+def test_console_removes_one_page_and_refuses_other_acts(stored: Node) -> None:
     asked = {"act": "remove", "namespace": SPACE.digest.hex(), "key": KEYS[-1].hex()}
     assert told(stored, "/console/act", asked) == (200, {"removed": [True], "view_number": 0})
     assert told(stored, "/console/act", asked)[1]["removed"] == [False]
@@ -157,7 +157,7 @@ def test_a_page_is_removed_and_nothing_else(stored: Node) -> None:
         assert told(stored, "/console/act", {**asked, "act": act})[0] == 400, act
 
 
-def test_a_member_tells_who_owns_a_page_and_removes_none(start_node: StartNode) -> None:
+def test_member_shows_owners_and_refuses_removal(start_node: StartNode) -> None:
     node = start_node(cluster="static:fleet/n1=127.0.0.1:1,n2=127.0.0.1:2", member="n1", replicas=2)
     with _client(node, direct=True) as client:
         client.lookup(SPACE, KEYS[:1])
@@ -166,24 +166,24 @@ def test_a_member_tells_who_owns_a_page_and_removes_none(start_node: StartNode) 
     assert values["owners"] == list(node.membership.view.owners.owners(SPACE.digest, KEYS[:1])[0])
     assert len(values["owners"]) == 2
     asked = {"act": "remove", "namespace": SPACE.digest.hex(), "key": KEYS[0].hex()}
-    status, told_ = told(node, "/console/act", asked)
+    status, refused = told(node, "/console/act", asked)
     assert status == 400
-    assert "kvstore rm" in told_["error"]
+    assert "kvstore rm" in refused["error"]
 
 
-def test_a_scrub_goes_on_from_where_it_was() -> None:
+def test_scrub_continues_from_its_cursor() -> None:
     asked: list[Any] = []
     authorizer = SimpleNamespace(principal_of=lambda caller: Principal("root", "*", Role.ADMIN))
     service: Any = SimpleNamespace(
         authorizer=authorizer, call=lambda op, request, caller: (asked.append(request), request)[1]
     )
-    nobody: Any = None
-    acts = Acts(service, nobody)
-    acts.do({"act": "scrub"}, nobody)
-    acts.do({"act": "scrub", "cursor": "abcd"}, nobody)
+    unused: Any = None
+    acts = Acts(service, unused)
+    acts.do({"act": "scrub"}, unused)
+    acts.do({"act": "scrub", "cursor": "abcd"}, unused)
     assert [request.cursor for request in asked] == [b"", b"\xab\xcd"]
     assert {request.nbytes_max for request in asked} == {SCRUB_NBYTES}
     assert SCRUB_NBYTES <= SCRUB_NBYTES_MAX
     for cursor in (5, "xyz", None):
         with pytest.raises(InvalidRequest, match="cursor"):
-            acts.do({"act": "scrub", "cursor": cursor}, nobody)
+            acts.do({"act": "scrub", "cursor": cursor}, unused)

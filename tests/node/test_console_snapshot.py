@@ -1,4 +1,4 @@
-"""What watchers are told: to each his own, made seldom, and of bounded size."""
+"""Console snapshots: limited to what the viewer may see, rebuilt rarely, and bounded in size."""
 
 import json
 from types import SimpleNamespace
@@ -13,13 +13,13 @@ from node.console.snapshot import COST_FACTOR, EVERY_S, FINDINGS_S, SAMPLES, SCO
 
 OPERATOR = Principal("operator", ALL, Role.ADMIN)
 TEAMS = [Principal("one", f"team-{number}", Role.READ) for number in range(2 * SCOPES_MAX)]
-NOBODY: Any = None  # the service below asks nobody who calls
+NOBODY: Any = None  # the fake service below ignores the caller
 
 
 class Asked:
-    """A service whose status says what drains it: the tenant.
+    """A fake service whose status names the tenant of `who`.
 
-    Each takes `took_s` of a clock that is ours.
+    Each call takes `took_s` on a fake clock.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 
 @pytest.fixture
-def told(asked: Asked) -> Any:
+def snapshot_for(asked: Asked) -> Any:
     history = SimpleNamespace(visible_to=lambda principal, most=360: {"most": most})
     heat, slow = SimpleNamespace(hottest=list), SimpleNamespace(newest=list)
     members = SimpleNamespace(describe=lambda status: {"cluster": "fleet"})
@@ -62,10 +62,10 @@ def told(asked: Asked) -> Any:
     return tell
 
 
-def test_a_tenant_is_told_neither_of_members_nor_of_calls_nor_what_another_should_know(
-    told: Any,
+def test_tenant_snapshot_has_no_members_calls_or_other_tenants(
+    snapshot_for: Any,
 ) -> None:
-    operator, one, other = told(OPERATOR), told(TEAMS[0]), told(TEAMS[1])
+    operator, one, other = snapshot_for(OPERATOR), snapshot_for(TEAMS[0]), snapshot_for(TEAMS[1])
     assert (operator["cluster"], operator["slow"]) == ({"cluster": "fleet"}, [])
     assert "DRAINING" in str(operator["findings"])
     for values, team in ((one, "team-0"), (other, "team-1")):
@@ -76,36 +76,36 @@ def test_a_tenant_is_told_neither_of_members_nor_of_calls_nor_what_another_shoul
     assert one["samples"] == {"most": SAMPLES}
 
 
-def test_a_status_is_made_as_seldom_as_it_takes_long(told: Any, asked: Asked) -> None:
-    told(OPERATOR)
+def test_status_interval_grows_with_its_cost(snapshot_for: Any, asked: Asked) -> None:
+    snapshot_for(OPERATOR)
     asked.now_s += EVERY_S - 0.1
-    told(OPERATOR)
-    assert asked.count == 1, "who comes a little later is told the same"
+    snapshot_for(OPERATOR)
+    assert asked.count == 1, "a viewer soon after must get the same status"
     asked.now_s, asked.took_s = asked.now_s + 0.2, 1.0
     began_s = asked.now_s
-    told(OPERATOR)
+    snapshot_for(OPERATOR)
     asked.now_s = began_s + COST_FACTOR - 0.5
-    told(OPERATOR)
+    snapshot_for(OPERATOR)
     assert asked.count == 2
     asked.now_s = began_s + COST_FACTOR + 0.5
-    told(OPERATOR)
+    snapshot_for(OPERATOR)
     assert asked.count == 3
 
 
 def test_namespaces_are_compared_seldom(
-    told: Any, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    snapshot_for: Any, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, findings = [], snapshot.findings
     monkeypatch.setattr(
         snapshot, "findings", lambda status: (made.append(asked.now_s), findings(status))[1]
     )
     for _ in range(int(3 * FINDINGS_S)):
-        told(OPERATOR)
+        snapshot_for(OPERATOR)
         asked.now_s += 1.0
     assert 2 <= len(made) <= 4
 
 
-def test_console_snapshot_is_bounded(told: Any) -> None:
+def test_console_snapshot_is_bounded(snapshot_for: Any) -> None:
     for who in TEAMS:
-        told(who)
-        assert all(len(kept) <= SCOPES_MAX for kept in told.kept)
+        snapshot_for(who)
+        assert all(len(kept) <= SCOPES_MAX for kept in snapshot_for.kept)

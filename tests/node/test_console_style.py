@@ -1,6 +1,4 @@
-"""What the console looks like can be read: each of its inks on each of its grounds, in light and
-dark (WCAG, AA).
-"""
+"""Console colours are readable: each ink on each background, light and dark (WCAG, AA)."""
 
 import re
 from pathlib import Path
@@ -37,19 +35,19 @@ def schemes() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_ink_is_read_on_every_ground(scheme: str) -> None:
+def test_every_ink_has_contrast_on_every_background(scheme: str) -> None:
     palette = colours(schemes()[scheme])
     assert {*INKS, *MARKS, "panel", "ground"} <= palette.keys()
     for ground in ("panel", "ground"):
-        told = {ink: round(ratio(palette[ink], palette[ground]), 2) for ink in (*INKS, *MARKS)}
+        ratios = {ink: round(ratio(palette[ink], palette[ground]), 2) for ink in (*INKS, *MARKS)}
         assert {
-            ink: value for ink, value in told.items() if ink in INKS and value < TEXT_RATIO
+            ink: value for ink, value in ratios.items() if ink in INKS and value < TEXT_RATIO
         } == {}
         assert {
-            ink: value for ink, value in told.items() if ink in MARKS and value < MARK_RATIO
+            ink: value for ink, value in ratios.items() if ink in MARKS and value < MARK_RATIO
         } == {}
 
 
-def test_the_two_schemes_name_the_same_colours() -> None:
+def test_light_and_dark_schemes_define_the_same_colours() -> None:
     light, dark = (colours(block) for block in schemes().values())
     assert light.keys() == dark.keys()

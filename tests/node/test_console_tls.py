@@ -1,4 +1,4 @@
-"""The console of a node that speaks TLS, and knows people by their certificates."""
+"""The console of a node with TLS that identifies people by client certificates."""
 
 import contextlib
 import json
@@ -28,16 +28,16 @@ def test_console_accepts_a_client_certificate(node: Node, ours: Authority) -> No
     there = connection(node, shown)
     there.request("POST", "/console/events", b"{}", OWN)
     reply = there.getresponse()
-    told = events(reply)
-    name, values = next(told)
+    stream = events(reply)
+    name, values = next(stream)
     assert (name, values["who"]["tenant"], values["who"]["name"]) == ("now", "team-a", "team-a")
-    assert next(told)[0] == "now"
+    assert next(stream)[0] == "now"
     reply.close()
     there.close()
 
 
-def test_another_sites_page_can_not_use_that_certificate(node: Node, ours: Authority) -> None:
-    """A browser would show it to whoever asks."""
+def test_another_sites_page_cannot_use_the_certificate(node: Node, ours: Authority) -> None:
+    """A browser presents its certificate for requests from any page."""
     there = connection(node, client_context(ours, **pair(ours, "client")))
     there.request("POST", "/console/act", b'{"act":"flush"}', {"Content-Type": "text/plain"})
     reply = there.getresponse()
@@ -46,8 +46,8 @@ def test_another_sites_page_can_not_use_that_certificate(node: Node, ours: Autho
     there.close()
 
 
-def test_a_request_whose_body_comes_later_is_answered(node: Node, ours: Authority) -> None:
-    """What TLS has decrypted already is no event of the socket any more."""
+def test_tls_request_with_a_late_body_is_answered(node: Node, ours: Authority) -> None:
+    """Bytes that TLS has already decrypted make no event on the socket."""
     there = connection(node, client_context(ours, **pair(ours, "client")))
     body = json.dumps({"namespace": "ab" * 16, "key": "abcd", "filler": "x" * 3000}).encode()
     there.putrequest("POST", "/console/look-up")
@@ -61,7 +61,7 @@ def test_a_request_whose_body_comes_later_is_answered(node: Node, ours: Authorit
     there.close()
 
 
-def test_files_that_are_larger_than_a_record_come_whole(node: Node, ours: Authority) -> None:
+def test_files_larger_than_a_tls_record_arrive_whole(node: Node, ours: Authority) -> None:
     for name in ("board.js", "style.css"):
         there = connection(node, client_context(ours, **pair(ours, "client")))
         there.request("GET", f"/console/{name}")
@@ -72,13 +72,13 @@ def test_files_that_are_larger_than_a_record_come_whole(node: Node, ours: Author
         there.close()
 
 
-def test_a_handshake_that_trickles_is_hung_up(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trickling_handshake_is_closed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 0.5)
     with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
         sock.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
         began, taken = time.monotonic(), 0
         with contextlib.suppress(ConnectionError):
-            while taken < 400:  # of the 512 bytes that it announced
+            while taken < 400:  # of the 512 announced bytes
                 sock.sendall(b"x")
                 time.sleep(0.02)
                 taken += 1

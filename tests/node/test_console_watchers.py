@@ -1,6 +1,4 @@
-"""Those who watch the console: what they are told, how often, and what becomes of who does not
-listen.
-"""
+"""Clients that watch the console: which events they get, and what happens to slow ones."""
 
 import socket
 import time
@@ -22,7 +20,9 @@ from node.serving.limits import HTTP_CONNECTIONS_MAX, WATCHERS_MAX
 pytestmark = pytest.mark.usefixtures("nothing_is_left_at_the_console")
 
 
-def test_a_watcher_is_told_at_once_and_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watcher_gets_an_event_at_once_and_later_ones(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with watching(node) as events:
         name, values = next(events)
         assert (name, values["state"], values["who"]["role"]) == ("now", "SERVING", "admin")
@@ -32,7 +32,7 @@ def test_a_watcher_is_told_at_once_and_again(node: Node, monkeypatch: pytest.Mon
         assert "who" not in later
 
 
-def test_all_who_are_told_the_same_are_told_of_one_status(
+def test_watchers_with_the_same_view_share_one_status(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -49,12 +49,12 @@ def test_all_who_are_told_the_same_are_told_of_one_status(
     assert set(asked) == {"node_status"}
 
 
-def test_of_many_tenants_namespaces_and_hot_prefixes_the_largest_are_told(
+def test_snapshot_lists_the_largest_tenants_namespaces_and_prefixes(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = node.service.call
 
-    def told_more(op: str, *rest: Any) -> Any:
+    def call_with_many(op: str, *rest: Any) -> Any:
         status = call(op, *rest)
         for number in range(80):
             status.tenants.add(
@@ -71,10 +71,10 @@ def test_of_many_tenants_namespaces_and_hot_prefixes_the_largest_are_told(
         HotPrefix(number.to_bytes(16, "big"), b"12345678", 80 - number, 0, 1.0)
         for number in range(80)
     ]
-    monkeypatch.setattr(node.service, "call", told_more)
+    monkeypatch.setattr(node.service, "call", call_with_many)
     monkeypatch.setattr(node.service.hot_prefixes, "hottest", lambda: heat)
     assert node.console is not None
-    # what was found of a page before is not asked again for some seconds
+    # findings of earlier tests are cached for some seconds
     node.console._snapshots._found.clear()
     with watching(node) as events:
         values = next(values for _, values in events if values["tenant_count"] == 80)
@@ -84,7 +84,7 @@ def test_of_many_tenants_namespaces_and_hot_prefixes_the_largest_are_told(
     assert [hot["lookups"] for hot in values["hot"]] == list(range(80, 80 - HOT_MAX, -1))
 
 
-def test_watchers_are_few_and_the_next_is_refused_by_name(node: Node) -> None:
+def test_watchers_over_the_limit_are_refused(node: Node) -> None:
     share = -(-WATCHERS_MAX // 2)
     streams = [watching(node) for _ in range(share)]
     for stream in streams:
@@ -98,10 +98,10 @@ def test_watchers_are_few_and_the_next_is_refused_by_name(node: Node) -> None:
     assert first(node)["state"] == "SERVING"
 
 
-def test_a_page_that_is_opened_again_and_again_makes_no_hour_anew(
+def test_reopened_page_reuses_the_cached_history(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It took ten milliseconds of the interpreter each time, also for who was refused then."""
+    """Regression: each opening rebuilt the history, which took 10 ms, even for refused watchers."""
     assert node.console is not None
     history = node.console._snapshots._history
     history._take(history._clock() + 1.0), history._take(history._clock() + 2.0)
@@ -116,17 +116,17 @@ def test_a_page_that_is_opened_again_and_again_makes_no_hour_anew(
     assert asked.count(KEPT) == 1
     watchers = console_of(node).watchers
     monkeypatch.setattr(
-        node.console._snapshots, "first", lambda *_: pytest.fail("made for who is refused")
+        node.console._snapshots, "first", lambda *_: pytest.fail("a refused watcher got a snapshot")
     )
     wait_until(lambda: not watchers.used)
     with watchers.lent("127.0.0.1", -(-WATCHERS_MAX // 2)):
         assert told(node, "/console/events", {})[0] == 429
 
 
-def test_a_fault_in_what_is_told_ends_that_page_s_stream_and_says_so(
+def test_snapshot_fault_ends_the_stream_with_an_error(
     node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Pages stood still, and said that they were live; who came then had no answer at all."""
+    """Regression: pages froze while they showed themselves as live, and new ones got no answer."""
 
     def broken(*_: Any) -> str:
         raise ZeroDivisionError
@@ -152,7 +152,7 @@ def test_slow_watcher_gets_whole_events(node: Node, monkeypatch: pytest.MonkeyPa
     slow, console = connection(node), console_of(node)
     slow.request("POST", "/console/events", b"{}", OWN)
     wait_until(lambda: console.watchers.used == 1)
-    time.sleep(0.1)  # some events are due meanwhile
+    time.sleep(0.1)  # some events become due
     reply = slow.getresponse()
     assert reply.readline() == b"event: now\n"
     assert reply.readline() == f"data: {large}\n".encode()
@@ -161,7 +161,7 @@ def test_slow_watcher_gets_whole_events(node: Node, monkeypatch: pytest.MonkeyPa
     slow.close()
 
 
-def test_a_watcher_stays_when_connections_make_room(node: Node) -> None:
+def test_watcher_is_not_evicted_by_other_connections(node: Node) -> None:
     silent = list[socket.socket]()
 
     def is_full() -> bool:
@@ -181,7 +181,7 @@ def test_a_watcher_stays_when_connections_make_room(node: Node) -> None:
 def test_watcher_that_does_not_read_is_disconnected(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And keeps nobody: the others are told as ever."""
+    """Other watchers get their events as before."""
     monkeypatch.setattr(console_module, "STALL_S", 0.5)
     assert node.console is not None
     monkeypatch.setattr(
@@ -204,9 +204,8 @@ def test_watcher_that_does_not_read_is_disconnected(
 def test_watcher_with_full_kernel_buffers_is_disconnected(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As is one who has gone without a word.
-
-    The kernel has room for hours of events, and his place was taken.
+    """Regression: a watcher that was gone kept its place, as the kernel buffered hours of
+    events.
     """
     monkeypatch.setattr(console_module, "STALL_S", 0.5)
     assert node.console is not None

@@ -1,5 +1,5 @@
-"""SIGTERM and `Node.stop`: what is under way is finished, nothing new begins, and the process ends
-well.
+"""SIGTERM and `Node.stop`: calls under way finish, new ones are refused, and the process ends
+cleanly.
 """
 
 import os
@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture
 def node() -> Iterator[Node]:
-    """A node that has 20 s to drain; `Stopping` ends it."""
+    """Start a node with a drain time of 20 s; `Stopping` ends it."""
     node = Node(NodeConfig(**SMALL, drain_s=20.0))
     node.start()
     yield node
@@ -47,7 +47,7 @@ def node() -> Iterator[Node]:
 
 
 class Stopping:
-    """`node.stop()` in another thread, from the moment that it drains."""
+    """Run `node.stop()` in another thread; the constructor returns when draining has begun."""
 
     def __init__(self, node: Node) -> None:
         self._thread = threading.Thread(target=node.stop)
@@ -57,16 +57,14 @@ class Stopping:
 
     def wait(self) -> None:
         self._thread.join(30.0)
-        assert not self._thread.is_alive(), "the node does not stop"
+        assert not self._thread.is_alive(), "the node did not stop"
 
     @property
     def done(self) -> bool:
         return not self._thread.is_alive()
 
 
-def test_a_put_and_a_get_under_way_are_finished(
-    node: Node, raw: ConnectRaw, connect: Connect
-) -> None:
+def test_put_and_get_under_way_finish(node: Node, raw: ConnectRaw, connect: Connect) -> None:
     pages = Pages("drain", PAGE)
     client = connect(node)
     pages.put(client, pages.keys(*range(16)))
@@ -83,14 +81,14 @@ def test_a_put_and_a_get_under_way_are_finished(
     writer.send(pack_fixed(0, PAGE) + pages.content(key))
     good = leaves(pages.content(key))
     assert writer.ask(commit=pb.CommitRequest(leaves=[good])).commit.stored == 1
-    assert not stopping.done, "the reader has not got its pages yet"
+    assert not stopping.done, "the node stopped before the reader got its pages"
     received = bytearray(16 * PAGE)
     reader.recv_into(memoryview(received))
     assert received == b"".join(pages.content(key) for key in pages.keys(*range(16)))
     stopping.wait()
 
 
-def test_while_draining_health_says_so_and_new_pages_are_refused(
+def test_draining_node_is_not_serving_and_refuses_puts(
     node: Node, raw: ConnectRaw, connect: Connect
 ) -> None:
     pages = Pages("drain", 4096)
@@ -107,7 +105,7 @@ def test_while_draining_health_says_so_and_new_pages_are_refused(
         stopping = Stopping(node)
         for service in ("", "kvstore.KVStore"):
             asked = health_pb2.HealthCheckRequest(service=service)
-            # the gateway process hears of the drain a moment after the node begins it
+            # the gateway process learns of the drain a moment later
             wait_until(
                 lambda asked=asked: (
                     health.Check(asked, timeout=5.0).status
@@ -124,9 +122,7 @@ def test_while_draining_health_says_so_and_new_pages_are_refused(
         stopping.wait()
 
 
-def test_a_client_that_hangs_is_not_waited_for_beyond_the_drain_time(
-    raw: ConnectRaw, connect: Connect
-) -> None:
+def test_hanging_client_is_dropped_after_the_drain_time(raw: ConnectRaw, connect: Connect) -> None:
     node = Node(NodeConfig(**SMALL, drain_s=0.1, stall_s=5.0))
     node.start()
     pages = Pages("drain", PAGE)
@@ -150,14 +146,15 @@ def process() -> Iterator[NodeProcess]:
     process.kill()
 
 
-def test_a_signal_ends_the_command_with_status_0(process: NodeProcess) -> None:
-    """No thread can take it from the one that waits for it: a handler is of no use where the kernel
-    gives the signal to a thread that is just being started; about one SIGTERM in ten was lost while
-    connections came. Blocked everywhere, it can only be waited for.
+def test_signal_ends_the_command_with_status_0(process: NodeProcess) -> None:
+    """Regression: about one SIGTERM in ten was lost while connections came.
+
+    The kernel gave the signal to a thread that was just starting, where a handler is of no use. All
+    threads must therefore block it, and one waits for it.
     """
     pages = Pages("signal", 4096)
     with Client(ClientConfig(address=process.address)) as client:
-        pages.put(client, pages.keys(0))  # has started threads of all kinds
+        pages.put(client, pages.keys(0))  # starts threads of all kinds
         tasks = [
             task
             for task in pathlib.Path(f"/proc/{process.pid}/task").iterdir()
@@ -182,9 +179,7 @@ def test_a_signal_ends_the_command_with_status_0(process: NodeProcess) -> None:
 
 
 def test_sigterm_lets_a_put_under_way_finish(process: NodeProcess, raw: ConnectRaw) -> None:
-    """The same through the command, by SIGTERM: the put began before the signal and is committed
-    after it.
-    """
+    """A put that began before SIGTERM can be committed after it."""
     pages = Pages("signal", PAGE)
     (key,) = pages.keys(0)
     with Client(ClientConfig(address=process.address)) as client:
@@ -201,17 +196,17 @@ def test_sigterm_lets_a_put_under_way_finish(process: NodeProcess, raw: ConnectR
 
 
 def wait_until_refused(port: int) -> None:
-    """The listener closes when the drain begins."""
+    """Wait until the port refuses connections, which is when the drain has begun."""
     end = time.monotonic() + 10.0
     while time.monotonic() < end:
         try:
             socket.create_connection(("127.0.0.1", port)).close()
         except (ConnectionRefusedError, ConnectionResetError):
             return
-    raise AssertionError("the node still takes connections")
+    raise AssertionError("the node still accepts connections")
 
 
-def test_a_second_signal_does_not_wait_for_the_drain(raw: ConnectRaw) -> None:
+def test_second_signal_ends_without_draining(raw: ConnectRaw) -> None:
     process = NodeProcess("--ram-bytes", "4MiB", "--drain-s", "600", "--stall-s", "600")
     try:
         pages = Pages("signal", PAGE)

@@ -1,6 +1,4 @@
-"""A member that is to go: its pages are with their owners when that is over, or it says how many
-are not.
-"""
+"""Draining a member hands its pages to their owners, or reports how many are left."""
 
 import threading
 from collections.abc import Callable
@@ -27,7 +25,7 @@ from node.server import Node
 
 
 def announcer_of(tell: Callable[..., View]) -> Callable[[State], None]:
-    """Return an announcer that tells the cluster of the state of n1."""
+    """Return an announcer that sets the state of n1 in the cluster's view."""
 
     def announce(state: State) -> None:
         tell(n1=state)
@@ -35,7 +33,7 @@ def announcer_of(tell: Callable[..., View]) -> Callable[[State], None]:
     return announce
 
 
-def test_a_member_that_is_drained_while_it_joins_does_not_serve_again(
+def test_member_drained_while_joining_stays_draining(
     fleet: list[Node], tell: Callable[..., View], connect: Connect, pages: Pages
 ) -> None:
     tell(n2=None)
@@ -48,7 +46,7 @@ def test_a_member_that_is_drained_while_it_joins_does_not_serve_again(
     assert states == [State.DRAINING]
 
 
-def test_a_member_that_is_drained_hands_all_it_has(
+def test_drained_member_hands_over_all_its_pages(
     fleet: list[Node],
     tell: Callable[..., View],
     connect: Connect,
@@ -66,15 +64,15 @@ def test_a_member_that_is_drained_hands_all_it_has(
     for name in ("n0", "n2"):
         sweep(named(fleet)[name])
     wait_until(lambda: direct.drain().over)
-    told = direct.drain()
-    assert (told.pages_left, told.pages_handed) == (0, len(had))
+    status = direct.drain()
+    assert (status.pages_left, status.pages_handed) == (0, len(had))
     tell(n1=None)
     assert pages.get(connect(fleet[2]), pages.keys(*NUMBERS)) == [True] * len(NUMBERS)
     direct.drain(end=True)
     assert fleet[1].membership.view.by_id["n1"].state is State.SERVING
 
 
-def test_an_owner_that_does_not_answer_is_asked_once_in_a_pass(
+def test_silent_owner_is_asked_once_per_pass(
     fleet: list[Node], tell: Callable[..., View], pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drain, "PAGES", 4)
@@ -100,14 +98,14 @@ def test_an_owner_that_does_not_answer_is_asked_once_in_a_pass(
     assert asked.count("n2") > 1
 
 
-def test_a_drain_goes_on_when_its_member_was_out_of_the_view(
+def test_drain_continues_after_the_member_left_the_view(
     fleet: list[Node],
     tell: Callable[..., View],
     connect: Connect,
     alone: Callable[[Node], Client],
     pages: Pages,
 ) -> None:
-    """Its lease ended, and it registered again."""
+    """The member's lease expires during the drain, and the member registers again."""
     fleet[1].peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.01)
     tell()
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
@@ -140,7 +138,7 @@ def test_drain_reports_pages_without_a_taker(
     assert direct.drain().pages_left == len(of(view, pages, "n1"))
 
 
-def test_a_drain_goes_on_when_its_member_was_lost_for_a_while_and_a_namespace_goes(
+def test_drain_survives_a_lost_lease_and_a_removed_namespace(
     fleet: list[Node],
     tell: Callable[..., View],
     connect: Connect,
@@ -148,7 +146,7 @@ def test_a_drain_goes_on_when_its_member_was_lost_for_a_while_and_a_namespace_go
     pages: Pages,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A lease that ended, say: the view is told without it, until it has registered again."""
+    """The view lacks the member, as after an expired lease, until it has registered again."""
     fleet[1].peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.02, patience_s=0.2)
     view, own = tell(), fleet[1]
     pages.put(connect(fleet[0]), pages.keys(*NUMBERS))
@@ -173,7 +171,7 @@ def test_a_drain_goes_on_when_its_member_was_lost_for_a_while_and_a_namespace_go
     assert direct.drain().pages_left == len(of(view, pages, "n1"))
 
 
-def test_a_drain_asks_within_the_limits_of_who_takes_over(
+def test_drain_respects_the_batch_limit_of_the_new_owner(
     start_node: StartNode,
     alone: Callable[[Node], Client],
     pages: Pages,

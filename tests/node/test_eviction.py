@@ -1,4 +1,4 @@
-"""Who goes when space runs out: exact LRU within a page size, whole extents between page sizes."""
+"""Eviction: exact LRU within a page size, and whole extents between page sizes."""
 
 import random
 from collections import OrderedDict
@@ -18,7 +18,7 @@ EXTENT = 16 * PAGE
 
 
 class ReferenceLru:
-    """LRU whose batches are touched tail -> head, written down as plainly as possible."""
+    """A simple model of LRU in which a batch is touched from its tail to its head."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -41,7 +41,7 @@ class ReferenceLru:
         self.touch(chain)
 
 
-def test_one_page_size_is_exact_lru_tail_to_head(seed: int) -> None:
+def test_eviction_within_a_page_size_is_exact_lru(seed: int) -> None:
     rng = random.Random(seed)
     box = Sandbox(8 * EXTENT, EXTENT)
     pages = box.open("model", PAGE)
@@ -73,7 +73,7 @@ def test_one_page_size_is_exact_lru_tail_to_head(seed: int) -> None:
 @pytest.mark.parametrize(
     "stored", [range(64, 128), range(70, 80), range(128)], ids=["a turn", "some", "all"]
 )
-def test_a_batch_of_several_turns_has_each_key_s_verdict_and_is_counted(stored: range) -> None:
+def test_batch_in_several_slices_has_one_verdict_per_key(stored: range) -> None:
     box = Sandbox(16 * EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     keys = pages.keys(*range(192))
@@ -92,7 +92,7 @@ def test_a_batch_of_several_turns_has_each_key_s_verdict_and_is_counted(stored: 
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["own", "copies"])
-def test_only_pages_that_got_a_slot_are_counted(copies: bool) -> None:
+def test_counters_include_only_pages_with_a_slot(copies: bool) -> None:
     box = Sandbox(EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     keys, held, eviction = pages.keys(*range(20)), pages.keys(100, 101), box.tier.eviction
@@ -108,7 +108,7 @@ def test_only_pages_that_got_a_slot_are_counted(copies: bool) -> None:
     assert box.present(pages, held) == set(held)
 
 
-def test_only_what_is_needed_is_evicted() -> None:
+def test_eviction_frees_only_needed_pages() -> None:
     box = Sandbox(EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     box.put(pages, pages.keys(*range(16)))
@@ -116,7 +116,7 @@ def test_only_what_is_needed_is_evicted() -> None:
     assert len(box.present(pages, pages.keys(*range(17)))) == 16
 
 
-def test_a_put_does_not_evict_the_rest_of_its_own_chain() -> None:
+def test_put_does_not_evict_its_own_chain() -> None:
     box = Sandbox(EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     box.put(pages, pages.keys(*range(16)))
@@ -126,10 +126,11 @@ def test_a_put_does_not_evict_the_rest_of_its_own_chain() -> None:
     assert box.present(pages, chain) == set(chain[:16])
 
 
-def test_slots_come_in_the_order_of_the_keys_whatever_goes_for_them() -> None:
-    """A page that another writer stored meanwhile went for those behind it in the batch, and its
-    new slot came last: the writer, who goes by the verdicts, wrote each page's bytes under its
-    neighbour's key, and no checksum told.
+def test_reserved_slots_keep_key_order_after_self_eviction() -> None:
+    """Regression: pages were stored under their neighbour's key, and no checksum noticed.
+
+    A page of the batch that another writer had just stored was evicted for the pages behind it, and
+    its new slot came last. The writer goes by the order of the verdicts.
     """
     box = Sandbox(128 * 4096, 128 * 4096)
     pages = box.open("order", 4096)
@@ -146,8 +147,8 @@ def test_slots_come_in_the_order_of_the_keys_whatever_goes_for_them() -> None:
     assert box.tier.check() == []
 
 
-def test_after_a_page_that_does_not_fit_nothing_of_the_chain_is_stored() -> None:
-    """Pages behind a hole would be of no use, and would take space from others."""
+def test_pages_behind_a_page_without_room_are_not_stored() -> None:
+    """Pages behind a hole in the chain are useless, and would take space from others."""
     box = Sandbox(EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     verdicts = box.put(pages, pages.keys(*range(20)))
@@ -174,7 +175,7 @@ def test_reserve_without_evictable_pages_names_the_cause(holder: str, cause: str
     assert box.tier.check() == []
 
 
-def test_space_follows_the_traffic_from_one_page_size_to_another() -> None:
+def test_space_moves_to_the_page_size_in_use() -> None:
     box = Sandbox(8 * EXTENT, EXTENT)
     small, large = box.open("small", PAGE), box.open("large", 4 * PAGE)
     for space, per_extent in ((small, 16), (large, 4), (small, 16)):
@@ -182,11 +183,11 @@ def test_space_follows_the_traffic_from_one_page_size_to_another() -> None:
         for start in range(0, len(keys), 4):
             box.now_ms += 10
             box.put(space, keys[start : start + 4])
-        assert box.present(space, keys) == set(keys), "the size that came first kept its memory"
+        assert box.present(space, keys) == set(keys), "the first page size kept its memory"
         assert box.tier.check() == []
 
 
-def test_a_size_in_use_keeps_its_space_from_a_size_that_is_older() -> None:
+def test_page_size_in_use_keeps_its_space() -> None:
     box = Sandbox(4 * EXTENT, EXTENT)
     small, large = box.open("small", PAGE), box.open("large", 4 * PAGE)
     hot = small.keys(*range(16))
@@ -207,8 +208,8 @@ def pin_one_page_of_each_extent(box: Any, space: Any, keys: Sequence[bytes]) -> 
 
 
 @pytest.mark.parametrize("others", ["stay", "removed"])
-def test_a_pinned_page_in_every_extent_does_not_keep_the_extents(others: str) -> None:
-    """Pinned pages move together; the bytes move with them."""
+def test_pinned_pages_in_all_extents_are_moved_together(others: str) -> None:
+    """Pinned pages and their bytes move into one extent, so that the others become free."""
     box = Sandbox(8 * EXTENT, EXTENT)
     small, large = box.open("small", PAGE), box.open("large", 4 * PAGE)
     keys = small.keys(*range(8 * 16))
@@ -217,7 +218,7 @@ def test_a_pinned_page_in_every_extent_does_not_keep_the_extents(others: str) ->
     assert len(pinned) == 8
     if others == "removed":
         box.remove(small, [key for key in keys if key not in pinned])
-    wanted = large.keys(*range(7 * 4))  # all extents but the one that eight pinned pages need
+    wanted = large.keys(*range(7 * 4))  # all extents but one for the eight pinned pages
     for key in wanted:
         box.now_ms += 10
         box.put(large, [key])
@@ -227,7 +228,7 @@ def test_a_pinned_page_in_every_extent_does_not_keep_the_extents(others: str) ->
     assert box.tier.check() == []
 
 
-def test_a_place_with_a_page_being_read_or_written_is_not_cleared() -> None:
+def test_extent_being_read_or_written_is_not_cleared() -> None:
     box = Sandbox(3 * EXTENT, EXTENT)
     small, large = box.open("small", PAGE), box.open("large", 16 * PAGE)
     box.put(small, small.keys(*range(32)))
@@ -237,7 +238,7 @@ def test_a_place_with_a_page_being_read_or_written_is_not_cleared() -> None:
     box.now_ms += 10
     for number in range(3):
         box.put(large, large.keys(number))
-    assert len(box.present(large, large.keys(*range(3)))) == 1, "one extent was to be had"
+    assert len(box.present(large, large.keys(*range(3)))) == 1, "only one extent could be cleared"
     assert [held[0].offset, writing.pages[0].offset] == offsets
     assert box.intact(small, held[0])
     box.tier.release(held)
@@ -246,36 +247,36 @@ def test_a_place_with_a_page_being_read_or_written_is_not_cleared() -> None:
     assert box.get(small, small.keys(100)) == [True]
 
 
-def test_the_one_place_that_can_be_cleared_is_found_wherever_it_is() -> None:
+def test_only_clearable_extent_is_found() -> None:
     box = Sandbox(64 * EXTENT, EXTENT)
     small, large = box.open("small", PAGE), box.open("large", 16 * PAGE)
     keys = small.keys(*range(64 * 16))
     for start in range(0, len(keys), 16):
         box.now_ms += 1
         box.put(small, keys[start : start + 16])
-    # One of each extent but the last, whose pages are the newest
+    # Hold one page of each extent but the last, whose pages are the newest
     box.acquire(small, keys[0 : 63 * 16 : 16])
     box.now_ms += 1
     assert box.put(large, large.keys(0)) == [PutStatus.WRITE]
     assert box.present(small, keys) == set(keys[: 63 * 16])
 
 
-def test_pinned_pages_that_fill_their_extents_are_left_in_peace() -> None:
+def test_full_extents_of_pinned_pages_cause_no_eviction() -> None:
     box = Sandbox(4 * EXTENT, EXTENT)
     small, large = box.open("small", PAGE), box.open("large", 16 * PAGE)
     keys = small.keys(*range(64))
     box.put(small, keys)
     box.pin(small, keys[:32])
-    # But for one page, a third extent
+    # All pages but one of the third extent
     held = [page for page in box.acquire(small, keys[33:48]) if page]
     box.acquire(small, keys[48:])
     with pytest.raises(Exhausted):
         box.reserve(large, large.keys(0))
     assert len(held) == 15
-    assert box.present(small, keys) == set(keys), "pages were evicted in vain"
+    assert box.present(small, keys) == set(keys), "pages were evicted without need"
 
 
-def test_a_pin_ends_when_its_time_is_over() -> None:
+def test_pin_ends_after_its_time_to_live() -> None:
     box = Sandbox(2 * EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     box.put(pages, pages.keys(*range(32)))
@@ -288,7 +289,7 @@ def test_a_pin_ends_when_its_time_is_over() -> None:
     assert box.put(pages, pages.keys(32)) == [PutStatus.WRITE]
 
 
-def test_a_pin_that_is_renewed_without_end_takes_no_memory() -> None:
+def test_renewed_pin_uses_constant_memory() -> None:
     box = Sandbox(2 * EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     box.put(pages, pages.keys(0))
@@ -298,7 +299,7 @@ def test_a_pin_that_is_renewed_without_end_takes_no_memory() -> None:
     assert box.tier.eviction.pins.entry_count < 200
 
 
-def test_removing_a_page_that_is_read_keeps_its_bytes_until_the_last_reader_is_done() -> None:
+def test_removed_page_keeps_its_bytes_until_the_last_reader_ends() -> None:
     box = Sandbox(EXTENT, EXTENT)
     pages = box.open("model", PAGE)
     keys = pages.keys(*range(16))
@@ -344,8 +345,8 @@ def test_check_reports_damage(damage: str) -> None:
     assert box.tier.check()
 
 
-def test_order_is_exact_while_pages_are_held_and_after(seed: int) -> None:
-    """A held page that is met as the oldest comes back to its place, not as the newest."""
+def test_lru_order_is_exact_with_held_pages(seed: int) -> None:
+    """A held page that eviction skips as the oldest returns to its place, not as the newest."""
     rng = random.Random(seed)
     box = Sandbox(4 * EXTENT, EXTENT)
     pages = box.open("model", PAGE)

@@ -1,7 +1,7 @@
-"""Strangers who flood the gRPC port of a node: it lives, its memory stays, and who is served by
-other wires still is.
+"""Floods of a node's gRPC port: the node lives, its memory stays, and clients of other wires are
+served.
 
-Each attack lasts a moment here; `benchmarks/floods.py` has the long ones, with figures.
+Each attack is short here; `benchmarks/floods.py` runs long ones and measures them.
 """
 
 import mmap
@@ -22,9 +22,9 @@ from kvstore import Client, ClientConfig, KVStoreError
 from kvstore.tools.node_process import NodeProcess
 
 ATTACK_S = 1.5
-PATIENT_S = 60.0  # of calls: on a busy machine they take long, and must not fail
-QUIET_CALLS = 20  # after which a node has what it needs to serve them
-GROWTH_NBYTES_MAX = (16 + 8) << 20  # the aim, and what a node's own work moves it by
+PATIENT_S = 60.0  # timeout of calls: on a busy machine they take long, and must not fail
+QUIET_CALLS = 20  # after them a node has allocated what it needs to serve them
+GROWTH_NBYTES_MAX = (16 + 8) << 20  # the limit, plus what a node's own work varies by
 PLAIN = [name for name, attack in ATTACKS.items() if attack.tls]
 CASES = [("open", name) for name in PLAIN]
 CASES += [
@@ -47,7 +47,7 @@ def modes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Mode]:
 
 
 class Besieged:
-    """A node, with innocents who are served over bulk and shared memory."""
+    """A node under attack, with clients that are served over bulk and shared memory."""
 
     def __init__(self, mode: Mode) -> None:
         self.mode, self.node = mode, start_node(mode)
@@ -63,15 +63,16 @@ class Besieged:
             innocent.begin()
 
     def calls(self, count: int) -> list[str]:
-        """Wait until each innocent has made so many more calls; return the errors of all, with
-        their wires.
+        """Wait until each client has made `count` more calls.
+
+        Return their errors, each with its wire.
         """
         errors: list[str] = []
         for innocent in self.innocents:
             made = 0
             end = time.monotonic() + PATIENT_S
             while made < count:
-                assert time.monotonic() < end, f"an innocent is not served over {innocent.wire}"
+                assert time.monotonic() < end, f"a client is not served over {innocent.wire}"
                 taken = innocent.take()
                 made += len(taken)
                 errors += [
@@ -81,7 +82,7 @@ class Besieged:
         return errors
 
     def status(self) -> tuple[int, bytes]:
-        """Return (pid, instance id), asked over gRPC by a new client."""
+        """Return the pid and instance id of the node, asked over gRPC by a new client."""
         with Client(
             ClientConfig(
                 **{**self._settings, "wire": "grpc", "timeout_s": 5.0, "connect_timeout_s": 5.0}
@@ -111,9 +112,7 @@ def besieged(request: pytest.FixtureRequest, modes: Callable[[str], Mode]) -> It
 
 
 @pytest.mark.parametrize(("besieged", "attack"), CASES, indirect=["besieged"])
-def test_a_node_under_a_flood_lives_keeps_its_memory_and_serves(
-    besieged: Besieged, attack: str
-) -> None:
+def test_flooded_node_keeps_its_memory_and_serves(besieged: Besieged, attack: str) -> None:
     node: NodeProcess = besieged.node
     assert besieged.calls(QUIET_CALLS) == []
     before, private = besieged.status(), memory(node.pid)["RssAnon"]
@@ -124,7 +123,9 @@ def test_a_node_under_a_flood_lives_keeps_its_memory_and_serves(
             highest = max(highest, memory(node.pid).get("RssAnon", 0))
             threading.Event().wait(0.02)
         assert attackers.running
-    assert attackers.counts["bytes"] > 0 or besieged.mode.name == "mtls", "nobody said anything"
+    assert attackers.counts["bytes"] > 0 or besieged.mode.name == "mtls", (
+        "the attackers sent nothing"
+    )
     assert node.running
     assert besieged.calls(QUIET_CALLS) == []
     wait_until(besieged.served_again)
@@ -133,9 +134,9 @@ def test_a_node_under_a_flood_lives_keeps_its_memory_and_serves(
     assert growth < GROWTH_NBYTES_MAX, f"the node's private memory grew by {growth >> 20} MiB"
 
 
-def test_the_tool_sees_memory(tmp_path: Path) -> None:
+def test_memory_probe_sees_an_allocation(tmp_path: Path) -> None:
     before = memory(os.getpid())["RssAnon"]
-    # Mapped, because an allocation may get memory that this process had already.
+    # Mapped, because an allocation may reuse memory that this process already has.
     taken = mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     taken.write(os.urandom(len(taken)))
     assert memory(os.getpid())["RssAnon"] - before > len(taken) // 2

@@ -1,6 +1,4 @@
-"""Clients that follow the views of a cluster: who tells them, what ends it, and what it must not
-do.
-"""
+"""Clients that follow the views of a cluster: which member sends them, and when following ends."""
 
 import gc
 import subprocess
@@ -51,24 +49,24 @@ def followers() -> int:
     return sum(thread.name == THREAD for thread in threading.enumerate())
 
 
-def test_the_view_now_and_every_later_one(cluster: list[Node], stub: Any) -> None:
+def test_follow_sends_the_current_and_all_later_views(cluster: list[Node], stub: Any) -> None:
     views = stub.Follow(pb.FollowRequest(), timeout=20.0)
     assert next(views).number == 1
     tell(cluster, view_of(cluster, number=2))
     assert next(views) == view_of(cluster, number=2).message
     unknown = stub.Follow(pb.FollowRequest(number=2), timeout=20.0)
     threading.Timer(0.3, tell, (cluster, view_of(cluster, number=3))).start()
-    assert next(unknown).number == 3, "it knew the second"
+    assert next(unknown).number == 3, "the follower already knew view 2"
 
 
-def test_a_node_that_is_alone_has_no_view(start_node: StartNode) -> None:
+def test_node_without_a_cluster_has_no_view(start_node: StartNode) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{start_node().grpc.port}") as channel:
         views = KVStoreStub(channel).Follow(pb.FollowRequest(), timeout=20.0)
         with pytest.raises(grpc.RpcError, match="in no cluster"):
             next(views)
 
 
-def test_followers_are_bounded_and_the_oldest_makes_room(
+def test_oldest_follower_is_evicted_at_the_limit(
     cluster: list[Node], stub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = servicer_of(cluster[0])._followers
@@ -94,7 +92,7 @@ def test_followers_do_not_delay_a_stop(start_node: StartNode) -> None:
         one.grpc.stop = lambda drain_s: None
 
 
-def test_a_client_hears_of_a_view_without_asking(
+def test_client_receives_a_view_without_a_call(
     cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
     client = connect(cluster[0])
@@ -103,14 +101,14 @@ def test_a_client_hears_of_a_view_without_asking(
     time.sleep(follower.FIRST_S_MAX + 0.1)
     tell(cluster, view_of(cluster, number=2))
     wait_until(lambda: known(client) == 2)
-    cluster[1].membership.become(view_of(cluster, number=1))  # an older one, by whoever it is told
+    cluster[1].membership.become(view_of(cluster, number=1))  # an older view must be ignored
     tell(cluster[:1], view_of(cluster[:1], number=3))
     wait_until(lambda: known(client) == 3)
     client.close()
     wait_until(lambda: followers() == 0)
 
 
-def test_another_member_is_followed_when_one_goes(
+def test_client_follows_another_member_when_one_stops(
     start_node: StartNode, cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
     three = [*cluster, start_node()]
@@ -126,20 +124,20 @@ def test_another_member_is_followed_when_one_goes(
     wait_until(lambda: known(client) == 2)
 
 
-def test_a_member_that_hangs_is_not_believed_for_ever(
+def test_client_leaves_a_member_that_sends_no_views(
     cluster: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower, "FOLLOW_S", 0.5)
     client = connect(cluster[0])
-    pages.put(client, pages.keys(*range(30)))  # both are connected to
+    pages.put(client, pages.keys(*range(30)))  # connects to both members
     wait_until(lambda: followers() == 1)
     time.sleep(1.0)
-    # And the first never hears of it
+    # The first member never gets the view
     cluster[1].membership.become(view_of(cluster, number=2), "n1")
     wait_until(lambda: known(client) == 2)
 
 
-def test_a_node_that_is_alone_costs_no_thread(
+def test_client_without_a_cluster_starts_no_follower(
     start_node: StartNode, connect: Connect, pages: Pages, cluster: list[Node]
 ) -> None:
     for client in (connect(start_node()), connect(cluster[0], direct=True)):
@@ -148,7 +146,7 @@ def test_a_node_that_is_alone_costs_no_thread(
     assert followers() == 0
 
 
-def test_a_client_that_nobody_has_any_more_is_followed_by_no_thread(
+def test_garbage_collected_client_stops_its_follower(
     cluster: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower, "FOLLOW_S", 0.5)
@@ -163,7 +161,7 @@ def test_a_client_that_nobody_has_any_more_is_followed_by_no_thread(
     wait_until(lambda: gc.collect() >= 0 and followers() == 0)
 
 
-# Python 3.12 and newer warn of each fork of a process with threads; here forks are the subject.
+# Python 3.12 and newer warn of each fork of a process with threads; these tests fork on purpose.
 SCRIPT = (sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c")
 ENDS = """
 import os, sys, threading, time
@@ -194,7 +192,7 @@ def test_follower_keeps_no_process_alive(cluster: list[Node], how: str) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-FORKS_WHILE_NOBODY_IS_FOLLOWED = """
+FORKS_WHILE_ALL_MEMBERS_ARE_AWAY = """
 import os, sys, time
 from kvstore.cluster import follower
 from kvstore.errors import Unavailable
@@ -224,17 +222,17 @@ one.close()
 """
 
 
-def test_a_fork_does_not_wait_for_who_waits_to_follow_again() -> None:
-    """While all members are away each fork of an engine took half a second."""
-    command = [*SCRIPT, FORKS_WHILE_NOBODY_IS_FOLLOWED]
+def test_fork_does_not_wait_for_a_waiting_follower() -> None:
+    """Regression: while all members were away each fork of an engine took 0.5 s."""
+    command = [*SCRIPT, FORKS_WHILE_ALL_MEMBERS_ARE_AWAY]
     done = subprocess.run(command, capture_output=True, timeout=30.0, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_name_with_several_addresses_counts_as_several(
+def test_all_addresses_of_a_name_are_tried(
     cluster: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first of them is nobody's, and gRPC asks no other: it does not know them."""
+    """The first address is dead, and gRPC would not try the other by itself."""
     port = cluster[0].grpc.port
     monkeypatch.setattr(
         nodes, "_records", lambda address, limit: ["127.0.0.2:9", f"127.0.0.1:{port}"]
@@ -244,7 +242,7 @@ def test_a_name_with_several_addresses_counts_as_several(
     assert known(client) == 1
 
 
-def test_the_two_addresses_of_one_host_are_one() -> None:
+def test_addresses_of_localhost_are_not_expanded() -> None:
     from kvstore.deadline import Deadline
 
     assert nodes._records("127.0.0.1:7440", Deadline(5.0)) == []
@@ -253,7 +251,7 @@ def test_the_two_addresses_of_one_host_are_one() -> None:
 
 def test_placement_is_reused_for_an_equal_view() -> None:
     first = View("fleet", 1, (Member("a", "a:1"), Member("b", "b:1")))
-    first.owners, first.by_id  # noqa: B018 -- worked out
+    first.owners, first.by_id  # noqa: B018 -- computes and caches them
     assert replace(first, number=2).after(first).owners is first.owners
     drained = replace(first.members[1], state=State.DRAINING)
     other = replace(first, number=3, members=(first.members[0], drained)).after(first)

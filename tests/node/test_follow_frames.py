@@ -1,6 +1,4 @@
-"""The frame `follow`: a request that waits for the next view, what it costs the node, and what ends
-it.
-"""
+"""The frame `follow`, a request that waits for the next view: its answers, cost and limits."""
 
 import os
 import threading
@@ -34,27 +32,29 @@ def one(start_node: StartNode) -> Node:
 
 
 def following(raw: ConnectRaw, node: Node, number: int = 1, wait_ms: int = LONG_MS) -> Any:
-    """A connection whose request waits."""
+    """Connect and send a `follow` request that waits; return the connection."""
     connection, before = raw(node), node.service.followers.count
     connection.request(follow=pb.FollowRequest(number=number, wait_ms=wait_ms))
     wait_until(lambda: node.service.followers.count == before + 1)
     return connection
 
 
-def test_another_view_is_told_at_once_and_the_known_one_is_not(one: Node, raw: ConnectRaw) -> None:
+def test_follow_answers_another_view_at_once_and_waits_for_a_newer(
+    one: Node, raw: ConnectRaw
+) -> None:
     client = raw(one)
     view = client.ask(follow=pb.FollowRequest(wait_ms=LONG_MS)).follow
     assert view == view_of([one]).with_ports(one.membership.view).message
     assert client.ask(follow=pb.FollowRequest(number=1)).follow == pb.View(), (
-        "without a time nobody waits"
+        "a request without wait_ms must not wait"
     )
     assert client.ask(follow=pb.FollowRequest(number=1, wait_ms=50)).follow == pb.View()
     assert client.ask(follow=pb.FollowRequest(number=7, wait_ms=LONG_MS)).follow.number == 1, (
-        "also an older one"
+        "an older view of the node is also another view"
     )
 
 
-def test_a_view_is_told_when_it_comes(one: Node, raw: ConnectRaw) -> None:
+def test_waiting_followers_get_a_new_view(one: Node, raw: ConnectRaw) -> None:
     connections = [following(raw, one) for _ in range(3)]
     tell([one], view_of([one], number=2))
     assert [connection.reply()[0].follow.number for connection in connections] == [2, 2, 2]
@@ -65,22 +65,24 @@ def test_a_view_is_told_when_it_comes(one: Node, raw: ConnectRaw) -> None:
 
 
 def test_no_view_is_missed_between_two_requests(one: Node, raw: ConnectRaw) -> None:
-    """Many come while nobody waits, and one just before the wait begins."""
-    client, heard, last = raw(one), 1, 60
+    """Many views change between two requests, and one just before a wait begins."""
+    client, latest, last = raw(one), 1, 60
     views = threading.Thread(
         target=lambda: [tell([one], view_of([one], number=n)) for n in range(2, last + 1)]
     )
     views.start()
-    while heard < last:
-        heard = client.ask(follow=pb.FollowRequest(number=heard, wait_ms=LONG_MS)).follow.number
+    while latest < last:
+        latest = client.ask(follow=pb.FollowRequest(number=latest, wait_ms=LONG_MS)).follow.number
     views.join()
 
 
-def test_a_node_in_no_cluster_has_no_view(start_node: StartNode, raw: ConnectRaw) -> None:
+def test_follow_without_a_cluster_is_refused(start_node: StartNode, raw: ConnectRaw) -> None:
     connection = raw(start_node())
     error = connection.ask(follow=pb.FollowRequest(wait_ms=LONG_MS)).error
     assert (error.code, "in no cluster" in error.message) == (Code.INVALID_ARGUMENT, True)
-    assert connection.ask(hello=pb.HelloRequest()).hello.instance_id, "the connection is as it was"
+    assert connection.ask(hello=pb.HelloRequest()).hello.instance_id, (
+        "the connection must still serve"
+    )
 
 
 def test_closed_follower_is_not_awaited(one: Node, raw: ConnectRaw) -> None:
@@ -88,8 +90,8 @@ def test_closed_follower_is_not_awaited(one: Node, raw: ConnectRaw) -> None:
     wait_until(lambda: one.service.followers.count == 0, 10.0)
 
 
-def test_waiting_costs_no_processor(one: Node, raw: ConnectRaw) -> None:
-    """Fifty that wait wake nobody: context switches of their threads stay as they are."""
+def test_waiting_followers_use_no_processor_time(one: Node, raw: ConnectRaw) -> None:
+    """The threads of 50 waiting followers do not wake up, by their context switches."""
     threads = {thread.native_id for thread in threading.enumerate()}
     for _ in range(50):
         following(raw, one)
@@ -105,10 +107,10 @@ def test_waiting_costs_no_processor(one: Node, raw: ConnectRaw) -> None:
                 )
         return total
 
-    time.sleep(0.3)  # until the last of them sleeps
+    time.sleep(0.3)  # until all of them sleep
     before = switches()
     time.sleep(1.0)
-    assert switches() - before < 50, "each of them woke up"
+    assert switches() - before < 50, "waiting threads woke up"
 
 
 def test_descriptors_do_not_grow_with_views(one: Node, raw: ConnectRaw) -> None:
@@ -124,7 +126,9 @@ def test_descriptors_do_not_grow_with_views(one: Node, raw: ConnectRaw) -> None:
     assert max(counts[-5:]) <= counts[0] + 2
 
 
-def test_followers_are_bounded(one: Node, raw: ConnectRaw, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_followers_over_the_limit_are_refused(
+    one: Node, raw: ConnectRaw, monkeypatch: pytest.MonkeyPatch
+) -> None:
     budget = one.service.followers._budget
     monkeypatch.setattr(budget, "cap", replace(budget.cap, total=4, per_peer=2))
     for _ in range(2):
@@ -133,12 +137,12 @@ def test_followers_are_bounded(one: Node, raw: ConnectRaw, monkeypatch: pytest.M
     error = more.ask(follow=pb.FollowRequest(number=1, wait_ms=LONG_MS)).error
     assert (error.code, "followers of views" in error.message) == (Code.RESOURCE_EXHAUSTED, True)
     assert more.ask(follow=pb.FollowRequest()).follow.number == 1, (
-        "who need not wait takes no place"
+        "a request that need not wait takes no place"
     )
 
 
-def test_a_full_house_lets_a_follower_go(start_node: StartNode, raw: ConnectRaw) -> None:
-    small = start_node(sessions_max=4)  # two for one peer
+def test_full_node_evicts_a_follower(start_node: StartNode, raw: ConnectRaw) -> None:
+    small = start_node(sessions_max=4)  # two of them for one peer
     tell([small], view_of([small]))
     first = following(raw, small)
     for _ in range(2):
@@ -183,11 +187,11 @@ def test_clients_follow_by_frames(
     wait_until(lambda: one.service.followers.count == 0)
 
 
-def test_an_older_view_is_not_asked_for_again_and_again(
+def test_client_does_not_poll_a_member_with_an_older_view(
     start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A member that has not heard yet answers each question at once, unless it is asked for another
-    than its own.
+    """A member with an older view answers at once unless it is asked for a view other than
+    its own.
     """
     nodes = [start_node() for _ in range(2)]
     tell(nodes, view_of(nodes, number=1))
@@ -200,16 +204,16 @@ def test_an_older_view_is_not_asked_for_again_and_again(
     monkeypatch.setattr(nodes[0].service.followers, "view", view)
     client = connect(nodes[0])
     assert client.view().number == 1
-    client._fan_out.nodes._take(view_of(nodes, number=5).message)  # by the other member
+    client._fan_out.nodes._take(view_of(nodes, number=5).message)  # as if from the other member
     wait_until(lambda: nodes[0].service.followers.count or nodes[1].service.followers.count)
     time.sleep(0.5)
     assert len(asked) < 20
 
 
-def test_a_node_that_does_not_know_the_frame_is_followed_over_grpc(
+def test_older_node_is_followed_over_grpc(
     one: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those before it are: they find no operation in that request, and hang up."""
+    """An older node finds no operation in the frame, and hangs up."""
     parse = type(one.bulk).connection
 
     def older(self: Any, sock: Any, address: Any) -> Any:
@@ -239,10 +243,10 @@ def test_a_node_that_does_not_know_the_frame_is_followed_over_grpc(
     assert client.stats.failures == 0
 
 
-def test_a_member_that_says_nothing_is_not_believed_for_ever(
+def test_client_leaves_a_member_that_does_not_answer_follow(
     start_node: StartNode, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It took the request, and never answers: another is asked."""
+    """The client asks another member when one accepts the request and never answers."""
     monkeypatch.setattr(follower, "FOLLOW_S", 0.5)
     monkeypatch.setattr("kvstore.transports.view_stream.ANSWER_S", 0.2)
     nodes = [start_node() for _ in range(2)]
@@ -256,7 +260,7 @@ def test_a_member_that_says_nothing_is_not_believed_for_ever(
     stop.set()
 
 
-def test_a_fork_does_not_end_what_is_followed_by_frames(one: Node) -> None:
+def test_fork_does_not_restart_following_by_frames(one: Node) -> None:
     client = Client(
         ClientConfig(f"bulk://127.0.0.1:{one.bulk.port}", connect_timeout_s=20.0, timeout_s=30.0)
     )
@@ -275,4 +279,4 @@ def test_a_fork_does_not_end_what_is_followed_by_frames(one: Node) -> None:
             wait_until(lambda: client._fan_out.nodes.view.number == 2)
         finally:
             BulkWire.follow = follow  # type: ignore[method-assign]
-        assert len(asked) <= 1, "it was begun anew after each fork"
+        assert len(asked) <= 1, "following restarted after each fork"

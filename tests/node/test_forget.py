@@ -1,4 +1,6 @@
-"""A tenant that is forgotten by a cluster: at every member, also at one that was away."""
+"""Forgetting a tenant in a cluster erases its pages at every member, also at an absent one
+later.
+"""
 
 from pathlib import Path
 
@@ -24,7 +26,7 @@ def beginnings(pages: Pages) -> list[bytes]:
 
 
 def in_ram(node: Node, pages: Pages) -> int:
-    """How many of its pages begin somewhere in the node's memory."""
+    """Return how many of the pages have their first bytes anywhere in the node's RAM."""
     return len(found(bytes(node.arena.view(0, node.arena.nbytes)), beginnings(pages)))
 
 
@@ -33,7 +35,7 @@ def in_rows(directory: Path, text: bytes) -> bool:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_nothing_is_left_at_any_member(
+def test_forget_erases_pages_at_all_members(
     start_node: StartNode, connect: Connect, replicas: int
 ) -> None:
     nodes = [start_node() for _ in range(3)]
@@ -42,14 +44,14 @@ def test_nothing_is_left_at_any_member(
     client, keys = connect(nodes[0], timeout_s=20.0), gone.keys(*NUMBERS)
     for pages in (gone, kept):
         pages.put(client, keys)
-        # Which has copies now
+        # So that n1 also has near copies
         assert pages.get(connect(nodes[1], timeout_s=20.0), keys) == [True] * len(keys)
     wait_replicated(nodes)
     assert sum(in_ram(node, gone) for node in nodes) >= replicas * len(keys)
     away: Away = {}
-    told = client.forget("gone", 30.0, away)
-    assert (told.left, away) == (0, {})
-    assert told.pages >= replicas * len(keys)
+    report = client.forget("gone", 30.0, away)
+    assert (report.left, away) == (0, {})
+    assert report.pages >= replicas * len(keys)
     assert [in_ram(node, gone) for node in nodes] == [0, 0, 0]
     assert gone.get(client, keys) == [False] * len(keys)
     assert kept.get(client, keys) == [True] * len(keys)
@@ -65,13 +67,13 @@ def test_forget_erases_pages_queued_for_an_absent_member(
     client = connect(nodes[0], direct=True, timeout_s=20.0)
     gone.put(client, gone.keys(*NUMBERS))
     assert nodes[0].peers.status().queue_pages > 0
-    told = client.forget("gone", 30.0)
-    assert told.left == 0
+    report = client.forget("gone", 30.0)
+    assert report.left == 0
     assert nodes[0].peers.status().queue_pages == 0
     assert in_ram(nodes[0], gone) == 0
 
 
-def test_a_member_that_was_away_is_named_and_erases_when_it_is_back(
+def test_returned_member_erases_a_forgotten_tenant(
     fleet: Start, etcd: FakeEtcd, connect: Connect, tmp_path: Path
 ) -> None:
     one = fleet("n1")
@@ -96,10 +98,8 @@ def test_a_member_that_was_away_is_named_and_erases_when_it_is_back(
     assert present(two, kept.namespace, kept.keys(*NUMBERS)).count(True) > 0
 
 
-def test_a_page_that_is_put_behind_a_forget_stays(
-    fleet: Start, etcd: FakeEtcd, connect: Connect
-) -> None:
-    """Members hear of it once more, from etcd, when its caller has gone on already."""
+def test_page_put_after_a_forget_stays(fleet: Start, etcd: FakeEtcd, connect: Connect) -> None:
+    """Members receive the removal once more, from etcd, after the call has ended."""
     nodes = [fleet(f"n{i}") for i in range(2)]
     wait_until(lambda: all(len(node.membership.view.members) == 2 for node in nodes))  # type: ignore[union-attr]
     client, etcd.late_s = connect(nodes[0], timeout_s=20.0), 0.3
@@ -121,7 +121,9 @@ def test_a_page_that_is_put_behind_a_forget_stays(
         assert gone.get(client, keys) == [True] * len(keys)
 
 
-def test_a_member_that_does_not_answer_is_told(start_node: StartNode, connect: Connect) -> None:
+def test_forget_names_a_member_that_does_not_answer(
+    start_node: StartNode, connect: Connect
+) -> None:
     nodes = [start_node(), start_node()]
     tell(nodes, view_of(nodes, elsewhere={1: "127.0.0.1:9"}))
     gone = Pages("gone", tenant="gone")

@@ -1,5 +1,6 @@
-"""A process that forks while its threads are in calls: its children are told that the client is not
-theirs, may make one of their own, and end; it goes on.
+"""Forks of a process whose threads are in calls.
+
+A child cannot use the client and learns why, may make its own, and ends; the parent goes on.
 """
 
 import os
@@ -27,17 +28,16 @@ def test_forks_beside_calls_leave_parent_and_children_well(
 ) -> None:
     process = begin(shared_node, wire, FORKS)
     try:
-        said, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=300)
     finally:
         process.kill()
-    assert said.splitlines() == ["children 0", "failed"]
+    assert output.splitlines() == ["children 0", "failed"]
     assert process.returncode == 0
 
 
-def test_a_fork_beside_a_grpc_call_that_hangs_refuses_clients_in_the_child() -> None:
-    """gRPC can not be used there: a call would not end.
-
-    The fork does not wait for the call.
+def test_child_forked_during_a_hanging_grpc_call_refuses_clients() -> None:
+    """The fork does not wait for the call, and gRPC cannot be used in the child: calls would
+    hang.
     """
     with NodeProcess("--ram-bytes", "64MiB", "--extent-bytes", "16MiB") as node:
         process = begin(node, "grpc", 0)
@@ -48,10 +48,10 @@ def test_a_fork_beside_a_grpc_call_that_hangs_refuses_clients_in_the_child() -> 
             os.kill(node.pid, signal.SIGSTOP)
             process.stdin.write("\n")
             process.stdin.flush()
-            said = process.stdout.readline()
+            output = process.stdout.readline()
             os.kill(node.pid, signal.SIGCONT)
             rest, _ = process.communicate(timeout=120)
         finally:
             os.kill(node.pid, signal.SIGCONT)
             process.kill()
-        assert said + rest == "children 0\nfailed\n"
+        assert output + rest == "children 0\nfailed\n"

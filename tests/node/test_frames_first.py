@@ -1,4 +1,4 @@
-"""Clients that begin by frames: at bulk:// and unix: addresses, and where a node is known from
+"""Clients that connect by frames: at bulk:// and unix: addresses, and to nodes known from
 before.
 """
 
@@ -32,7 +32,7 @@ PATIENT: dict[str, Any] = {"timeout_s": 30.0, "connect_timeout_s": 20.0}
 
 
 def drop(link: NodeChannel) -> None:
-    """Drop its connection: the next call connects anew."""
+    """Drop the connection of `link`, so that the next call reconnects."""
     assert link._link is not None
     link._drop(link._link)
 
@@ -48,7 +48,7 @@ def by_socket(node: Node) -> str:
 
 @pytest.fixture
 def no_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is said over gRPC."""
+    """Fail the test if a client uses gRPC."""
 
     def call(*_: Any) -> Any:
         raise AssertionError("this client called over gRPC")
@@ -67,7 +67,7 @@ def no_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
         (by_socket, "shm", "shm"),
     ],
 )
-def test_an_address_of_frames_leads_to_the_best_wire(
+def test_frame_address_leads_to_the_best_wire(
     node: Node, connect: Connect, pages: Pages, address: Any, wire: str, taken: str
 ) -> None:
     client, keys = connect(node, wire, address=address(node)), pages.keys(*range(4))
@@ -78,7 +78,7 @@ def test_an_address_of_frames_leads_to_the_best_wire(
     assert client.stats.connects == 1
 
 
-def test_without_shared_memory_frames_go_on_over_tcp(
+def test_frame_address_without_shared_memory_uses_tcp(
     start_node: StartNode, connect: Connect, pages: Pages, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = start_node(shm_socket="none")
@@ -86,11 +86,11 @@ def test_without_shared_memory_frames_go_on_over_tcp(
     pages.put(client, pages.keys(1))
     assert client.wire_name == "bulk"
     assert not [record for record in caplog.records if record.levelname == "WARNING"], (
-        "nothing should have worked"
+        "a node without shared memory must cause no warning"
     )
 
 
-def test_a_restart_is_noticed_at_an_address_of_frames(
+def test_restart_is_noticed_at_a_frame_address(
     start_node: StartNode, connect: Connect, pages: Pages
 ) -> None:
     first = start_node()
@@ -101,13 +101,13 @@ def test_a_restart_is_noticed_at_an_address_of_frames(
     first.bulk.stop = lambda drain_s: None
     second = start_node(bulk_port=port)
     assert pages.get(client, pages.keys(1)) == [False], (
-        "the next call reaches the new one, which has nothing"
+        "the next call must reach the new, empty node"
     )
     assert client.node_status().instance_id == second.service.instance_id
 
 
 @pytest.mark.usefixtures("no_grpc")
-def test_tls_at_an_address_of_frames(
+def test_frame_address_works_with_tls(
     start_node: StartNode, connect: Connect, pages: Pages, ours: Authority
 ) -> None:
     node = start_node(**of_node(ours))
@@ -128,7 +128,7 @@ def test_tls_errors_are_named_at_a_bulk_address(
         connect(node, "bulk", address=by_frames(node), tls_ca=str(ours.path)).node_status()
 
 
-def test_a_socket_that_is_not_there_is_said(node: Node, connect: Connect) -> None:
+def test_missing_unix_socket_is_named(node: Node, connect: Connect) -> None:
     with pytest.raises(Unavailable, match=r"socket /tmp/nobody\.sock does not exist here"):
         connect(node, "auto", address="unix:/tmp/nobody.sock").node_status()
 
@@ -140,12 +140,12 @@ def test_server_without_frames_is_named(node: Node, connect: Connect) -> None:
         ).node_status()
 
 
-# ---- known from before -------------------------------------------------------------------
+# ---- nodes known from before -------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def grpc_down(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Every call over gRPC fails, as at a gateway that is flooded."""
+    """Make every gRPC call fail, as at a flooded gateway; yield the operations that were tried."""
     tried: list[str] = []
 
     def call(self: Any, op: str, *_: Any) -> Any:
@@ -157,7 +157,7 @@ def grpc_down(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield tried
 
 
-def test_a_bulk_port_where_a_port_of_grpc_is_meant_is_said(node: Node, connect: Connect) -> None:
+def test_bulk_port_used_as_grpc_port_is_named(node: Node, connect: Connect) -> None:
     with pytest.raises(Unavailable, match=f"bulk://127.0.0.1:{node.bulk.port}"):
         connect(node, address=f"127.0.0.1:{node.bulk.port}").node_status()
 
@@ -183,10 +183,10 @@ def test_unknown_node_without_grpc_is_refused(
         connect(node).node_status()
 
 
-def test_grpc_says_who_is_there_when_another_node_has_the_port(
+def test_known_port_of_another_node_falls_back_to_grpc(
     start_node: StartNode, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node's ports may be another's by the time of the next connection."""
+    """By the next connection another node may use the known port."""
     node, stranger = start_node(), start_node()
     client = connect(node)
     pages.put(client, pages.keys(1))
@@ -194,14 +194,16 @@ def test_grpc_says_who_is_there_when_another_node_has_the_port(
     link._negotiation._known = link._negotiation._known._replace(bulk_port=stranger.bulk.port)
     drop(link)
     assert client.node_status().instance_id == node.service.instance_id
-    assert link._negotiation._known.bulk_port == node.bulk.port, "it is known again"
+    assert link._negotiation._known.bulk_port == node.bulk.port, (
+        "the right port must be known again"
+    )
     link._negotiation._known = link._negotiation._known._replace(bulk_port=stranger.bulk.port)
     drop(link)
     with grpc_down(monkeypatch), pytest.raises(Unavailable, match="gateway is down"):
         client.node_status()
 
 
-def test_a_bulk_port_that_is_silent_leaves_the_time_to_ask_over_grpc(
+def test_silent_bulk_port_leaves_time_to_ask_over_grpc(
     node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = connect(node, "shm", connect_timeout_s=4.0)
@@ -212,10 +214,10 @@ def test_a_bulk_port_that_is_silent_leaves_the_time_to_ask_over_grpc(
         link._negotiation._known = known._replace(bulk_port=silent.getsockname()[1])
         drop(link)
         assert client.node_status().instance_id == node.service.instance_id
-        assert link._negotiation._known is None, "it is not waited for at the next connection"
+        assert link._negotiation._known is None, "the next connection must not try the silent port"
 
 
-def test_a_client_of_grpc_says_hello_over_grpc(
+def test_grpc_client_says_hello_over_grpc(
     node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = connect(node, "grpc")
@@ -224,7 +226,7 @@ def test_a_client_of_grpc_says_hello_over_grpc(
     link.expect(node.bulk.port, "")
     drop(link)
     monkeypatch.setattr(
-        "kvstore.transports.bulk.BulkWire.greet", lambda *_: pytest.fail("by frames")
+        "kvstore.transports.bulk.BulkWire.greet", lambda *_: pytest.fail("the hello went by frames")
     )
     assert client.node_status().instance_id
 
@@ -238,7 +240,7 @@ def listed(numbers: range, ports: list[int]) -> str:
     )
 
 
-def test_a_static_list_of_addresses_of_frames() -> None:
+def test_static_list_accepts_bulk_addresses() -> None:
     view = static_view(listed(range(2), [1, 2]))
     assert view.members == (
         Member("n0", "bulk://127.0.0.1:1", 1.0, "z0"),
@@ -249,7 +251,7 @@ def test_a_static_list_of_addresses_of_frames() -> None:
 
 
 @pytest.mark.usefixtures("no_grpc")
-def test_a_cluster_whose_members_are_reached_by_frames_only(
+def test_cluster_works_by_frames_only(
     start_node: StartNode, connect: Connect, pages: Pages
 ) -> None:
     ports = free_ports(2)
@@ -267,30 +269,28 @@ def test_a_cluster_whose_members_are_reached_by_frames_only(
     assert pages.get(client, keys) == [True] * 12
     for node in nodes:
         alone = connect(node, "bulk", address=by_frames(node), direct=True)
-        assert pages.get(alone, keys) == [True] * 12, "replicas came by frames"
+        assert pages.get(alone, keys) == [True] * 12, "replicas must arrive by frames"
 
 
-def test_a_node_of_a_fixed_list_tells_its_own_bulk_port(
-    start_node: StartNode, connect: Connect
-) -> None:
+def test_static_member_announces_its_own_bulk_port(start_node: StartNode, connect: Connect) -> None:
     ports = free_ports(2)
     cluster = "static:fleet/" + ",".join(f"n{i}=127.0.0.1:{port}" for i, port in enumerate(ports))
     nodes = [start_node(cluster=cluster, member=f"n{i}", port=ports[i]) for i in range(2)]
     client = connect(nodes[0])
-    told = {member.id: member.bulk_port for member in client.view().members}
-    assert told == {"n0": nodes[0].bulk.port, "n1": 0}
+    announced = {member.id: member.bulk_port for member in client.view().members}
+    assert announced == {"n0": nodes[0].bulk.port, "n1": 0}
     for link in client._fan_out.nodes.all().values():
         link.run(lambda link, limit: None, None, Deadline(30.0))
     both = {member.id: member.bulk_port for member in client._fan_out.nodes.view.members}
     assert both == {"n0": nodes[0].bulk.port, "n1": nodes[1].bulk.port}, (
-        "what each knows is put together"
+        "the ports from all members must be merged"
     )
     again = client._fan_out.nodes.view
     client._fan_out.nodes._take(nodes[0].membership.view.message)
-    assert client._fan_out.nodes.view is again, "it is no other view"
+    assert client._fan_out.nodes.view is again, "an equal view must not replace the merged one"
 
 
-def test_a_member_with_a_known_bulk_port_is_reached_by_frames_at_first(
+def test_member_with_a_known_bulk_port_is_reached_without_grpc(
     start_node: StartNode, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = [start_node() for _ in range(2)]
@@ -310,10 +310,10 @@ def test_a_member_with_a_known_bulk_port_is_reached_by_frames_at_first(
         assert tried == []
         link = nodes[0].peers.links.link("n1")
         link.run(lambda link, limit: None, None, Deadline(30.0))
-        assert tried == [], "members, too"
+        assert tried == [], "links between members must not use gRPC either"
 
 
-def test_another_member_at_a_known_port_is_not_taken_for_it(start_node: StartNode) -> None:
+def test_other_member_at_a_known_port_is_not_used(start_node: StartNode) -> None:
     nodes = [start_node() for _ in range(2)]
     tell(nodes, view_of(nodes))
     link = NodeChannel(f"127.0.0.1:{nodes[0].grpc.port}", ClientConfig(wire="bulk", **PATIENT))
@@ -323,7 +323,7 @@ def test_another_member_at_a_known_port_is_not_taken_for_it(start_node: StartNod
     link.close()
 
 
-def test_registered_members_tell_their_bulk_ports(fleet: Start, connect: Connect) -> None:
+def test_registered_members_announce_their_bulk_ports(fleet: Start, connect: Connect) -> None:
     nodes = [fleet(f"n{i}") for i in range(2)]
     wait_until(lambda: all(len(node.membership.view.members) == 2 for node in nodes))
     client = connect(nodes[0])
@@ -333,9 +333,7 @@ def test_registered_members_tell_their_bulk_ports(fleet: Start, connect: Connect
 
 
 @pytest.mark.usefixtures("no_grpc")
-def test_a_member_registers_an_address_of_frames(
-    fleet: Start, connect: Connect, pages: Pages
-) -> None:
+def test_member_can_register_a_bulk_address(fleet: Start, connect: Connect, pages: Pages) -> None:
     (port,) = free_ports(1)
     node = fleet("n0", bulk_port=port, advertise=f"bulk://127.0.0.1:{port}")
     assert node.membership.view.by_id["n0"].address == f"bulk://127.0.0.1:{port}"
@@ -344,19 +342,19 @@ def test_a_member_registers_an_address_of_frames(
     assert pages.get(client, pages.keys(1)) == [True]
 
 
-@pytest.mark.parametrize("told", ["", "127.0.0.1"])
-def test_a_member_whose_grpc_is_elsewhere_is_reached_by_frames(
-    fleet: Start, connect: Connect, pages: Pages, told: str
+@pytest.mark.parametrize("advertise", ["", "127.0.0.1"])
+def test_member_with_private_grpc_registers_its_bulk_port(
+    fleet: Start, connect: Connect, pages: Pages, advertise: str
 ) -> None:
-    """Its gRPC is for administrators, or there is none: others find it by its bulk port."""
-    node = fleet("n0", grpc_host="none", advertise=told)
+    """Members reach a node by its bulk port when its gRPC is off, or for administrators only."""
+    node = fleet("n0", grpc_host="none", advertise=advertise)
     assert node.membership.view.by_id["n0"].address == by_frames(node)
     client = connect(node, "bulk", address=by_frames(node), near="none")
     pages.put(client, pages.keys(1))
     assert pages.get(client, pages.keys(1)) == [True]
 
 
-# ---- a process that has no gRPC ----------------------------------------------------------
+# ---- processes without gRPC --------------------------------------------------------------
 
 WITHOUT = """
 import sys, time
@@ -393,10 +391,10 @@ assert "grpc" not in sys.modules
     ("address", "wire", "taken"),
     [(by_frames, "bulk", "bulk"), (by_frames, "auto", "shm"), (by_socket, "auto", "shm")],
 )
-def test_a_client_of_frames_does_its_whole_job_without_grpc(
+def test_frame_client_works_without_grpc(
     start_node: StartNode, address: Any, wire: str, taken: str
 ) -> None:
-    """In a cluster, too: its view is followed by frames."""
+    """In a cluster, the client also follows the view by frames."""
     one = start_node()
     tell([one], view_of([one]))
     members = tuple(

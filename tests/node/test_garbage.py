@@ -1,4 +1,4 @@
-"""Full collections of Python's garbage: not because of pages, and still now and then."""
+"""Full collections of Python's garbage collector: rare, and independent of the number of pages."""
 
 import gc
 import sys
@@ -14,11 +14,11 @@ from node.process import SeldomCollections
 
 
 class Space:
-    """As much of a namespace as a page refers to."""
+    """The part of a namespace that a page refers to."""
 
 
 class Ring:
-    """In a cycle with itself, so that only a collection frees it."""
+    """An object in a reference cycle, which only a collection frees."""
 
     def __init__(self) -> None:
         self.ring = self
@@ -33,19 +33,19 @@ def many_pages(count: int) -> list[Page]:
     return [Page(space, number.to_bytes(32, "big"), 0) for number in range(count)]  # type: ignore[arg-type]
 
 
-def test_new_pages_are_no_reason_for_a_full_collection() -> None:
-    """Python alone would have one for each quarter more."""
+def test_new_pages_cause_no_full_collection() -> None:
+    """Python alone would run a full collection for each growth by a quarter."""
     gc.collect()
-    gc.freeze()  # a quarter of nothing: what the tests before this one keep is not counted
+    gc.freeze()  # so that objects of earlier tests do not count
     gc.collect()
     before = full_count()
     kept = many_pages(200_000)
-    # Which collects in increments, and has full collections only when asked
+    # Newer versions collect in increments, and run full collections only on request
     if sys.version_info < (
         3,
         14,
     ):
-        assert full_count() > before, "this test shows nothing: Python collects differently now"
+        assert full_count() > before, "Python ran no full collection, so this test shows nothing"
     seldom = SeldomCollections()
     try:
         before = full_count()
@@ -55,10 +55,10 @@ def test_new_pages_are_no_reason_for_a_full_collection() -> None:
         seldom.stop()
 
 
-def test_cycles_are_freed_all_the_same() -> None:
+def test_reference_cycles_are_still_freed() -> None:
     thresholds = gc.get_threshold()
     ring = Ring()
-    gc.collect()  # it is old now
+    gc.collect()  # moves it to the oldest generation
     gone = threading.Event()
     weakref.finalize(ring, gone.set)
     seldom = SeldomCollections(interval_s_min=0.01)
@@ -70,11 +70,11 @@ def test_cycles_are_freed_all_the_same() -> None:
     assert gc.get_threshold() == thresholds
 
 
-def test_a_slow_collection_puts_the_next_one_off_for_two_minutes_at_most(
+def test_slow_collection_delays_the_next_by_two_minutes_at_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A thousand times as long as it took was an hour, in which calls that fail left hundreds of
-    MiB.
+    """Regression: a delay of 1000 times the duration was an hour, in which failing calls left
+    hundreds of MiB.
     """
     assert process.INTERVAL_S_MAX == 120.0
     monkeypatch.setattr(process, "INTERVAL_S_MAX", 0.01)
@@ -100,7 +100,7 @@ def test_memory_freed_by_a_collection_returns_to_the_system() -> None:
 
 
 def test_full_collections_take_a_thousandth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes 30 ms is not followed by another before 30 s."""
+    """A collection that takes 30 ms is not followed by another for 30 s."""
     times: list[float] = []
 
     def slow() -> None:

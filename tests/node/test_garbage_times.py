@@ -1,6 +1,4 @@
-"""When full collections are made, with a clock that is moved by hand; and that there is a way to
-give memory back.
-"""
+"""The times of full collections, on a fake clock, and the return of memory to the system."""
 
 import ctypes
 import platform
@@ -14,10 +12,8 @@ from node.process import SeldomCollections
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has it")
-def test_this_system_has_a_way_to_take_memory_back() -> None:
-    """A function that is looked for under a wrong name is as one that is not there: nothing went
-    back to the system.
-    """
+def test_glibc_trim_function_is_found() -> None:
+    """Regression: the function was looked up under a wrong name, so that no memory was returned."""
     seldom = SeldomCollections()
     try:
         assert seldom._trim is not None
@@ -27,17 +23,16 @@ def test_this_system_has_a_way_to_take_memory_back() -> None:
 
 
 @pytest.mark.parametrize(("took_s", "interval_s"), [(0.01, 60.0), (0.1, 100.0), (1.0, 120.0)])
-def test_a_collection_is_followed_by_a_thousand_times_its_length(
+def test_pause_is_a_thousand_times_the_last_collection(
     took_s: float, interval_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between a minute and two.
-
-    A node whose collections take a hundredth of the time passed for one.
+    """The pause between collections is 1000 times the duration, but at least 1 and at most 2
+    minutes.
     """
     now, began = [0.0], list[float]()
 
     class Event:
-        """Nothing happens but time, until two collections were made."""
+        """A fake event: `wait` moves the clock, and two collections set it."""
 
         def wait(self, seconds: float) -> bool:
             now[0] += seconds

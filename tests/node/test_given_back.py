@@ -1,4 +1,4 @@
-"""What a call takes of a share it gives back when it ends, and not when its connection does."""
+"""A call returns its share of a limit when it ends, not when its connection closes."""
 
 import threading
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.server import Node
 
 
-def test_misses_over_shared_memory_hold_nothing(start_node: StartNode, connect: Connect) -> None:
-    """A client releases what it got (docs/FORMAT.md): each miss kept its share of what a process
-    may hold for good, and one with misses was refused everything in the end.
+def test_shared_memory_misses_return_their_share(start_node: StartNode, connect: Connect) -> None:
+    """Regression: each miss kept its share of the held bytes, as clients release only hits
+    (docs/FORMAT.md), until the process was refused everything.
     """
     node = start_node(batch_nbytes_max=4 << 20, batch_keys_max=16)
     client, pages = connect(node, "shm"), Pages("misses", 1 << 20)
@@ -26,10 +26,10 @@ def test_misses_over_shared_memory_hold_nothing(start_node: StartNode, connect: 
     wait_until(lambda: not node.sessions.held.used)
 
 
-def test_a_large_request_is_counted_until_it_is_answered(
+def test_large_request_returns_its_bytes_when_answered(
     node: Node, connect: Connect, raw: Callable[[Node], Any], pages: Pages
 ) -> None:
-    """A client that asks long questions was refused after 256 MiB of them."""
+    """Regression: a client with large requests was refused after 256 MiB of them."""
     connect(node, "grpc").open(pages.namespace)
     connection = raw(node)
     for _ in range(2):
@@ -40,13 +40,15 @@ def test_a_large_request_is_counted_until_it_is_answered(
         )
         assert not reply.lookup.prefix_pages
     wait_until(lambda: not node.service.requests.used)
-    assert connection.ask(node_status=pb.NodeStatusRequest()).node_status.instance_id, "it lives"
+    assert connection.ask(node_status=pb.NodeStatusRequest()).node_status.instance_id, (
+        "the connection must still serve"
+    )
 
 
-def test_a_get_over_grpc_ends_when_its_reader_has_left(
+def test_cancelled_grpc_get_stops(
     node: Node, pages: Pages, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It hashed on, with a transfer of which there are few."""
+    """Regression: the node went on hashing, and kept one of its few transfers."""
     keys = pages.keys(*range(60))
     pages.put(connect(node), keys)
     request = pb.GetRequest(

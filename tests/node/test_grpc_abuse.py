@@ -1,5 +1,6 @@
-"""gRPC transfers that end early, come in the wrong order, stall or are cancelled: one status each,
-nobody else notices, and no slot, hold or session is left.
+"""gRPC transfers that end early, come in the wrong order, stall or are cancelled get one status.
+
+Other clients are not disturbed, and no slot, hold or session leaks.
 """
 
 import logging
@@ -106,24 +107,24 @@ BAD_STREAMS: dict[str, tuple[Callable[[Any], list[pb.PutFrame]], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD_STREAMS)
-def test_a_put_out_of_order_gets_one_status_and_stores_nothing(
+def test_put_out_of_order_gets_one_status_and_stores_nothing(
     node: Node, stub: KVStoreStub, space: Pages, what: str
 ) -> None:
-    frames, said = BAD_STREAMS[what]
+    frames, message = BAD_STREAMS[what]
     with Bystander(node), pytest.raises(grpc.RpcError) as caught:
         list(stub.Put(iter(frames(space)), timeout=5.0))
     assert caught.value.code() is INVALID
-    assert said in caught.value.details()
+    assert message in caught.value.details()
     assert stored(node, space) == 8
     settle(node, sessions=1)
 
 
-def test_a_put_whose_pages_are_all_there_needs_no_commit(stub: KVStoreStub, space: Pages) -> None:
+def test_put_of_existing_pages_needs_no_commit(stub: KVStoreStub, space: Pages) -> None:
     replies = list(stub.Put(iter([begin(space, 0, 1)]), timeout=5.0))
     assert [list(reply.begin.verdicts) for reply in replies] == [[pb.EXISTS, pb.EXISTS]]
 
 
-def test_a_put_by_hand_is_stored(
+def test_handmade_put_is_stored(
     stub: KVStoreStub, space: Pages, node: Node, connect: Connect
 ) -> None:
     (key,) = space.keys(100)
@@ -137,7 +138,7 @@ def test_a_put_by_hand_is_stored(
 
 
 class Held:
-    """Frames sent one by one; the stream stays open until `end`."""
+    """A stream of frames sent one by one; it stays open until `end`."""
 
     def __init__(self, *frames: pb.PutFrame) -> None:
         self._queue: queue.SimpleQueue[pb.PutFrame | None] = queue.SimpleQueue()
@@ -154,8 +155,8 @@ class Held:
         return iter(self._queue.get, None)
 
 
-def test_puts_that_stall_are_cancelled(node: Node, stub: KVStoreStub, space: Pages) -> None:
-    """After the begin, within the data, and before the commit."""
+def test_stalled_puts_are_cancelled(node: Node, stub: KVStoreStub, space: Pages) -> None:
+    """The puts stall after the begin, within the data, and before the commit."""
     stalling = [
         Held(begin(space, 100, 101)),
         Held(begin(space, 102, 103), chunk(1000)),
@@ -174,8 +175,8 @@ def test_puts_that_stall_are_cancelled(node: Node, stub: KVStoreStub, space: Pag
     settle(node, sessions=1)
 
 
-def test_a_put_that_trickles_is_cancelled(node: Node, stub: KVStoreStub, space: Pages) -> None:
-    """A byte now and then is no progress: it would keep slots for hours."""
+def test_trickling_put_is_cancelled(node: Node, stub: KVStoreStub, space: Pages) -> None:
+    """A byte now and then is no progress: otherwise the put would keep its slots for hours."""
     held = Held(begin(space, 100, 101))
     stop = threading.Event()
 
@@ -195,7 +196,7 @@ def test_a_put_that_trickles_is_cancelled(node: Node, stub: KVStoreStub, space: 
 
 
 @pytest.mark.parametrize("stage", ["after begin", "within the data"])
-def test_a_put_that_the_client_cancels_leaves_nothing(
+def test_put_cancelled_by_the_client_leaves_nothing(
     node: Node, stub: KVStoreStub, space: Pages, stage: str
 ) -> None:
     held = Held(begin(space, 100, 101))
@@ -212,12 +213,12 @@ def test_a_put_that_the_client_cancels_leaves_nothing(
 
 
 @pytest.mark.parametrize("how", ["cancels", "never reads"])
-def test_a_get_that_is_not_read_to_its_end_lets_its_pages_go(
+def test_unread_get_releases_its_pages(
     start_node: StartNode,
     connect: Connect,
     how: str,
 ) -> None:
-    """16 MiB: more than gRPC and the socket buffers take."""
+    """The reply of 16 MiB exceeds the buffers of gRPC and the sockets."""
     node = start_node(ram_nbytes=32 << 20, batch_nbytes_max=16 << 20, stall_s=0.8)
     space = Pages(how, 1 << 20)
     space.put(connect(node), space.keys(*range(16)))
@@ -225,7 +226,7 @@ def test_a_get_that_is_not_read_to_its_end_lets_its_pages_go(
     with Bystander(node), grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         call = KVStoreStub(channel).Get(request, timeout=30.0)
         assert all(next(call).begin.hits)
-        assert node.tier.held_count >= 16, "it is being sent"
+        assert node.tier.held_count >= 16, "the node must still be sending"
         if how == "cancels":
             call.cancel()
         settle(node, sessions=None)
@@ -240,7 +241,7 @@ def test_transfers_over_the_limit_are_refused_and_small_calls_still_served(
     connect(node).open(space.namespace)
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         stub = KVStoreStub(channel)
-        stalled = [Held(begin(space, number)) for number in range(2)]  # half of three
+        stalled = [Held(begin(space, number)) for number in range(2)]  # half of three, rounded up
         calls = [stub.Put(iter(held), timeout=30.0) for held in stalled]
         assert all(next(call).begin.verdicts == [pb.WRITE] for call in calls)
         with pytest.raises(grpc.RpcError) as caught:
@@ -256,10 +257,8 @@ def test_transfers_over_the_limit_are_refused_and_small_calls_still_served(
     settle(node, sessions=1)
 
 
-def test_bytes_that_are_no_message_are_refused(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With a line each; a traceback is for what nobody expected."""
+def test_invalid_messages_are_refused(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    """Each invalid message gives one log line; tracebacks are for unexpected errors."""
     caplog.set_level(logging.INFO, "node")
     methods = [
         f"/kvstore.KVStore/{name}" for name in ("Lookup", "OpenNamespace", "Stat", "Get", "Put")
@@ -273,11 +272,11 @@ def test_bytes_that_are_no_message_are_refused(
             with pytest.raises(grpc.RpcError) as caught:
                 list(channel.unary_stream(method)(b"\xff\xff\xff", timeout=5.0))
             assert caught.value.code() is INVALID
-        said = [
+        logged = [
             record for record in caplog.records if "is no message of the schema" in record.message
         ]
-        assert {record.levelno for record in said} == {logging.INFO}
-        assert len(said) == len(methods) - 1, "a put's frame is looked at by itself"
+        assert {record.levelno for record in logged} == {logging.INFO}
+        assert len(logged) == len(methods) - 1, "invalid frames of a put are not logged so"
         with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary("/kvstore.KVStore/Nothing")(b"", timeout=5.0)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -1,6 +1,6 @@
-"""Compressed messages of gRPC: a few bytes that become gigabytes.
+"""Compressed gRPC messages, of which a few bytes can become gigabytes.
 
-Nodes and clients refuse them before they unpack.
+Nodes and clients refuse them before they decompress them.
 """
 
 import os
@@ -29,20 +29,20 @@ from node.gateway.gateway import GRPCIO_MIN, GRPCIO_WITHOUT, check_grpcio
 from node.pb import etcd_pb2 as etcd_pb
 
 ROOT = Path(__file__).parent.parent.parent
-BOMB_MIB = 60  # in 59 KiB, which a stream takes before it has to be given more window
-GROWTH_MIB_MAX = 40  # less than one bomb; eight are sent
+BOMB_MIB = 60  # compressed to 59 KiB, which fits the initial window of a stream
+GROWTH_MIB_MAX = 40  # less than one of the eight bombs
 
 
 def answer(port: int, sent: bytes) -> bytes:
-    """All that the node says, until the status of the call is there."""
+    """Send bytes to the node; return its reply up to the status of the call."""
     with socket.create_connection(("127.0.0.1", port), 60.0) as sock:
         sock.sendall(sent)
-        said = b""
-        while b"grpc-status" not in said or b"is disabled" not in said:
+        reply = b""
+        while b"grpc-status" not in reply or b"is disabled" not in reply:
             some = sock.recv(1 << 16)
-            assert some, f"the node hung up after {said!r}"
-            said += some
-    return said
+            assert some, f"the node closed after {reply!r}"
+            reply += some
+    return reply
 
 
 def peak_mib(pid: int) -> int:
@@ -51,7 +51,7 @@ def peak_mib(pid: int) -> int:
     return int(found[1]) >> 10
 
 
-def test_a_compressed_bomb_is_refused_and_takes_no_memory() -> None:
+def test_compressed_bomb_is_refused_without_using_memory() -> None:
     with NodeProcess("--ram-bytes", "4MiB") as process:
         port = int(process.address.rpartition(":")[2])
         before = peak_mib(process.pid)
@@ -62,16 +62,18 @@ def test_a_compressed_bomb_is_refused_and_takes_no_memory() -> None:
                 "/grpc.health.v1.Health/Check",
                 "/any/thing",
             ):
-                said = answer(port, GREETING + bomb(path, encoding, BOMB_MIB))
-                assert f"Compression algorithm '{encoding}' is disabled".encode() in said
+                answered = answer(port, GREETING + bomb(path, encoding, BOMB_MIB))
+                assert f"Compression algorithm '{encoding}' is disabled".encode() in answered
         assert peak_mib(process.pid) - before < GROWTH_MIB_MAX
         with Client(ClientConfig(address=process.address, wire="grpc", timeout_s=20.0)) as client:
             assert client.node_status().state == "SERVING"
         process.stop()
-        assert "Compression" not in process.log_text, "a line for each such call would fill a disk"
+        assert "Compression" not in process.log_text, (
+            "a log line for each such call could fill a disk"
+        )
 
 
-def test_a_call_with_compression_on_is_refused_as_unimplemented(shared_node: NodeProcess) -> None:
+def test_compressed_call_is_refused_as_unimplemented(shared_node: NodeProcess) -> None:
     with grpc.insecure_channel(shared_node.address, compression=grpc.Compression.Gzip) as channel:
         stub: Any = KVStoreStub(channel)  # type: ignore[no-untyped-call]
         with pytest.raises(grpc.RpcError) as raised:
@@ -84,7 +86,10 @@ def test_a_call_with_compression_on_is_refused_as_unimplemented(shared_node: Nod
 
 @pytest.fixture
 def answering() -> Iterator[Callable[[bytes], str]]:
-    """Starts a server that gives this answer to every call, compressed; returns its address."""
+    """Return a function that starts a server with one compressed answer to every call.
+
+    It returns the address of the server.
+    """
     servers: list[grpc.Server] = []
 
     def start(answer: bytes) -> str:
@@ -106,20 +111,20 @@ def answering() -> Iterator[Callable[[bytes], str]]:
         server.stop(None)
 
 
-def test_a_client_refuses_compressed_answers_of_a_node(answering: Callable[[bytes], str]) -> None:
+def test_client_refuses_compressed_answers(answering: Callable[[bytes], str]) -> None:
     wire = GrpcWire(answering(bytes(8 << 20)))
     try:
-        # "... is disabled", or what the packed bytes are to protobuf: gRPC may hand them over
-        # before it ends the call.
+        # The error is "... is disabled", or one of protobuf: gRPC may deliver the compressed
+        # bytes before it ends the call.
         with pytest.raises(KVStoreError) as raised:
             wire.call("hello", pb.HelloRequest(), Deadline(60.0))
-        assert "larger than max" not in str(raised.value), "it was unpacked"
+        assert "larger than max" not in str(raised.value), "the answer was decompressed"
     finally:
         wire.close()
 
 
-def test_a_node_refuses_compressed_answers_of_an_etcd(answering: Callable[[bytes], str]) -> None:
-    """A whole and right one: only that it was compressed is wrong."""
+def test_node_refuses_compressed_answers_of_etcd(answering: Callable[[bytes], str]) -> None:
+    """The answer is valid but for its compression."""
     reply = etcd_pb.RangeResponse(kvs=[etcd_pb.KeyValue(key=b"/fleet/a", value=bytes(1 << 16))])
     etcd = Etcd([answering(reply.SerializeToString())], EtcdCredentials())
     try:
@@ -132,7 +137,7 @@ def test_a_node_refuses_compressed_answers_of_an_etcd(answering: Callable[[bytes
 @pytest.mark.parametrize(
     "version", ["1.62.3", "1.81.2", "1.82.1", "1.83.0", "1.83.0rc1", "unknown"]
 )
-def test_a_grpcio_that_unpacks_without_a_limit_is_refused(version: str) -> None:
+def test_grpcio_without_a_decompression_limit_is_refused(version: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"grpcio {version} decompresses")) as raised:
         check_grpcio(version)
     assert "pip install 'grpcio>=1.82.2,!=1.83.0'" in str(raised.value)
@@ -141,12 +146,12 @@ def test_a_grpcio_that_unpacks_without_a_limit_is_refused(version: str) -> None:
 @pytest.mark.parametrize(
     "version", ["1.82.2", "1.82.3", "1.83.1", "1.84.0", "1.85.1", "2.0.0", grpc.__version__]
 )
-def test_a_grpcio_that_stops_at_the_limit_is_taken(version: str) -> None:
+def test_grpcio_with_a_decompression_limit_is_accepted(version: str) -> None:
     check_grpcio(version)
 
 
-def test_a_node_with_an_older_grpcio_ends_with_both_versions_named(tmp_path: Path) -> None:
-    """It is the gateway's process that imports it."""
+def test_node_with_an_old_grpcio_names_both_versions(tmp_path: Path) -> None:
+    """The gateway process imports grpcio, and its error ends the node."""
     (tmp_path / "sitecustomize.py").write_text("import grpc; grpc.__version__ = '1.62.3'\n")
     command = [
         sys.executable,
@@ -160,11 +165,11 @@ def test_a_node_with_an_older_grpcio_ends_with_both_versions_named(tmp_path: Pat
     )
     assert done.returncode == 2
     *log, line = done.stderr.splitlines()
-    assert all(" INFO " in told for told in log)
+    assert all(" INFO " in entry for entry in log)
     assert line.startswith("kvstore-node: gateway-0 does not start: grpcio 1.62.3 decompresses")
     assert "a node needs grpcio 1.82.2 or newer" in line
 
 
-def test_the_extra_node_asks_for_such_a_grpcio() -> None:
+def test_extra_node_requires_a_safe_grpcio() -> None:
     oldest, without = (".".join(map(str, numbers)) for numbers in (GRPCIO_MIN, GRPCIO_WITHOUT[0]))
     assert f'"grpcio>={oldest},!={without}"' in (ROOT / "pyproject.toml").read_text()

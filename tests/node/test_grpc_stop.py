@@ -1,5 +1,6 @@
-"""`node.gateway.gateway.stopped`: with gRPC's part played by a server that waits for calls nobody
-was handed.
+"""`node.gateway.gateway.stopped` ends although gRPC waits for calls that no handler was given.
+
+A fake server stands for gRPC.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ class Server:
         await self._over.wait()
 
 
-def test_a_call_that_nobody_was_handed_does_not_take_the_whole_time(
+def test_stop_does_not_wait_for_undelivered_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gateway, "LOOK_S", 0.01)
@@ -34,9 +35,9 @@ def test_a_call_that_nobody_was_handed_does_not_take_the_whole_time(
     assert asyncio.run(stop()) == [3600.0, None]
 
 
-def test_calls_that_were_handed_over_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_waits_for_delivered_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "LOOK_S", 0.01)
-    counts = [0, 1, 2, 0, 1, 0, 0]  # asked for twice a look while none is left
+    counts = [0, 1, 2, 0, 1, 0, 0]  # read twice per look while it is 0
 
     async def stop() -> int:
         server = Server()

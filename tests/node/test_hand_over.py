@@ -1,4 +1,4 @@
-"""The queue of pages on their way to other members, without threads and sockets."""
+"""The queue of pages to replicate to other members, without threads and sockets."""
 
 import random
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ LASTING = Group(DIGEST, 0, False)
 
 @dataclass(eq=False)
 class Sheet:
-    """A page."""
+    """A fake page."""
 
     key: bytes
     gone: bool = False
@@ -42,7 +42,7 @@ def keys(batch: Batch[Sheet] | None) -> list[bytes]:
     return [queued.prefix_hash for queued in batch.queued_pages]
 
 
-def test_pages_go_to_all_their_targets_and_are_freed_with_the_last() -> None:
+def test_pages_are_freed_when_their_last_target_is_done() -> None:
     waiting, waiter = queue(), AckWaiter()
     pages = offered(waiting, 1, 2, to="bc", waiter=waiter)
     first, second = waiting.next(0.0), waiting.next(0.0)
@@ -65,7 +65,7 @@ def test_pages_go_to_all_their_targets_and_are_freed_with_the_last() -> None:
     assert waiting.check() == []
 
 
-def test_a_batch_has_one_namespace_one_end_of_life_and_its_bounds(
+def test_batch_has_one_group_and_a_size_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waiting = queue()
@@ -87,31 +87,31 @@ def test_a_batch_has_one_namespace_one_end_of_life_and_its_bounds(
     assert len(keys(waiting.next(0.0))) == 2
 
 
-def test_a_full_queue_drops_the_oldest_and_says_so() -> None:
+def test_full_queue_drops_and_counts_the_oldest_page() -> None:
     waiting, waiter = queue(30), AckWaiter()
     pages = offered(waiting, 1, 2, 3, 4, waiter=waiter)
     assert waiting.freed == pages[:1]
     assert (waiting.counts.pages_dropped, waiter.lost_count, waiting.nbytes) == (1, 1, 30)
     assert keys(waiting.next(0.0)) == [b"002", b"003", b"004"]
-    offered(waiting, 5, waiter=waiter)  # what is under way stays, so the new one goes
+    offered(waiting, 5, waiter=waiter)  # pages under way stay, so the new one is dropped
     assert (waiting.counts.pages_dropped, waiter.lost_count, waiting.nbytes) == (2, 2, 30)
     assert waiting.check() == []
 
 
-def test_a_page_that_is_larger_than_the_queue_goes_when_it_is_alone() -> None:
+def test_page_larger_than_the_queue_is_sent_alone() -> None:
     waiting = queue(5)
     offered(waiting, 1)
     assert keys(waiting.next(0.0)) == [b"001"]
 
 
-def test_so_many_pages_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_queued_pages_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replication_queue, "PAGES_MAX", 3)
     waiting = queue()
     offered(waiting, *range(10))
     assert waiting.page_count == 3
 
 
-def test_a_target_that_fails_is_paused_longer_each_time_and_then_given_up() -> None:
+def test_failing_target_is_paused_longer_and_then_given_up() -> None:
     waiting, waiter, now, pauses = queue(), AckWaiter(), 0.0, []
     (page,) = offered(waiting, 1, waiter=waiter)
     while batch := waiting.next(now):
@@ -131,7 +131,7 @@ def test_a_target_that_fails_is_paused_longer_each_time_and_then_given_up() -> N
     assert (waiter.lost_count, waiting.freed, waiting.counts.pages_dropped) == (1, [page], 1)
 
 
-def test_one_target_that_fails_keeps_no_other_waiting() -> None:
+def test_failing_target_does_not_block_others() -> None:
     waiting = queue()
     offered(waiting, 1, to="b")
     batch = waiting.next(0.0)
@@ -143,7 +143,7 @@ def test_one_target_that_fails_keeps_no_other_waiting() -> None:
     assert (other.target, keys(other)) == ("c", [b"002"])
 
 
-def test_targets_that_hang_leave_couriers_to_the_others() -> None:
+def test_hanging_targets_leave_threads_for_others() -> None:
     waiting, hung = queue(), "defgh"
     offered(waiting, 1, to=hung)
     for _ in hung:
@@ -153,7 +153,7 @@ def test_targets_that_hang_leave_couriers_to_the_others() -> None:
     tried = [waiting.next(1.0), waiting.next(1.0)]
     assert all(tried)
     assert waiting.next(1.0) is None
-    assert waiting.due(1.0) is None, "one of those that are tried is to end first"
+    assert waiting.due(1.0) is None, "a failing target is due only after one of two tries ends"
     offered(waiting, 2, to="b", now=1.0)
     other = waiting.next(1.0)
     assert other is not None
@@ -175,7 +175,7 @@ def test_pages_refused_by_a_full_target_are_retried() -> None:
     assert keys(waiting.next(replication_queue.PAUSE_S_MIN)) == [b"002"]
 
 
-def test_a_page_that_is_refused_again_and_again_is_dropped() -> None:
+def test_page_refused_repeatedly_is_dropped() -> None:
     waiting, now = queue(), 0.0
     offered(waiting, 1)
     for _ in range(replication_queue.REFUSALS_MAX):
@@ -196,7 +196,7 @@ def test_former_member_gets_no_pages() -> None:
         waiting, 3, to="bc", waiter=waiter
     )
     waiting.follow({"c"})
-    assert waiting.freed == [other]  # the first may be on the wire still
+    assert waiting.freed == [other]  # the first may still be under way
     assert (waiter.open_count, waiter.lost_count, waiting.counts.pages_dropped) == (1, 3, 3)
     waiting.failed(under_way, 0.0)
     assert waiting.freed == [other, first]
@@ -204,7 +204,7 @@ def test_former_member_gets_no_pages() -> None:
     assert waiting.check() == []
 
 
-def test_a_page_that_was_removed_is_not_sent() -> None:
+def test_removed_page_is_not_sent() -> None:
     waiting, waiter = queue(), AckWaiter()
     gone, there = offered(waiting, 1, 2, waiter=waiter)
     gone.gone = True
@@ -213,7 +213,7 @@ def test_a_page_that_was_removed_is_not_sent() -> None:
 
 
 @pytest.mark.parametrize("answered", [True, False])
-def test_a_page_that_was_removed_under_way_is_done_with(answered: bool) -> None:
+def test_page_removed_under_way_is_freed(answered: bool) -> None:
     waiting, waiter = queue(), AckWaiter()
     page, other = offered(waiting, 1, 2, waiter=waiter)
     batch = waiting.next(0.0)
@@ -225,7 +225,7 @@ def test_a_page_that_was_removed_under_way_is_done_with(answered: bool) -> None:
     assert sorted(keys(waiting.next(1.0))) == [again.key, other.key]
 
 
-def test_the_rate_is_kept() -> None:
+def test_queue_keeps_its_rate_limit() -> None:
     waiting, now = queue(nbytes_per_s=5), 0.0
     offered(waiting, 1, 2, 3)
     batch = waiting.next(now)
@@ -241,7 +241,8 @@ def test_the_rate_is_kept() -> None:
 class Sent:
     """A batch under way.
 
-    `writing`: keys that its target is about to have; None: it has not been asked yet.
+    `writing` has the keys that its target is about to store, or is None before the target was
+    asked.
     """
 
     batch: Batch[Sheet]
@@ -252,7 +253,7 @@ class Sent:
 
 @dataclass
 class Fleet:
-    """A queue with simulated targets, and what they must have."""
+    """A queue with simulated targets, and the pages that they may have."""
 
     random: random.Random
     now: float = 0.0
@@ -262,7 +263,7 @@ class Fleet:
         default_factory=lambda: {name: set[bytes]() for name in "bcd"}
     )
     under_way: list[Sent] = field(default_factory=list)
-    late: list[Sent] = field(default_factory=list)  # given up here, and still to be committed there
+    late: list[Sent] = field(default_factory=list)  # failed here, but may still be committed there
     tickets: list[AckWaiter] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -280,7 +281,7 @@ class Fleet:
         self.waiting.offer(page, key, 10, LASTING, to, self.now, waiter)
 
     def remove(self) -> None:
-        """As a client does it: at all, in any order, and again."""
+        """Remove a page as a client does: at all members, in any order, twice."""
         key = b"%02d" % self.random.randrange(30)
         self._remove_everywhere(key)
         self.arrive()
@@ -308,7 +309,7 @@ class Fleet:
                 self._further(sent)
 
     def _further(self, sent: Sent) -> None:
-        """Slots there; then a look here whether all is as it was; then the commit."""
+        """Take the next step of a transfer: reserve slots, check for removals, or commit."""
         if sent.writing is None:
             sent.writing = set(keys(sent.batch))
         elif not sent.checked and not any(queued.page.gone for queued in sent.batch.queued_pages):
@@ -338,13 +339,13 @@ class Fleet:
         self.now += self.random.random()
 
     def change(self) -> None:
-        """The view, now and then."""
+        """Change the view in one of 50 steps."""
         if self.random.random() < 0.02:
             self.waiting.follow(set(self.random.sample("bcd", self.random.randrange(4))))
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_sequences(seed: int) -> None:
+def test_random_steps_keep_the_queue_consistent(seed: int) -> None:
     fleet = Fleet(random.Random(seed))
     for _ in range(1500):
         step = fleet.random.choice(
@@ -367,7 +368,7 @@ def test_random_sequences(seed: int) -> None:
         fleet.take()
         fleet.end(healthy=True)
     assert sorted(map(id, fleet.waiting.freed)) == sorted(map(id, fleet.all)), (
-        "each hold is given back once"
+        "each hold must be released once"
     )
     assert [waiter.open_count for waiter in fleet.tickets] == [0] * len(fleet.tickets)
     while any(sent.checked and not sent.committed for sent in fleet.late):

@@ -1,4 +1,4 @@
-"""Members that are away, hang, are full or stop while pages are handed to them."""
+"""Replication to members that are away, hang, are full or stop."""
 
 import contextlib
 import os
@@ -37,14 +37,14 @@ def pair(start_node: StartNode) -> list[Node]:
 
 @pytest.fixture
 def hung() -> Iterator[str]:
-    """An address where connections are accepted and nobody answers."""
+    """Listen at an address that accepts connections and never answers; yield the address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.fixture
 def mixed(start_node: StartNode) -> Iterator[tuple[Node, NodeProcess]]:
-    """A node here and one in a process of its own, each the replica of the other."""
+    """Start a node here and one in its own process, each the replica of the other."""
     node, port = start_node(), free_port()
     list_ = f"static:fleet/n0=127.0.0.1:{node.grpc.port},n1=127.0.0.1:{port}"
     ram = ("--ram-bytes", "64MiB", "--shm-socket", "none")
@@ -66,7 +66,9 @@ def test_returned_member_gets_its_pages(
     assert pages.get(connect(pair[1], direct=True), keys) == [True] * len(keys)
 
 
-def test_a_member_that_is_paused(mixed: tuple[Node, NodeProcess], connect: Connect) -> None:
+def test_paused_member_gets_its_replicas_later(
+    mixed: tuple[Node, NodeProcess], connect: Connect
+) -> None:
     node, process = mixed
     pages = Pages("paused", 1 << 18)
     client, keys = connect(node, direct=True), pages.keys(*range(8))
@@ -76,7 +78,7 @@ def test_a_member_that_is_paused(mixed: tuple[Node, NodeProcess], connect: Conne
     try:
         began = time.monotonic()
         assert pages.put(client, keys) == [PutOutcome.EXISTS] + [PutOutcome.STORED] * 7
-        assert time.monotonic() - began < LATE_S, "a put waits for nobody"
+        assert time.monotonic() - began < LATE_S, "a put must not wait for the paused member"
         threading.Event().wait(0.5)
     finally:
         os.kill(process.pid, signal.SIGCONT)
@@ -85,7 +87,7 @@ def test_a_member_that_is_paused(mixed: tuple[Node, NodeProcess], connect: Conne
     assert pages.get(other, keys) == [True] * len(keys)
 
 
-def test_a_member_that_is_killed_under_way(
+def test_member_killed_during_replication_frees_its_queue(
     mixed: tuple[Node, NodeProcess], connect: Connect
 ) -> None:
     node, process = mixed
@@ -102,7 +104,7 @@ def test_a_member_that_is_killed_under_way(
     assert node.check() == []
 
 
-def test_a_member_that_is_full_is_given_its_pages_later(
+def test_full_member_gets_its_replicas_later(
     start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = [start_node() for _ in range(2)]
@@ -122,7 +124,7 @@ def test_a_member_that_is_full_is_given_its_pages_later(
     assert present(nodes[1], pages.namespace, keys) == [True] * len(keys)
 
 
-def test_a_full_queue_costs_replicas_and_no_put(
+def test_full_queue_drops_replicas_and_fails_no_put(
     start_node: StartNode, hung: str, connect: Connect
 ) -> None:
     nodes = [start_node(hand_over_queue_nbytes=1 << 20), start_node()]
@@ -139,15 +141,13 @@ def test_a_full_queue_costs_replicas_and_no_put(
     wait_replicated(nodes)
     there = present(nodes[1], pages.namespace, pages.keys(*range(64)))
     assert there.count(True) == 16
-    assert all(there[-8:]), "the oldest were dropped"
+    assert all(there[-8:]), "the oldest pages must be dropped"
 
 
 def test_page_removed_during_replication_does_not_come_back(
     pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other has its bytes and is about to commit them when it is asked to remove what it does
-    not have yet.
-    """
+    """The removal reaches the replica when it has the page's bytes and is about to commit them."""
     reached, go, commit = threading.Event(), threading.Event(), Session.commit
 
     def late(self: Session, *arguments: Any) -> int:
@@ -166,7 +166,7 @@ def test_page_removed_during_replication_does_not_come_back(
     wait_replicated(pair)
     wait_until(lambda: present(pair[1], pages.namespace, keys) == [False, False, True, True])
     assert pages.get(client, keys) == [False, False, True, True]
-    pages.put(direct, keys)  # again, and this time they stay
+    pages.put(direct, keys)  # a later put must stay
     wait_replicated(pair)
     assert present(pair[1], pages.namespace, keys) == [True] * 4
 
@@ -174,9 +174,9 @@ def test_page_removed_during_replication_does_not_come_back(
 def test_page_removed_before_arrival_is_never_visible(
     pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its sender might die then, and nobody else knows that it is there.
+    """If the sender died then, no member would know of the page.
 
-    What was sent with it comes again.
+    The other pages of the batch are sent again.
     """
     reached, go, service = threading.Event(), threading.Event(), pair[1].service
     begin, commit, committed = service.begin_put, service.commit_put, set[bytes]()
@@ -207,29 +207,29 @@ def test_page_removed_before_arrival_is_never_visible(
 def test_page_replicated_during_a_removal_is_removed_again(
     pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other has been asked already when it is handed the page, and the sender not yet when it
-    has done so.
+    """The removal reaches the replica before the page does, and the sender after it has replicated
+    it.
     """
     keys, direct, client = pages.keys(*range(4)), connect(pair[0], direct=True), connect(pair[0])
     client.lookup(pages.namespace, keys)
-    direct.open(pages.namespace)  # a put alone is nobody's turn
+    direct.open(pages.namespace)  # opened before, so that only the put runs below
     remove, done = pair[0].service._unary["remove"], threading.Event()
 
-    def handed_first(request: pb.RemoveRequest, caller: Any) -> pb.RemoveReply:
-        if not done.is_set():  # by now the other has answered, or is about to
+    def replicate_first(request: pb.RemoveRequest, caller: Any) -> pb.RemoveReply:
+        if not done.is_set():  # by now the replica has answered, or is about to
             done.set()
             threading.Event().wait(0.3)
             pages.put(direct, keys)
             wait_replicated(pair)
         return remove(request, caller)
 
-    monkeypatch.setitem(pair[0].service._unary, "remove", handed_first)
+    monkeypatch.setitem(pair[0].service._unary, "remove", replicate_first)
     assert client.remove(pages.namespace, keys) == [True] * 4
     assert [present(node, pages.namespace, keys) for node in pair] == [[False] * 4] * 2
 
 
 @pytest.mark.parametrize("target", ["hangs", "is paused in a transfer", "is dead"])
-def test_a_node_stops_in_its_time_whatever_its_peers_do(
+def test_node_stops_in_time_with_unresponsive_members(
     hung: str, connect: Connect, target: str
 ) -> None:
     ports: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
@@ -272,8 +272,10 @@ def test_a_node_stops_in_its_time_whatever_its_peers_do(
     assert node.tier.held_count == 0
 
 
-def test_a_stop_hands_on_what_it_can(start_node: StartNode, connect: Connect, pages: Pages) -> None:
-    """With a limit on the rate that would take minutes."""
+def test_stop_replicates_queued_pages(
+    start_node: StartNode, connect: Connect, pages: Pages
+) -> None:
+    """At a stop the rate limit does not apply: with it, the queue would take minutes."""
     other = start_node()
     ports: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
     node = Node(NodeConfig(**ports, ram_nbytes=16 << 20, drain_s=5.0, hand_over_nbytes_per_s=1000))
@@ -299,10 +301,8 @@ def test_patience_ends(
     assert pair[0].tier.held_count == 0
 
 
-def test_a_page_with_a_time_to_live_that_is_over(
-    pair: list[Node], connect: Connect, pages: Pages
-) -> None:
-    """It is not handed on for longer than it has."""
+def test_replica_expires_with_its_page(pair: list[Node], connect: Connect, pages: Pages) -> None:
+    """A replica does not live longer than the time that its page has left."""
     tell(pair[:1], view_of(pair, 2, 2, elsewhere={1: "127.0.0.1:9"}))
     client, key = connect(pair[0], direct=True), pages.key(1)
     client.put(pages.namespace, [key], [pages.content(key)], Keep(ttl_s=1.0))

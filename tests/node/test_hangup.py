@@ -1,6 +1,4 @@
-"""SIGHUP, which a closing terminal sends to a node and its processes: the node drains, or stays
-(nohup).
-"""
+"""SIGHUP, which a closing terminal sends to a node: the node drains, or goes on under nohup."""
 
 import os
 import pty
@@ -26,7 +24,7 @@ def put(address: str, pages: Pages) -> None:
 
 
 def assert_kept(flags: tuple[str, ...], pages: Pages) -> None:
-    """The pages are read back, and compared, from a node on the same directory."""
+    """Start a node on the same directory, read the pages back, and compare them."""
     with (
         NodeProcess(*flags) as again,
         Client(ClientConfig(address=again.address, timeout_s=20.0)) as client,
@@ -39,13 +37,16 @@ def to_process(pid: int) -> None:
 
 
 def to_group_twice(pid: int) -> None:
-    """As a shell and then its terminal do, to the disk's process, too."""
+    """Send SIGHUP twice to the process group, as a shell and then its terminal do.
+
+    The disk's process gets it, too.
+    """
     os.killpg(pid, signal.SIGHUP)
     os.killpg(pid, signal.SIGHUP)
 
 
 @pytest.mark.parametrize("hang_up", [to_process, to_group_twice])
-def test_sighup_writes_all_pages_to_the_disk_and_ends_with_status_0(
+def test_sighup_writes_all_pages_and_ends_with_status_0(
     hang_up: Callable[[int], None], tmp_path: Path
 ) -> None:
     pages, flags = Pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
@@ -60,10 +61,8 @@ def test_sighup_writes_all_pages_to_the_disk_and_ends_with_status_0(
     assert_kept(flags, pages)
 
 
-def test_a_terminal_that_closes_lets_the_node_drain(tmp_path: Path) -> None:
-    """The kernel sends SIGHUP to all processes of the terminal, and writing to it fails from then
-    on.
-    """
+def test_node_drains_when_its_terminal_closes(tmp_path: Path) -> None:
+    """The kernel sends SIGHUP to all processes of the terminal; writing to it fails afterwards."""
     pages, flags = Pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
     ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
     ours, terminal = pty.openpty()
@@ -79,7 +78,7 @@ def test_a_terminal_that_closes_lets_the_node_drain(tmp_path: Path) -> None:
     assert_kept(flags, pages)
 
 
-def test_under_nohup_sighup_does_nothing() -> None:
+def test_sighup_under_nohup_is_ignored() -> None:
     pages = Pages("hangup", PAGE)
     process = NodeProcess(*FLAGS[:2], inside=("nohup",))
     try:
@@ -94,9 +93,8 @@ def test_under_nohup_sighup_does_nothing() -> None:
 
 
 def test_sigterm_and_sighup_together_are_one_stop(tmp_path: Path) -> None:
-    """As systemd sends them with SendSIGHUP=yes.
-
-    The lower number is delivered first, the other must not kill.
+    """systemd sends both with SendSIGHUP=yes. The lower number comes first; the other must not
+    kill.
     """
     pages, flags = Pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
     process = NodeProcess(*flags)

@@ -1,4 +1,4 @@
-"""What a kubelet asks, which has no token and skips the certificate: /health beside /metrics."""
+"""/health beside /metrics, for a kubelet, which has no token and skips the certificate."""
 
 import http.client
 import ssl
@@ -32,7 +32,7 @@ def ask(
         connection.close()
 
 
-def test_a_node_that_serves_says_so_and_one_that_drains_that_it_does_not(
+def test_health_reports_serving_and_draining(
     start_node: StartNode,
 ) -> None:
     node: Node = start_node()
@@ -43,7 +43,7 @@ def test_a_node_that_serves_says_so_and_one_that_drains_that_it_does_not(
     assert ask(node.metrics.port, "/metrics")[0] == 200
 
 
-def test_a_node_that_has_not_begun_is_not_healthy() -> None:
+def test_health_before_the_start_is_not_serving() -> None:
     node = Node(
         NodeConfig(port=0, bulk_port=0, metrics_port=0, ram_nbytes=16 << 20, shm_socket="none")
     )
@@ -61,6 +61,6 @@ def test_health_needs_no_token_and_metrics_do(
     node: Node = start_node(**pair(ours, "node"), identities=str(identities))
     refused = node.audit.refused_count
     assert ask(node.metrics.port, tls=True) == (200, b"serving\n")
-    assert node.audit.refused_count == refused, "who asks for health is no stranger to be counted"
+    assert node.audit.refused_count == refused, "a health request must not count as refused"
     for path in ("/metrics", "/", "/healthy", "/health/../metrics", "/metrics?/health"):
         assert ask(node.metrics.port, path, tls=True)[0] == 401, path

@@ -1,4 +1,4 @@
-"""Which prefixes are found most: bounded, and right about those that are."""
+"""The prefixes found most often: a table of fixed size with nearly right counts."""
 
 import random
 from collections import Counter
@@ -12,7 +12,7 @@ def head(number: int) -> bytes:
     return number.to_bytes(4, "big") + bytes(28)
 
 
-def test_a_prefix_that_is_found_often_is_told_first_and_about_how_often() -> None:
+def test_most_found_prefixes_come_first_with_about_their_count() -> None:
     heat, asked, rng = HotPrefixes(seed=1), Counter[int](), random.Random(2)
     for _ in range(200_000):
         number = rng.choice((1, 1, 1, 2, 2)) if rng.random() < 0.3 else rng.randrange(1000, 100_000)
@@ -26,7 +26,7 @@ def test_a_prefix_that_is_found_often_is_told_first_and_about_how_often() -> Non
     assert len(heat._entries) == SIZE
 
 
-def test_only_what_was_found_counts() -> None:
+def test_misses_do_not_count() -> None:
     heat = HotPrefixes(every=1)
     for _ in range(100):
         heat.observe(SPACE, [head(1)], [False])
@@ -34,12 +34,12 @@ def test_only_what_was_found_counts() -> None:
     assert heat.hottest() == []
 
 
-def test_one_lookup_in_so_many_is_looked_at_whatever_their_rhythm() -> None:
+def test_sampling_is_fair_for_periodic_lookups() -> None:
     heat = HotPrefixes(seed=3)
     for number in range(EVERY * 1000):
         heat.observe(SPACE, [head(number % EVERY)], [True])
     counts = [hot.lookups for hot in heat.hottest()]
-    assert len(counts) == EVERY, "a rhythm of as many hides none"
+    assert len(counts) == EVERY, "a period equal to the sampling interval must hide no prefix"
     assert abs(sum(counts) / (EVERY * 1000) - 1) < 0.1
 
 
@@ -56,17 +56,17 @@ def test_heat_decays() -> None:
     assert heat.hottest() == []
 
 
-def test_pages_of_a_prefix_stay_as_many_while_it_cools() -> None:
+def test_page_count_of_a_prefix_does_not_decay() -> None:
     now = [0.0]
     heat = HotPrefixes(every=1, clock=lambda: now[0])
     for _ in range(64):
         heat.observe(SPACE, [head(1), head(2), head(3), head(4)], [True, True, False, True])
-    assert heat.hottest()[0].pages == 2.0, "a leading run: what is behind a gap was not found"
+    assert heat.hottest()[0].pages == 2.0, "only the pages before the first miss count"
     now[0] += HALVED_S
     assert heat.hottest()[0].pages == 2.0
 
 
-def test_a_node_that_nobody_asked_for_weeks_answers_the_next_lookup() -> None:
+def test_lookup_after_weeks_without_any_is_counted() -> None:
     now = [0.0]
     heat = HotPrefixes(every=1, clock=lambda: now[0])
     heat.observe(SPACE, [head(1)], [True])
@@ -82,7 +82,7 @@ def test_heat_replacement_inherits_count_and_error() -> None:
     first, second = heat.hottest()
     assert (first.head, first.lookups, first.error) == (head(1)[:HEAD_NBYTES], 5, 0)
     assert (second.head, second.lookups, second.error) == (head(3)[:HEAD_NBYTES], 4, 3)
-    assert second.pages == 1.0, "of its own lookups"
+    assert second.pages == 1.0, "the mean must be that of its own lookups"
 
 
 def test_heat_keeps_no_whole_key() -> None:

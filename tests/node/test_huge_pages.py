@@ -1,5 +1,9 @@
-"""The arena in huge pages, where the system gives them to shared memory (as root:
-`echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`), and without them."""
+"""The arena with and without huge pages.
+
+To allow huge pages of shared memory, run as root:
+
+`echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled`
+"""
 
 import mmap
 from collections.abc import Iterator
@@ -16,7 +20,7 @@ from node.serving.metrics import metrics_text
 
 ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 HUGE = 2 << 20
-given = ENABLED.exists() and not any(
+available = ENABLED.exists() and not any(
     f"[{word}]" in ENABLED.read_text() for word in ("never", "deny")
 )
 
@@ -28,7 +32,7 @@ def arena(request: pytest.FixtureRequest) -> Iterator[Arena]:
     arena.close()
 
 
-def test_a_client_sees_the_same_bytes_whatever_the_arena_is_made_of(arena: Arena) -> None:
+def test_client_sees_the_same_bytes_with_any_page_size(arena: Arena) -> None:
     arena.populate()
     theirs = ArenaMap(arena.fd, arena.nbytes)
     theirs.populate(Event())
@@ -43,27 +47,27 @@ def test_a_client_sees_the_same_bytes_whatever_the_arena_is_made_of(arena: Arena
     assert last == (arena.nbytes - 4096).to_bytes(8, "little")
 
 
-@pytest.mark.skipif(not given, reason=f"{ENABLED} gives no huge pages to shared memory")
+@pytest.mark.skipif(not available, reason=f"{ENABLED} gives no huge pages to shared memory")
 def test_the_arena_is_in_huge_pages(arena: Arena) -> None:
     arena.populate()
     assert arena.huge_nbytes == arena.nbytes // HUGE * HUGE
 
 
-@pytest.mark.skipif(given, reason="huge pages are given here")
-def test_without_huge_pages_it_says_so(arena: Arena) -> None:
+@pytest.mark.skipif(available, reason="huge pages are available here")
+def test_arena_without_huge_pages_reports_zero(arena: Arena) -> None:
     arena.populate()
     assert arena.huge_nbytes == 0
 
 
-def test_a_kernel_that_knows_no_huge_pages_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 1 << 20)  # EINVAL, as there
+def test_arena_works_on_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 1 << 20)  # EINVAL, as on such a kernel
     arena = Arena(HUGE)
     arena.populate()
     assert huge_nbytes(0) == 0
     arena.close()
 
 
-def test_status_and_metrics_tell(
+def test_status_and_metrics_report_huge_pages(
     start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = start_node()

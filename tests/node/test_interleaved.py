@@ -1,5 +1,6 @@
-"""A few lives of a RAM tier with its users interleaved; `make test-races` runs hundreds, as
-KVSTORE_RACES says.
+"""Random lives of a RAM tier with interleaved users.
+
+`make test-races` runs hundreds: KVSTORE_RACES sets their number.
 """
 
 import os
@@ -9,12 +10,12 @@ from collections import Counter
 import pytest
 from interleaved import Life
 
-LIVES = 12  # of a part: enough that each meets all there is to meet
+LIVES = 12  # lives of a part: enough for each part to meet all events
 PARTS = -(-int(os.environ.get("KVSTORE_RACES") or LIVES) // LIVES)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_pages_keep_their_bytes_whoever_comes_in_between(seed: int, part: int) -> None:
+def test_interleaved_users_leave_page_bytes_intact(seed: int, part: int) -> None:
     done: Counter[str] = Counter()
     for number in range(LIVES):
         print(f"life {number}")
@@ -22,7 +23,7 @@ def test_pages_keep_their_bytes_whoever_comes_in_between(seed: int, part: int) -
         life = Life(rng, has_below=number % 2 == 0, may_cancel=number % 4 >= 2)
         life.run()
         done += life.done
-    # The simulation must have met what it is for.
+    # The simulation must have met all events.
     for event in (
         "yields",
         "moves",

@@ -1,7 +1,6 @@
-"""Calls that are interrupted again and again leave the client as it was, for every thread and over
-every wire.
+"""Calls that are interrupted repeatedly leave the client usable, on every thread and wire.
 
-make longer:  SEEDS=30 INTERRUPTS=5000 python -m pytest tests/node/test_interrupt_storm.py
+A longer run: SEEDS=30 INTERRUPTS=5000 python -m pytest tests/node/test_interrupt_storm.py
 """
 
 import os
@@ -17,8 +16,8 @@ from node.server import Node
 
 STORM = Path(__file__).parent.parent / "helpers" / "interrupt_storm.py"
 SEEDS = int(os.environ.get("SEEDS", "1"))
-# Without what `kvstore.sync` is for (commit 9eaed49), each of eight runs of each wire failed within
-# 500 interrupts with small pages, and within 150 with large ones.
+# Before `kvstore.sync` existed (commit 9eaed49), all eight runs of each wire failed within 500
+# interrupts with small pages, and within 150 with large ones.
 INTERRUPTS = int(os.environ.get("INTERRUPTS", "500"))
 LARGE = 64 << 10  # pages of many chunks: most interrupts come while bytes move
 LARGE_SHARE = 0.3
@@ -32,11 +31,11 @@ def node(start_node: StartNode) -> Node:
 @pytest.mark.parametrize("number", range(SEEDS))
 @pytest.mark.parametrize("page_nbytes", [4096, LARGE])
 @pytest.mark.parametrize("wire", ["bulk", "shm", "grpc"])
-def test_calls_that_are_interrupted_all_the_time_leave_nothing_behind(
+def test_repeated_interrupts_leave_nothing_behind(
     node: Node, seed: int, wire: str, page_nbytes: int, number: int
 ) -> None:
-    """No call hangs or is late, no byte is wrong, no connection's place is lost, and the node keeps
-    no slot for it.
+    """No call hangs or is late, no byte is wrong, no connection is lost, and the node keeps no
+    slot.
     """
     address, interrupts = (
         f"127.0.0.1:{node.grpc.port}",
@@ -57,12 +56,12 @@ def test_calls_that_are_interrupted_all_the_time_leave_nothing_behind(
         )
         try:
             assert child.stdout is not None
-            said = child.stdout.readline()
-            if said == "wait_replicated\n":
-                settle(node, sessions=None)  # while it lives
-            said += child.communicate()[0]
+            output = child.stdout.readline()
+            if output == "wait_replicated\n":
+                settle(node, sessions=None)  # while the process lives
+            output += child.communicate()[0]
         finally:
             child.kill()
             child.wait()
         errors.seek(0)
-        assert (said, child.returncode) == ("wait_replicated\nclosed\n", 0), errors.read()
+        assert (output, child.returncode) == ("wait_replicated\nclosed\n", 0), errors.read()

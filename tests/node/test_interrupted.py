@@ -1,6 +1,4 @@
-"""A call that is interrupted, by Ctrl-C or an engine's signal, touches nothing afterwards: its
-buffers are the caller's again.
-"""
+"""A call interrupted by Ctrl-C or a signal does not touch its buffers afterwards."""
 
 import concurrent.futures
 import threading
@@ -19,10 +17,10 @@ from node.server import Node
 
 
 @pytest.mark.parametrize("in_main", [True, False])
-def test_a_put_over_grpc_reads_its_pages_in_a_thread_that_it_waits_for(
+def test_grpc_put_reads_pages_in_a_thread_that_it_joins(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, in_main: bool
 ) -> None:
-    """gRPC has a thread of its own that sends; it may go on when the call is over."""
+    """gRPC's own sending thread may go on after the call has ended, so it must not read pages."""
     client, read, waited = connect(node, "grpc"), set[int](), set[int]()
     chunk_frame, put_all = messages.chunk_frame, grpc_wire.GrpcWire._put_all
 
@@ -46,7 +44,7 @@ def test_a_put_over_grpc_reads_its_pages_in_a_thread_that_it_waits_for(
     assert (threading.get_ident() in read) is False
 
 
-def test_a_put_over_grpc_that_is_interrupted_stores_nothing(
+def test_interrupted_grpc_put_stores_nothing(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, keys, leaves = connect(node, "grpc"), pages.keys(11, 12), checksum.joined_leaves
@@ -59,22 +57,20 @@ def test_a_put_over_grpc_that_is_interrupted_stores_nothing(
 
     monkeypatch.setattr(grpc_wire, "joined_leaves", interrupted)
     buffers = [bytearray(pages.content(key)) for key in keys]
-    with pytest.raises(KeyboardInterrupt) as held:  # as by an engine that looks at it
+    with pytest.raises(KeyboardInterrupt) as held:  # an engine may keep the exception
         client.put(pages.namespace, keys, buffers)
     while node.tier.writing_count:
         threading.Event().wait(0.01)
     assert pages.get(connect(node, "bulk"), keys) == [False, False]
     assert held.tb is not None, (
-        "its frames have the stream, which gRPC ends when nobody has it any more"
+        "the traceback must keep the stream alive, because gRPC ends collected streams"
     )
 
 
-def test_a_get_over_shared_memory_that_is_interrupted_before_its_release_holds_nothing(
+def test_shm_get_interrupted_before_its_release_holds_nothing(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the node holds the pages for as long as this process lives, and refuses the connection's
-    next get.
-    """
+    """Otherwise the node would hold the pages while this process lives, and refuse the next get."""
     client, keys, interrupts = connect(node, "shm"), pages.keys(31, 32), [True]
     pages.put(client, keys)
 
@@ -92,12 +88,10 @@ def test_a_get_over_shared_memory_that_is_interrupted_before_its_release_holds_n
 
 
 @pytest.mark.parametrize("op", ["put", "get"])
-def test_an_interrupt_while_pages_are_copied_is_told_as_what_it_is(
+def test_interrupt_during_a_copy_is_raised(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
-    """Not as a view that is in use, as it is where the interrupt came before anybody could give its
-    address back.
-    """
+    """The caller gets the interrupt, not an error about a buffer that is still exported."""
     client, keys = connect(node, "shm"), pages.keys(41, 42)
     client.open(pages.namespace)
     if op == "get":
@@ -105,7 +99,7 @@ def test_an_interrupt_while_pages_are_copied_is_told_as_what_it_is(
 
     def interrupted(buffer: Any, flags: int) -> Any:
         found = _exported(buffer, flags)
-        # The node's memory
+        # Only for the node's memory
         if threading.current_thread() is threading.main_thread() and (op == "put" or not flags):
             raise KeyboardInterrupt
         return found
@@ -119,11 +113,11 @@ def test_an_interrupt_while_pages_are_copied_is_told_as_what_it_is(
     assert pages.get(client, keys) == [op == "get"] * 2
 
 
-def test_a_second_interrupt_before_slots_are_released_does_not_break_the_next_call(
+def test_second_interrupt_before_the_release_keeps_the_client_usable(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection, whose slots the node still holds, must not be used again; the slots are given
-    back.
+    """The connection, whose slots the node still holds, is not used again, and the slots are
+    freed.
     """
     client, keys = connect(node, "shm"), pages.keys(31, 32)
     pages.put(client, keys)

@@ -1,5 +1,5 @@
-"""Page keys that change while engines run: those of the old and of the new one share a cluster,
-some members lie.
+"""Page keys that change while engines run: old and new keys share a cluster in which members
+lie.
 """
 
 import os
@@ -26,11 +26,11 @@ def flip(data: bytearray) -> None:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_engines_with_an_old_and_a_new_page_key_have_right_bytes_or_misses(
+def test_old_and_new_page_keys_give_right_bytes_or_misses(
     cluster: list[Node], connect: Connect, seed: int
 ) -> None:
-    """Members come and go, sweep, and change bytes; each has near nodes and replicas of both keys'
-    pages.
+    """Members join, leave, sweep and change bytes; pages of both keys have near copies and
+    replicas.
     """
     randomly, number = random.Random(seed), 10
     random.seed(seed)
@@ -64,7 +64,7 @@ def test_engines_with_an_old_and_a_new_page_key_have_right_bytes_or_misses(
                     forge(cluster[liar], some, key, flip)
                     forged += 1
                 except (AssertionError, KVStoreError):
-                    pass  # it is not there
+                    pass  # the page is not there
         else:
             number += 1
             there = cluster if len(cluster[0].membership.view.members) < 3 else cluster[:2]  # type: ignore[union-attr]

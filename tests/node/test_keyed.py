@@ -1,6 +1,4 @@
-"""Pages of a keyed namespace: what a node, or a writer without the key, makes or changes is a miss,
-on every wire.
-"""
+"""Pages of a keyed namespace: whatever a node, or a writer without the key, changes is a miss."""
 
 import itertools
 import random
@@ -51,7 +49,7 @@ def client(node: Node, connect: Connect, wire: str) -> Client:
 
 
 def ranged(client: Client, pages: Pages, keys: list[bytes], *ranges: tuple[int, int]) -> list[bool]:
-    """The bytes of hits are compared."""
+    """Get the ranges of each page; return the hits, after comparing their bytes."""
     parts = [ByteRange(*part) for part in ranges]
     buffers = [bytearray(sum(part.nbytes for part in parts)) for _ in keys]
     hits = client.get_ranges(pages.namespace, keys, parts, buffers)
@@ -86,7 +84,7 @@ def test_pages_come_back_whole_and_in_ranges(
 
 
 def in_pieces(data: bytearray | bytes, rng: random.Random) -> list[memoryview]:
-    """Cut where no part ends."""
+    """Cut `data` at random places, which are not the borders of parts."""
     edges = [0, *sorted(rng.sample(range(1, len(data)), 6)), len(data)]
     return [memoryview(data)[start:end] for start, end in itertools.pairwise(edges)]
 
@@ -137,7 +135,7 @@ def zeros(data: bytearray) -> None:
 
 
 def parts_swapped(data: bytearray) -> None:
-    """With their MACs."""
+    """Swap the first two parts together with their MACs."""
     data[:512] = data[256:512] + data[:256]
     data[NBYTES : NBYTES + 32] = data[NBYTES + 16 : NBYTES + 32] + data[NBYTES : NBYTES + 16]
 
@@ -163,7 +161,7 @@ def test_page_changed_by_a_node_is_a_miss_and_can_be_stored_again(
     assert keyed.get(client, keys) == [True] * 4
 
 
-def test_a_prefix_ends_at_a_forged_page(node: Node, client: Client, keyed: Pages) -> None:
+def test_prefix_ends_at_a_forged_page(node: Node, client: Client, keyed: Pages) -> None:
     keys = keyed.keys(*range(4))
     keyed.put(client, keys)
     forge(node, keyed, keys[2], flip_first)
@@ -171,7 +169,7 @@ def test_a_prefix_ends_at_a_forged_page(node: Node, client: Client, keyed: Pages
     assert client.get(keyed.namespace, keys, buffers, prefix=True) == [True, True, False, False]
 
 
-def test_pages_that_changed_places_are_both_misses_and_an_older_one_of_the_same_key_is_none(
+def test_swapped_pages_are_misses_and_an_older_copy_is_a_hit(
     node: Node, client: Client, keyed: Pages
 ) -> None:
     keys = keyed.keys(*range(3))
@@ -186,10 +184,10 @@ def test_pages_that_changed_places_are_both_misses_and_an_older_one_of_the_same_
     assert client.stats.forged_pages == 2
 
 
-def test_a_page_with_the_seal_of_another_namespace_is_a_miss(
+def test_page_with_the_seal_of_another_namespace_is_a_miss(
     node: Node, client: Client, keyed: Pages
 ) -> None:
-    """Made with the same secret, for the same prefix hash."""
+    """The seal is made with the same secret, for the same prefix hash."""
     other = Pages(keyed.namespace.model, NBYTES, key_id=key_id(), tenant="other")
     (key,) = keyed.keys(1)
     for pages in (keyed, other):
@@ -205,7 +203,7 @@ def test_page_of_a_writer_without_the_key_is_a_miss(
     keys = keyed.keys(1, 2)
     stranger = pretender(connect(node, wire, page_key=OTHER))
     assert keyed.put(stranger, keys) == [PutOutcome.STORED] * 2
-    assert keyed.get(stranger, keys) == [True] * 2  # it is a page like any other to who made it
+    assert keyed.get(stranger, keys) == [True] * 2  # the page is valid to its writer
     assert keyed.put(client, keys) == [PutOutcome.EXISTS] * 2
     assert keyed.get(client, keys) == [False, False]
     assert keyed.put(client, keys) == [PutOutcome.STORED] * 2
@@ -213,9 +211,7 @@ def test_page_of_a_writer_without_the_key_is_a_miss(
     assert keyed.get(stranger, keys) == [False, False]
 
 
-def test_a_range_is_checked_by_the_parts_that_it_lies_in(
-    node: Node, client: Client, keyed: Pages
-) -> None:
+def test_range_is_checked_by_the_parts_it_covers(node: Node, client: Client, keyed: Pages) -> None:
     (key,) = keyed.keys(1)
     keyed.put(client, [key])
 
@@ -243,12 +239,12 @@ def test_many_ranges_come_in_several_batches(
     assert ranged(client, keyed, keys, (200, 100)) == [key != keys[4] for key in keys]
 
 
-def test_without_the_key_nothing_is_put_or_got_and_the_rest_works(
+def test_client_without_the_key_cannot_put_or_get(
     node: Node, client: Client, connect: Connect, keyed: Pages, wire: str
 ) -> None:
     (key,) = keyed.keys(1)
     keyed.put(client, [key])
-    for settings, says in (({}, "has none"), ({"page_key": OTHER}, f"has {key_id(OTHER)}")):
+    for settings, message in (({}, "has none"), ({"page_key": OTHER}, f"has {key_id(OTHER)}")):
         other = connect(node, wire, **settings)
         for call in (
             keyed.put,
@@ -257,7 +253,7 @@ def test_without_the_key_nothing_is_put_or_got_and_the_rest_works(
         ):
             with pytest.raises(
                 ConfigError,
-                match=f"signed with the key {key_id()}, and this client {says}; set KVSTORE",
+                match=f"signed with the key {key_id()}, and this client {message}; set KVSTORE",
             ):
                 call(other, [key])
         assert other.lookup(keyed.namespace, [key]).prefix_pages == 1
@@ -268,13 +264,13 @@ def test_without_the_key_nothing_is_put_or_got_and_the_rest_works(
 def test_keyed_and_unkeyed_never_mix(node: Node, client: Client, keyed: Pages) -> None:
     plain = Pages(keyed.namespace.model, NBYTES)
     keys = keyed.keys(1, 2)
-    plain.put(client, keys[:1])  # by a client that has a key, too
+    plain.put(client, keys[:1])  # by a client with a key
     keyed.put(client, keys[1:])
     assert plain.get(client, keys) == [True, False]
     assert keyed.get(client, keys) == [False, True]
 
 
-def test_nothing_is_used_in_place(node: Node, connect: Connect, keyed: Pages) -> None:
+def test_keyed_pages_are_not_used_in_place(node: Node, connect: Connect, keyed: Pages) -> None:
     client = connect(node, "shm", page_key=SECRET)
     client.open(keyed.namespace)
     assert client.maps_arena
@@ -283,10 +279,10 @@ def test_nothing_is_used_in_place(node: Node, connect: Connect, keyed: Pages) ->
             pass
 
 
-def test_a_page_that_changes_after_it_was_copied_is_what_was_checked(
+def test_page_changed_after_the_copy_is_checked_as_copied(
     node: Node, connect: Connect, keyed: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who maps the arena changes it between the copy and the check: the copy is what counts."""
+    """A process that maps the arena may change a page between the copy and the check."""
     client, (key,) = connect(node, "shm", page_key=SECRET), keyed.keys(1)
     keyed.put(client, [key])
     fits = PageHmacs.verify
@@ -301,10 +297,10 @@ def test_a_page_that_changes_after_it_was_copied_is_what_was_checked(
     assert keyed.get(client, [key]) == [False]
 
 
-def test_pages_on_disk_whole_and_in_part(
+def test_keyed_pages_are_read_from_disk_whole_and_in_part(
     start_node: StartNode, connect: Connect, keyed: Pages, tmp_path: Path
 ) -> None:
-    """Read back into RAM, or only the parts that a range needs."""
+    """A get reads the page back into RAM, and a range only the parts that it needs."""
     node = start_node(data_dir=str(tmp_path / "data"), disk_nbytes=64 << 20)
     client, keys = connect(node, page_key=SECRET), keyed.keys(1, 2)
     contents = [keyed.content(key) for key in keys]
@@ -316,7 +312,7 @@ def test_pages_on_disk_whole_and_in_part(
 
 
 def evict(node: Node, pages: Pages, keys: list[bytes], settle: Any) -> None:
-    """From RAM only."""
+    """Evict the pages from RAM, but not from disk."""
     settle(node, sessions=None)
     with node.tier.lock:
         there = node.tier.namespaces.find(pages.namespace.digest).pages
@@ -324,10 +320,8 @@ def evict(node: Node, pages: Pages, keys: list[bytes], settle: Any) -> None:
             node.tier._forget(page, "evicted")
 
 
-def test_whatever_is_changed_only_true_bytes_are_hits(
-    node: Node, connect: Connect, seed: int
-) -> None:
-    """Random pages, forgeries, reads and wires."""
+def test_random_forgeries_are_never_hits(node: Node, connect: Connect, seed: int) -> None:
+    """Pages, forgeries, reads and wires are random."""
     rng = random.Random(seed)
     clients = [connect(node, wire, page_key=SECRET) for wire in ("shm", "bulk", "grpc")]
     for turn in range(40):
@@ -362,7 +356,7 @@ def change(rng: random.Random, node: Node, pages: Pages, key: bytes, keys: list[
     forge(node, pages, key, become(made))
 
 
-def test_a_page_that_is_too_large_with_its_seal_is_refused(
+def test_page_too_large_with_its_seal_is_refused(
     start_node: StartNode, connect: Connect, node: Node
 ) -> None:
     client = connect(node, page_key=SECRET)

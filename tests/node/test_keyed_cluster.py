@@ -1,4 +1,4 @@
-"""Pages of a keyed namespace where one member of a cluster lies."""
+"""Pages of a keyed namespace in a cluster with a lying member."""
 
 import pytest
 from fleet import NUMBERS, owned, owners, present, tell, view_of, wait_replicated
@@ -27,7 +27,7 @@ def replicated(cluster: list[Node]) -> list[Node]:
 
 
 def lie(nodes: list[Node], keyed: Pages, keys: list[bytes], replicas: int) -> list[bytes]:
-    """n1 changes all that it is the first owner of; those keys."""
+    """Change all pages whose first owner is n1, at n1; return their keys."""
     mine = owned(view_of(nodes, replicas), keyed, keys, "n1")
     assert mine
     for key in mine:
@@ -50,7 +50,7 @@ def test_page_changed_at_one_owner_comes_from_the_other(
 def test_replicas_of_sealed_pages_are_whole(
     replicated: list[Node], connect: Connect, keyed: Pages
 ) -> None:
-    """Handed on by their first owner, seal and all."""
+    """The first owner replicates pages with their seals."""
     client, keys = connect(replicated[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(client, keys)
     wait_replicated(replicated)
@@ -63,10 +63,10 @@ def test_replicas_of_sealed_pages_are_whole(
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
-def test_an_owner_lies_to_a_near_node(
+def test_page_forged_by_its_only_owner_is_a_miss_at_a_near_node(
     cluster: list[Node], far: ClusterClient, connect: Connect, keyed: Pages, wire: str
 ) -> None:
-    """With one owner that is a miss; nothing of it stays at the near node."""
+    """The near node keeps no copy of a forged page."""
     client = connect(cluster[0], wire, near="n0", page_key=SECRET)
     writer, keys = connect(cluster[-1], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(writer, keys)
@@ -78,7 +78,7 @@ def test_an_owner_lies_to_a_near_node(
     assert keyed.get(client, keys) == [True] * len(keys)
 
 
-def test_an_owner_lies_to_a_near_node_and_another_has_the_page(
+def test_page_forged_by_one_owner_comes_from_the_other_by_a_near_node(
     replicated: list[Node], connect: Connect, keyed: Pages
 ) -> None:
     client = connect(replicated[0], "auto", near="n0", page_key=SECRET)
@@ -92,7 +92,9 @@ def test_an_owner_lies_to_a_near_node_and_another_has_the_page(
     assert client.stats.forged_pages >= len(mine) - len(at_near)
 
 
-def test_a_near_node_lies(replicated: list[Node], connect: Connect, keyed: Pages) -> None:
+def test_page_forged_by_a_near_node_comes_from_an_owner(
+    replicated: list[Node], connect: Connect, keyed: Pages
+) -> None:
     client = connect(replicated[1], "auto", near="n1", page_key=SECRET)
     keys = keyed.keys(*NUMBERS)
     keyed.put(client, keys)
@@ -102,8 +104,10 @@ def test_a_near_node_lies(replicated: list[Node], connect: Connect, keyed: Pages
     assert client.stats.forged_pages == len(mine)
 
 
-def test_a_sweep_brings_sealed_pages(cluster: list[Node], connect: Connect, keyed: Pages) -> None:
-    """To a member that owns them now."""
+def test_sweep_copies_pages_with_their_seals(
+    cluster: list[Node], connect: Connect, keyed: Pages
+) -> None:
+    """The sweep moves the pages to their new owner."""
     tell(cluster, view_of(cluster[:2], number=2))
     writer, keys = connect(cluster[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(writer, keys)
@@ -113,5 +117,5 @@ def test_a_sweep_brings_sealed_pages(cluster: list[Node], connect: Connect, keye
     assert present(cluster[2], keyed.namespace, mine) == [True] * len(mine)
     for node in cluster[:2]:
         node.tier.remove(keyed.namespace.digest, mine)
-    reader = connect(cluster[2], near="none", page_key=SECRET)  # it knows the newest view
+    reader = connect(cluster[2], near="none", page_key=SECRET)  # this client knows the newest view
     assert keyed.get(reader, keys) == [True] * len(keys)

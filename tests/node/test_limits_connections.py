@@ -1,6 +1,4 @@
-"""Connections, descriptors and slow transfers: whatever one peer does with them, the others are
-served.
-"""
+"""Limits of connections, descriptors and slow transfers: one peer cannot keep others out."""
 
 import contextlib
 import errno
@@ -26,12 +24,12 @@ from node.serving.limits import peer_of
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 PAGE = 1 << 20
 GRPC_VERSION = tuple(map(int, grpc.__version__.split(".")[:2]))
-GRPC_COUNTS = (1, 63)  # from this version on
+GRPC_COUNTS = (1, 63)  # the first version that counts connections
 
 
 @pytest.fixture
 def dial() -> Iterator[Callable[..., socket.socket]]:
-    """Connects to a port or a path and says what it is told to, or nothing."""
+    """Return a function that connects to a port or a path, and sends some bytes."""
     sockets: list[socket.socket] = []
 
     def to(where: int | str, say: bytes = b"") -> socket.socket:
@@ -51,7 +49,7 @@ def dial() -> Iterator[Callable[..., socket.socket]]:
 
 
 def is_closed(sock: socket.socket, within_s: float) -> bool:
-    """Whether the other side hangs up."""
+    """Return whether the other side closes the connection within the time."""
     end = time.monotonic() + within_s
     try:
         while (left_s := end - time.monotonic()) > 0:
@@ -89,7 +87,7 @@ def test_peer_grouping_of_addresses(host: str, peer: str) -> None:
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_silent_connections_keep_nobody_out_on_any_wire(
+def test_silent_connections_do_not_block_other_clients(
     start_node: StartNode, dial: Callable[..., socket.socket], pages: Pages, wire: str
 ) -> None:
     node = start_node(sessions_max=8, stall_s=30.0)
@@ -101,7 +99,7 @@ def test_silent_connections_keep_nobody_out_on_any_wire(
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_connections_that_said_hello_and_nothing_more_keep_nobody_out(
+def test_connections_idle_after_hello_do_not_block_other_clients(
     start_node: StartNode, dial: Callable[..., socket.socket], pages: Pages, wire: str
 ) -> None:
     node = start_node(sessions_max=8, stall_s=30.0)
@@ -111,9 +109,7 @@ def test_connections_that_said_hello_and_nothing_more_keep_nobody_out(
     works(node, pages, wire)
 
 
-def test_a_connection_has_no_session_before_its_first_valid_frame(
-    start_node: StartNode, raw: ConnectRaw
-) -> None:
+def test_session_begins_at_the_first_valid_frame(start_node: StartNode, raw: ConnectRaw) -> None:
     node = start_node(stall_s=30.0)
     silent, nonsense, good = raw(node), raw(node), raw(node)
     nonsense.send(pack_fixed(4, 0) + b"\xff\xff\xff\xff")
@@ -124,7 +120,7 @@ def test_a_connection_has_no_session_before_its_first_valid_frame(
     assert silent.ask(hello=pb.HelloRequest()).hello.bulk_port
 
 
-def test_the_first_frame_must_be_complete_in_time(
+def test_slow_first_frame_is_timed_out(
     start_node: StartNode, dial: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("serving.connection", "gateway.gateway", "gateway.call"):
@@ -136,13 +132,13 @@ def test_the_first_frame_must_be_complete_in_time(
     slow = dial(node.bulk.port)
     began = time.monotonic()
     with contextlib.suppress(ConnectionError):
-        for byte in pack_fixed(300, 0) + bytes(300):  # 15 s
+        for byte in pack_fixed(300, 0) + bytes(300):  # would take 15 s
             slow.sendall(bytes([byte]))
             threading.Event().wait(0.05)
     assert time.monotonic() - began < 9.0
 
 
-def test_the_longest_idle_connection_leaves_first(start_node: StartNode, raw: ConnectRaw) -> None:
+def test_longest_idle_connection_is_evicted_first(start_node: StartNode, raw: ConnectRaw) -> None:
     node = start_node(sessions_max=4, stall_s=30.0)  # two of them for one peer
     first, second = raw(node), raw(node)
     for connection in (first, second, first):
@@ -156,14 +152,14 @@ def test_the_longest_idle_connection_leaves_first(start_node: StartNode, raw: Co
     with pytest.raises(ConnectionError):
         second.ask(hello=pb.HelloRequest())
     until = time.monotonic() + 10.0
-    # The peer sees its end before the node has counted it
+    # The peer sees the end before the node's counter does
     while node.bulk.count > 2 and time.monotonic() < until:
         threading.Event().wait(0.01)
     assert node.bulk.count == 2
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
-def test_of_silent_connections_the_oldest_leave_when_a_peer_has_its_share(
+def test_oldest_silent_connections_are_evicted_at_the_peer_limit(
     start_node: StartNode, dial: Callable[..., socket.socket], wire: str
 ) -> None:
     node = start_node(sessions_max=4, stall_s=30.0)  # two of them for one peer
@@ -173,7 +169,7 @@ def test_of_silent_connections_the_oldest_leave_when_a_peer_has_its_share(
     assert [is_closed(sock, 0.2) for sock in silent[3:]] == [False] * 2
 
 
-def test_a_connection_that_never_asked_leaves_before_one_that_did(
+def test_connection_without_a_request_is_evicted_first(
     start_node: StartNode, raw: ConnectRaw, dial: Callable[..., socket.socket]
 ) -> None:
     node = start_node(sessions_max=4, stall_s=30.0)  # two of them for one peer
@@ -189,7 +185,7 @@ def test_a_connection_that_never_asked_leaves_before_one_that_did(
     assert asked.ask(hello=pb.HelloRequest()).hello.bulk_port
 
 
-def test_busy_connections_stay_and_one_more_is_refused_by_name(
+def test_busy_connections_stay_and_one_more_is_refused(
     start_node: StartNode, raw: ConnectRaw, connect: Connect
 ) -> None:
     node = start_node(sessions_max=2, stall_s=30.0)
@@ -212,12 +208,12 @@ def test_busy_connections_stay_and_one_more_is_refused_by_name(
         client.lookup(pages.namespace, pages.keys(1))
     writer.send(pack_fixed(0, 4096) + bytes(4096))
     assert writer.ask(commit=pb.CommitRequest(leaves=[b"c" * 8])).commit.stored == 1
-    # No pause: it was no failure of the node
+    # No pause, because a refusal is no failure of the node
     assert client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 1
 
 
 @pytest.mark.skipif(GRPC_VERSION < GRPC_COUNTS, reason="gRPC does not count its connections")
-def test_grpc_itself_takes_only_so_many_connections_at_once(
+def test_grpc_limits_its_connections(
     start_node: StartNode, dial: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.gateway.supervisor.CONNECTIONS_MAX", 3)
@@ -230,17 +226,14 @@ def test_grpc_itself_takes_only_so_many_connections_at_once(
 
 
 def trickle(writer: Any, nbytes: int) -> None:
-    """320 KiB a second: more than 256 KiB each second, less than 1 MiB.
-
-    Then the commit.
-    """
+    """Send a page at 320 KiB/s, above 256 KiB/s but below 1 MiB/s, and commit it."""
     for _ in range(0, nbytes, 16 << 10):
         writer.send(bytes(16 << 10))
         threading.Event().wait(0.05)
     assert not writer.ask(commit=pb.CommitRequest(leaves=[b"c" * 8])).commit.stored
 
 
-def test_a_put_that_trickles_is_ended_however_steady_it_is(
+def test_steadily_trickling_put_is_timed_out(
     start_node: StartNode, raw: ConnectRaw, connect: Connect
 ) -> None:
     node, nbytes = start_node(stall_s=1.0, batch_nbytes_max=4 << 20), PAGE
@@ -258,13 +251,13 @@ def test_a_put_that_trickles_is_ended_however_steady_it_is(
     assert node.tier.visible_count == 0
 
 
-def test_writers_that_do_not_commit_leave_room_for_others(
+def test_uncommitted_puts_leave_room_for_others(
     start_node: StartNode, raw: ConnectRaw, connect: Connect
 ) -> None:
-    """5 writers each with a quarter of the RAM."""
+    """Five writers each try to reserve a quarter of the RAM."""
     node = start_node(batch_nbytes_max=4 << 20, batch_keys_max=16, stall_s=30.0)
     pages = Pages("reserved", PAGE)
-    client = connect(node, "shm")  # a peer of its own
+    client = connect(node, "shm")  # counts as another peer
     pages.put(client, pages.keys(0, 1))
 
     def put(connection: Any, *numbers: int) -> pb.BulkReply:
@@ -284,7 +277,7 @@ def test_writers_that_do_not_commit_leave_room_for_others(
             "bytes reserved by puts that are not committed: 4194304 of 127.0.0.1" in error.message
         )
     assert list(put(writers[1], 0, 1).put.verdicts) == [pb.EXISTS] * 2, (
-        "what is there reserves nothing"
+        "existing pages must reserve nothing"
     )
     assert pages.put(client, pages.keys(*range(50, 54))) == [PutOutcome.STORED] * 4
     assert all(pages.get(client, pages.keys(0, 1, 50, 51, 52, 53)))
@@ -294,7 +287,7 @@ def test_writers_that_do_not_commit_leave_room_for_others(
     assert list(put(writers[2], 30, 31, 32, 33).put.verdicts) == [pb.WRITE] * 4
 
 
-def test_a_process_that_holds_half_of_the_ram_gets_no_more(
+def test_process_holding_half_of_the_ram_is_refused(
     start_node: StartNode, connect: Connect
 ) -> None:
     node = start_node(batch_nbytes_max=4 << 20, batch_keys_max=16)
@@ -318,7 +311,7 @@ def test_large_requests_are_refused_before_they_are_received(
     node = start_node(stall_s=30.0)
     writers = [raw(node) for _ in range(9)]
     for writer in writers[:8]:
-        writer.send(pack_fixed(2 << 20, 0) + b"x")  # and nothing more
+        writer.send(pack_fixed(2 << 20, 0) + b"x")  # and no more bytes
     end = time.monotonic() + 20.0
     while node.service.requests.used < 128 << 20:
         assert time.monotonic() < end
@@ -336,10 +329,10 @@ def test_large_requests_are_refused_before_they_are_received(
         threading.Event().wait(0.01)
 
 
-def test_a_connection_for_which_there_is_no_descriptor_is_hung_up(
+def test_connection_without_a_descriptor_is_closed(
     node: Node, dial: Callable[..., socket.socket]
 ) -> None:
-    """Left where it is, `accept` would fail for it again at once."""
+    """If it stayed in the backlog, `accept` would fail for it again at once."""
     server = BulkServer("127.0.0.1", 0, node.service, 30.0, 4)
     waiting = dial(server.port)
     server._accept_failed(OSError(errno.EMFILE, "no descriptor left"))

@@ -1,6 +1,4 @@
-"""Calls over gRPC that say nothing, go on for ever, or are many: they cost no thread, end after a
-time, and small calls and health checks are answered beside them.
-"""
+"""Silent, endless or many gRPC calls use no threads, end after a time, and block no other calls."""
 
 import threading
 import time
@@ -46,7 +44,7 @@ def silence() -> Iterator[Callable[[], RequestStream]]:
 
 
 def channel_to(node: Node) -> grpc.Channel:
-    """Of its own, so that one of them is not full of the other's calls."""
+    """Return a channel with its own connection, so that it is not full of another's calls."""
     return grpc.insecure_channel(
         f"127.0.0.1:{node.grpc.port}", [("grpc.use_local_subchannel_pool", 1)]
     )
@@ -71,7 +69,7 @@ def node(start_node: StartNode) -> Node:
 
 
 def answers(node: Node) -> None:
-    """A new client is served at once."""
+    """Assert that a new client is served at once."""
     with channel_to(node) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         assert (
@@ -88,12 +86,10 @@ def at_rest(node: Node) -> None:
     wait_until(lambda: not servicer_of(node)._calls.count)
 
 
-def test_calls_that_send_no_request_keep_nobody_out(
+def test_calls_without_a_request_do_not_block_others(
     node: Node, channels: Callable[[], grpc.Channel], silence: Callable[[], RequestStream]
 ) -> None:
-    """Any client can open a unary call as a stream that says nothing: 32 of them ended gRPC's
-    service.
-    """
+    """Regression: 32 unary calls opened as silent streams, as any client can, blocked gRPC."""
     calls = []
     for _ in range(2):
         channel = channels()
@@ -115,7 +111,7 @@ def test_calls_that_send_no_request_keep_nobody_out(
         call.cancel()
 
 
-def test_a_call_that_sends_no_request_is_ended(
+def test_call_without_a_request_is_timed_out(
     node: Node, silence: Callable[[], RequestStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.gateway.call.REQUEST_S_MAX", 0.2)
@@ -125,10 +121,10 @@ def test_a_call_that_sends_no_request_is_ended(
     assert "no request came in 0.2 s" in caught.value.details()
 
 
-def test_the_oldest_call_without_a_request_leaves_when_a_peer_has_its_share(
+def test_oldest_call_without_a_request_is_evicted_at_the_peer_limit(
     node: Node, silence: Callable[[], RequestStream]
 ) -> None:
-    """16 calls in all with four threads, eight of one peer."""
+    """Four threads allow 16 calls in all, eight of one peer."""
     at_rest(node)
     with channel_to(node) as channel:
         silent = channel.stream_unary("/kvstore.KVStore/Put")
@@ -144,7 +140,7 @@ def test_the_oldest_call_without_a_request_leaves_when_a_peer_has_its_share(
             call.cancel()
 
 
-def test_a_call_is_refused_by_name_when_a_peer_has_its_share_of_busy_ones(
+def test_call_over_the_limit_of_busy_calls_is_refused(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_rest(node)
@@ -178,10 +174,10 @@ def test_a_call_is_refused_by_name_when_a_peer_has_its_share_of_busy_ones(
         assert stub.Hello(pb.HelloRequest(), timeout=10.0).bulk_port
 
 
-def test_of_one_connections_calls_so_many_are_open_and_the_others_wait_at_the_client(
+def test_streams_of_a_connection_are_limited(
     start_node: StartNode, silence: Callable[[], RequestStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A busy machine takes long to begin so many
+    # A busy machine takes long to start so many calls
     monkeypatch.setattr("node.gateway.call.REQUEST_S_MAX", 600.0)
     node = start_node(grpc_threads=64, stall_s=30.0)
     counted = servicer_of(node)._calls
@@ -198,7 +194,7 @@ def test_of_one_connections_calls_so_many_are_open_and_the_others_wait_at_the_cl
             call.cancel()
 
 
-def test_silent_reflection_streams_keep_nobody_out(
+def test_silent_reflection_streams_do_not_block_others(
     node: Node, channels: Callable[[], grpc.Channel], silence: Callable[[], RequestStream]
 ) -> None:
     streams = []
@@ -224,21 +220,21 @@ def test_silent_reflection_streams_keep_nobody_out(
         stream.cancel()
 
 
-def test_a_reflection_stream_ends_however_much_it_says(
+def test_busy_reflection_stream_is_timed_out(
     node: Node,
     channels: Callable[[], grpc.Channel],
     silence: Callable[[], RequestStream],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("node.gateway.server.REFLECTION_S_MAX", 0.5)
-    said = silence()
+    stream_in = silence()
     stream = reflection_pb2_grpc.ServerReflectionStub(channels()).ServerReflectionInfo(
-        iter(said), timeout=30.0
+        iter(stream_in), timeout=30.0
     )
 
     def talk() -> None:
         for _ in range(600):
-            said.say(reflection_pb2.ServerReflectionRequest(list_services=""))
+            stream_in.say(reflection_pb2.ServerReflectionRequest(list_services=""))
             next(stream)
             threading.Event().wait(0.05)
 
@@ -248,10 +244,10 @@ def test_a_reflection_stream_ends_however_much_it_says(
     assert "a reflection stream lasts at most 0.5 s" in caught.value.details()
 
 
-def test_a_watch_of_an_unknown_name_is_refused_and_keeps_nothing(
+def test_health_watch_of_an_unknown_name_is_refused(
     node: Node, channels: Callable[[], grpc.Channel]
 ) -> None:
-    """2 MB of a name that nobody has stayed in memory for each call."""
+    """Regression: the unknown name, of up to 2 MB per call, stayed in memory."""
     stub = health_pb2_grpc.HealthStub(channels())
     for name in ("nobody", "n" * 2_000_000):
         with pytest.raises(grpc.RpcError) as caught:
@@ -259,7 +255,7 @@ def test_a_watch_of_an_unknown_name_is_refused_and_keeps_nothing(
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_a_watch_tells_of_changes_and_the_oldest_of_too_many_ends(
+def test_health_watch_reports_changes_and_the_oldest_is_evicted(
     node: Node, channels: Callable[[], grpc.Channel]
 ) -> None:
     request = health_pb2.HealthCheckRequest(service="kvstore.KVStore")
@@ -269,10 +265,10 @@ def test_a_watch_tells_of_changes_and_the_oldest_of_too_many_ends(
     assert next(first).status == health_pb2.HealthCheckResponse.NOT_SERVING
     node.grpc.set_serving(True)
     assert next(first).status == SERVING
-    others = []  # kept, or they would be cancelled
+    others = []  # kept, because gRPC cancels collected calls
     for _ in range(2):
         stub = health_pb2_grpc.HealthStub(channels())
-        # One after the other: a call that has not asked for anything leaves before all others
+        # One after the other, because a call without a request is evicted first
         for _ in range(20):
             others.append(stub.Watch(request, timeout=60.0))
             assert next(others[-1]).status == SERVING
@@ -282,7 +278,7 @@ def test_a_watch_tells_of_changes_and_the_oldest_of_too_many_ends(
     answers(node)
 
 
-def test_calls_that_wait_do_not_delay_a_stop(silence: Callable[[], RequestStream]) -> None:
+def test_waiting_calls_do_not_delay_a_stop(silence: Callable[[], RequestStream]) -> None:
     ports: dict[str, Any] = {"port": 0, "bulk_port": 0, "metrics_port": 0}
     node = Node(NodeConfig(host="127.0.0.1", ram_nbytes=16 << 20, drain_s=60.0, **ports))
     node.start()
@@ -297,10 +293,10 @@ def test_calls_that_wait_do_not_delay_a_stop(silence: Callable[[], RequestStream
         assert time.monotonic() - began < 30.0
 
 
-def test_a_call_that_comes_while_a_node_stops_does_not_delay_it_either(
+def test_call_during_a_stop_does_not_delay_it(
     start_node: StartNode, silence: Callable[[], RequestStream]
 ) -> None:
-    """It came behind the look at those that wait, and had all of `drain_s`."""
+    """Regression: a call that came after the waiting ones had been ended got all of `drain_s`."""
     node = start_node()
     in_loop(node, servicer_of(node).end_idle)
     with channel_to(node) as channel:
@@ -308,7 +304,7 @@ def test_a_call_that_comes_while_a_node_stops_does_not_delay_it_either(
         assert late.code() is EXHAUSTED
 
 
-def test_a_watch_does_not_last_for_ever(
+def test_health_watch_is_timed_out(
     node: Node, channels: Callable[[], grpc.Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.gateway.server.HEALTH_WATCH_S_MAX", 0.3)
@@ -322,7 +318,7 @@ def test_a_watch_does_not_last_for_ever(
     assert "watch again" in caught.value.details()
 
 
-def test_a_put_that_trickles_over_grpc_is_ended_however_steady_it_is(
+def test_steadily_trickling_grpc_put_is_timed_out(
     start_node: StartNode, connect: Connect, silence: Callable[[], RequestStream]
 ) -> None:
     node, nbytes = start_node(stall_s=1.0, batch_nbytes_max=4 << 20), PAGE
@@ -353,10 +349,10 @@ def test_a_put_that_trickles_over_grpc_is_ended_however_steady_it_is(
     assert node.tier.visible_count == 0
 
 
-def test_a_put_for_which_there_is_no_thread_leaves_nothing(
+def test_put_without_a_thread_leaves_nothing(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each connection of a gateway has one."""
+    """Each connection from the gateway to the node needs a thread."""
     client = connect(node, "grpc")
     client.open(pages.namespace)
     upstream = servicer_of(node).upstream
@@ -368,7 +364,7 @@ def test_a_put_for_which_there_is_no_thread_leaves_nothing(
         start(thread)
 
     with monkeypatch.context() as short:
-        # They have threads
+        # Close idle connections, which have threads
         in_loop(node, lambda: [upstream._close(upstream._idle.pop()) for _ in upstream._idle[:]])
         short.setattr(threading.Thread, "start", refuse)
         with pytest.raises(Exhausted, match="no more threads"):
@@ -380,7 +376,9 @@ def test_a_put_for_which_there_is_no_thread_leaves_nothing(
 
 
 def test_long_metadata_is_refused(node: Node, channels: Callable[[], grpc.Channel]) -> None:
-    """Each time: left alone, gRPC refuses what is a little too long now and then."""
+    """All 20 calls are refused: gRPC by itself refuses metadata slightly over the limit at
+    random.
+    """
     stub = KVStoreStub(channels())
     for _ in range(20):
         with pytest.raises(grpc.RpcError) as caught:
@@ -407,10 +405,10 @@ def test_large_requests_over_grpc_are_refused_by_name(
         answers(node)
 
 
-def test_cancelled_scrubs_neither_end_service_nor_delay_the_stop(
+def test_cancelled_scrubs_do_not_block_calls_or_the_stop(
     connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """40 of them without a limit kept all threads, and SIGTERM waited for 25 s."""
+    """Regression: 40 scrubs without a limit kept all threads, and SIGTERM waited for 25 s."""
     settings: dict[str, Any] = {
         "port": 0,
         "bulk_port": 0,
@@ -453,7 +451,7 @@ def test_cancelled_scrubs_neither_end_service_nor_delay_the_stop(
         for call in calls:
             call.cancel()
         answers(node)
-        threading.Event().wait(0.5)  # the one that ran notices between two pages
+        threading.Event().wait(0.5)  # the running scrub notices between two pages
         count = len(verified)
         threading.Event().wait(0.5)
         assert len(verified) <= count + 1 < 400

@@ -1,6 +1,4 @@
-"""The metrics server: few connections, a time for each; and what still works without descriptors or
-threads.
-"""
+"""The metrics server: few connections, time limits, and service without descriptors or threads."""
 
 import contextlib
 import errno
@@ -63,22 +61,22 @@ def trickle(sock: socket.socket, data: bytes, pause_s: float) -> None:
         threading.Event().wait(pause_s)
 
 
-def test_silent_scrapes_take_few_threads_and_keep_nobody_out(
+def test_silent_scrapes_use_few_threads_and_do_not_block_others(
     node: Node, dial: Callable[[int], socket.socket]
 ) -> None:
     before = threading.active_count()
     for _ in range(60):
         dial(node.metrics.port).sendall(b"GET /metrics HT")
-        threading.Event().wait(0.001)  # the listener's turn; a full backlog costs a second
+        threading.Event().wait(0.001)  # lets the listener accept; a full backlog costs a second
     status, content_type, text = scrape(node.metrics.port)
     assert (status, content_type.partition(";")[0]) == (200, "text/plain")
     assert b"kvstore_serving 1.0" in text
-    share = HTTP_CONNECTIONS_MAX // 2  # the others were hung up
+    share = HTTP_CONNECTIONS_MAX // 2  # the other connections were closed
     wait_until(lambda: len(node.metrics._threads) <= share)
     wait_until(lambda: threading.active_count() <= before + share)
 
 
-def test_a_scrape_that_does_not_end_is_hung_up(
+def test_scrape_without_end_is_closed(
     node: Node, dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 0.3)
@@ -91,7 +89,7 @@ def test_a_scrape_that_does_not_end_is_hung_up(
 def test_metrics_request_cut_in_its_head_is_closed_at_once(
     node: Node, dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not asked again and again for what does not come."""
+    """The server must not read again and again from a connection that has ended."""
     monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 3600.0)
     half = dial(node.metrics.port)
     half.sendall(b"GET /metr")
@@ -99,7 +97,7 @@ def test_metrics_request_cut_in_its_head_is_closed_at_once(
     assert half.recv(1) == b""
 
 
-def test_every_scrape_gives_its_place_back_whoever_answers_it(node: Node) -> None:
+def test_every_http_request_returns_its_connection_slot(node: Node) -> None:
     for path in ("/metrics", "/health", "/console/"):
         with urllib.request.urlopen(
             f"http://127.0.0.1:{node.metrics.port}{path}", timeout=20.0
@@ -108,18 +106,18 @@ def test_every_scrape_gives_its_place_back_whoever_answers_it(node: Node) -> Non
     wait_until(lambda: not node.metrics._places.count)
 
 
-def test_texts_that_are_kept_are_few_and_a_head_is_asked_for_alone(node: Node) -> None:
+def test_cached_texts_are_limited_and_head_has_no_body(node: Node) -> None:
     for scope in range(3 * _CACHED_MAX):
         node.metrics._text(Answer("text/plain", scope, lambda: b"of his"))
         assert len(node.metrics._cached) <= _CACHED_MAX
     node.metrics._cached.clear()
     with socket.create_connection(("127.0.0.1", node.metrics.port), 20.0) as sock:
         sock.sendall(b"HEAD /metrics HTTP/1.0\r\n\r\n")
-        with sock.makefile("rb") as told:
-            assert told.read().endswith(b"\r\n\r\n"), "nothing behind the head"
+        with sock.makefile("rb") as replied_head:
+            assert replied_head.read().endswith(b"\r\n\r\n"), "a reply to HEAD must have no body"
 
 
-def test_a_head_that_is_too_long_or_not_a_get_is_refused(
+def test_long_head_and_other_methods_are_refused(
     node: Node, dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 60.0)
@@ -150,7 +148,7 @@ def test_a_head_that_is_too_long_or_not_a_get_is_refused(
         ("GET /health HTTP/1.1\r\nExpect: 100-continue", 200),
     ],
 )
-def test_a_malformed_request_gets_one_reply_and_its_connection_ends(
+def test_malformed_request_gets_one_reply_and_ends(
     node: Node, dial: Callable[[int], socket.socket], request_: str, status: int
 ) -> None:
     sock = dial(node.metrics.port)
@@ -161,8 +159,8 @@ def test_a_malformed_request_gets_one_reply_and_its_connection_ends(
     assert reply.count(b"HTTP/1.1") == 1
 
 
-def test_scrapers_that_name_versions_get_one_of_two_texts(node: Node) -> None:
-    """Each version had a text of its own, made at once and kept for good."""
+def test_accept_versions_share_two_cached_texts(node: Node) -> None:
+    """Regression: each version made a text of its own, which stayed in memory."""
     for kind in ("text/plain", "application/openmetrics-text"):
         for number in range(8):
             accept = f"{kind}; version=1.{number}.0; escaping=values"
@@ -175,11 +173,9 @@ def test_scrapers_that_name_versions_get_one_of_two_texts(node: Node) -> None:
     assert len(node.metrics._cached) == 2
 
 
-def test_scrapes_without_pause_are_answered_from_one_text(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Making the text of many namespaces takes tens of milliseconds in which nobody else runs
-    Python.
+def test_frequent_scrapes_share_a_cached_text(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of many namespaces takes tens of milliseconds, in which no other Python code
+    runs.
     """
     made = []
     choose = node.metrics._choose
@@ -201,7 +197,7 @@ def test_scrapes_without_pause_are_answered_from_one_text(
 
 
 class Idle(MetricsServer):
-    """It accepts when its test says so."""
+    """A metrics server that accepts only when its test calls `_accept`."""
 
     def _run(self) -> None: ...
 
@@ -215,11 +211,11 @@ def idle() -> Idle:
     )
 
 
-def test_a_probe_in_a_crowd_that_connects_all_at_once_is_answered(
+def test_probe_amid_many_connections_is_answered(
     dial: Callable[[int], socket.socket],
 ) -> None:
-    """A kubelet's waited a second for each of its packets that met a full backlog, and was hung up,
-    as the oldest of its host, before what it had sent was read.
+    """Regression: a kubelet's probe met a full backlog, waited a second for each packet, and was
+    closed as the oldest of its host before its request was read.
     """
     server = idle()
     silent = [dial(server.port) for _ in range(2 * HTTP_CONNECTIONS_MAX)]
@@ -229,7 +225,7 @@ def test_a_probe_in_a_crowd_that_connects_all_at_once_is_answered(
     for _ in range(len(silent) + 1):
         server._accept()
     assert probe.recv(100).startswith(b"HTTP/1.1 200 ")
-    # Who had to leave has left
+    # Evicted connections have ended
     wait_until(lambda: len(server._threads) <= HTTP_CONNECTIONS_MAX // 2)
     server.stop()
 
@@ -238,14 +234,14 @@ def test_a_probe_in_a_crowd_that_connects_all_at_once_is_answered(
     ("error", "status"),
     [(Exhausted("not so often"), 429), (Unavailable("it stops"), 503), (ZeroDivisionError(), 500)],
 )
-def test_a_text_that_can_not_be_made_is_that_scrapes_and_keeps_nobody(
+def test_failing_metrics_text_fails_one_scrape_only(
     dial: Callable[[int], socket.socket],
     caplog: pytest.LogCaptureFixture,
     error: Exception,
     status: int,
 ) -> None:
-    """A tenant beyond its quota of requests left each of its scrapes without an answer, and all
-    others, the probes among them, waiting for a tenth of a second.
+    """Regression: a scrape of a tenant over its request quota got no reply, and delayed all others
+    by 0.1 s, also probes.
     """
 
     def body() -> bytes:
@@ -262,7 +258,7 @@ def test_a_text_that_can_not_be_made_is_that_scrapes_and_keeps_nobody(
     server.stop()
 
 
-def test_a_scrape_for_which_there_is_no_descriptor_is_answered(
+def test_scrape_without_a_free_descriptor_is_answered(
     dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures, accept = [OSError(errno.EMFILE, "no descriptor left")], socket.socket.accept
@@ -281,7 +277,7 @@ def test_a_scrape_for_which_there_is_no_descriptor_is_answered(
     server.stop()
 
 
-def test_a_scrape_for_which_no_thread_can_be_started_is_answered(
+def test_scrape_without_a_free_thread_is_answered(
     dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(thread: threading.Thread) -> None:
@@ -296,7 +292,9 @@ def test_a_scrape_for_which_no_thread_can_be_started_is_answered(
     silent = dial(server.port)
     began = time.monotonic()
     server._accept()
-    assert time.monotonic() - began < HTTP_REQUEST_S_MAX / 2, "it gets a moment"
+    assert time.monotonic() - began < HTTP_REQUEST_S_MAX / 2, (
+        "a silent connection must get a short time only"
+    )
     assert silent.recv(1) == b""
     assert not server._threads
     server.stop()
@@ -305,9 +303,7 @@ def test_a_scrape_for_which_no_thread_can_be_started_is_answered(
 def test_slow_metrics_reader_has_a_total_deadline(
     dial: Callable[[int], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that takes a few bytes now and then would keep its connection as long as
-    it likes.
-    """
+    """A client that reads a few bytes now and then cannot keep its connection for ever."""
     monkeypatch.setattr("node.serving.http_server.HTTP_REPLY_S_MAX", 0.5)
     large = Answer("text/plain", 0, lambda: bytes(64 << 20))
     server = MetricsServer("127.0.0.1", 0, lambda headers, asker: large, lambda: True)
@@ -318,12 +314,12 @@ def test_slow_metrics_reader_has_a_total_deadline(
         while some := slow.recv(64 << 10):
             taken += len(some)
             threading.Event().wait(0.02)
-    assert taken < 64 << 20, "hung up amid the text"
+    assert taken < 64 << 20, "the reply was sent whole"
     wait_until(lambda: not server._threads)
     server.stop()
 
 
-def test_a_node_raises_its_own_limit_of_descriptors(tmp_path: pathlib.Path) -> None:
+def test_node_raises_its_descriptor_limit(tmp_path: pathlib.Path) -> None:
     limited = tmp_path / "python"
     limited.write_text(f'#!/bin/sh\nulimit -Sn 64\nexec {sys.executable} "$@"\n')
     limited.chmod(0o700)
@@ -343,8 +339,8 @@ def test_a_node_raises_its_own_limit_of_descriptors(tmp_path: pathlib.Path) -> N
 
 
 @pytest.fixture
-def starved() -> Iterator[NodeProcess]:
-    """A node that may open 60 descriptors more than it has."""
+def starved_node() -> Iterator[NodeProcess]:
+    """Start a node that may open only 60 descriptors more than it has."""
     process = NodeProcess("--ram-bytes", "64MiB", "--stall-s", "5", "--log-level", "ERROR")
     with Client(ClientConfig(address=process.address)) as client:
         client.node_status()
@@ -360,7 +356,7 @@ def cpu_s(pid: int) -> float:
 
 
 def soon(call: Callable[[], T]) -> T:
-    """What it returns when the silent ones had to leave."""
+    """Repeat the call until it succeeds, which it does once silent connections are evicted."""
     end = time.monotonic() + 20.0
     while True:
         try:
@@ -370,21 +366,25 @@ def soon(call: Callable[[], T]) -> T:
             threading.Event().wait(0.2)
 
 
-def test_a_node_without_descriptors_sheds_connections_and_serves(
-    starved: NodeProcess, dial: Callable[[int], socket.socket], pages: Pages
+def test_node_without_descriptors_evicts_connections_and_serves(
+    starved_node: NodeProcess, dial: Callable[[int], socket.socket], pages: Pages
 ) -> None:
-    """It did not even refuse: connections waited, the acceptors spun, metrics and health did not
+    """Regression: connections waited, acceptors used a whole core, metrics and health did not
     answer.
     """
     with Client(
-        ClientConfig(address=starved.address, wire="bulk", timeout_s=20.0, connect_timeout_s=10.0)
+        ClientConfig(
+            address=starved_node.address, wire="bulk", timeout_s=20.0, connect_timeout_s=10.0
+        )
     ) as known:
         assert pages.put(known, pages.keys(1))
-        host, _, port = starved.address.rpartition(":")
-        for where in [starved.bulk_port, int(port)] * 100:
+        host, _, port = starved_node.address.rpartition(":")
+        for where in [starved_node.bulk_port, int(port)] * 100:
             dial(where)
-        before, began = cpu_s(starved.pid), time.monotonic()
-        status = soon(known.node_status)  # it may have had to leave after the silent ones
+        before, began = cpu_s(starved_node.pid), time.monotonic()
+        status = soon(
+            known.node_status
+        )  # its connection may have been evicted after the silent ones
         assert status.state == "SERVING"
         assert pages.get(known, pages.keys(1)) == [True]
         assert scrape(status.metrics_port)[0] == 200
@@ -392,11 +392,11 @@ def test_a_node_without_descriptors_sheds_connections_and_serves(
             check = health_pb2_grpc.HealthStub(channel).Check
             assert check(health_pb2.HealthCheckRequest(), timeout=15.0, wait_for_ready=True).status
         threading.Event().wait(1.0)
-        assert cpu_s(starved.pid) - before < 0.5 * (time.monotonic() - began)
+        assert cpu_s(starved_node.pid) - before < 0.5 * (time.monotonic() - began)
 
     def late() -> list[bool]:
         with Client(
-            ClientConfig(address=starved.address, wire="bulk", connect_timeout_s=0.5)
+            ClientConfig(address=starved_node.address, wire="bulk", connect_timeout_s=0.5)
         ) as late:
             found: list[bool] = pages.get(late, pages.keys(1))
             return found
@@ -405,21 +405,23 @@ def test_a_node_without_descriptors_sheds_connections_and_serves(
 
 
 def test_silent_connections_leave_descriptors_to_others(
-    starved: NodeProcess, dial: Callable[[int], socket.socket]
+    starved_node: NodeProcess, dial: Callable[[int], socket.socket]
 ) -> None:
-    """A connection that took the gap of one that had to leave counted as if all above it were free:
-    one was left.
+    """Regression: one descriptor was left, as a connection that reused a low number counted as if
+    all higher ones were free.
     """
     (_, allowed), end = (
-        resource.prlimit(starved.pid, resource.RLIMIT_NOFILE),
+        resource.prlimit(starved_node.pid, resource.RLIMIT_NOFILE),
         time.monotonic() + 0.8 * REQUEST_S_MAX,
     )
     for _ in range(100):
-        dial(starved.bulk_port)
+        dial(starved_node.bulk_port)
     with Client(
-        ClientConfig(address=starved.address, wire="bulk", timeout_s=20.0, connect_timeout_s=10.0)
+        ClientConfig(
+            address=starved_node.address, wire="bulk", timeout_s=20.0, connect_timeout_s=10.0
+        )
     ) as late:
         assert late.node_status().session_count
-    while allowed - len(os.listdir(f"/proc/{starved.pid}/fd")) < DESCRIPTORS_LEFT_MIN // 2:
+    while allowed - len(os.listdir(f"/proc/{starved_node.pid}/fd")) < DESCRIPTORS_LEFT_MIN // 2:
         assert time.monotonic() < end, "all descriptors are taken"
         threading.Event().wait(0.05)

@@ -1,6 +1,4 @@
-"""What a get with ranges may cost: the parts of its pages that are hashed for it are counted, each
-once.
-"""
+"""The cost of a get with ranges: the bytes hashed for it are limited, and hashed once each."""
 
 import pytest
 from known_pages import Pages
@@ -20,7 +18,7 @@ PART = 1 << 20
 
 
 def ranged(pages: Pages, *numbers: int) -> pb.GetRequest:
-    """A get of one byte of each MiB of some pages."""
+    """Return a get request of one byte of each MiB of some pages."""
     request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*numbers))
     request.ranges.extend(
         [pb.ByteRange(offset=offset, nbytes=1) for offset in range(0, pages.nbytes, PART)]
@@ -35,17 +33,17 @@ def large_node(start_node: StartNode) -> Node:
 
 @pytest.fixture
 def large_pages(large_node: Node, connect: Connect) -> Pages:
-    """Three pages, of which two are the largest batch."""
+    """Store three pages; the largest batch has two."""
     pages = Pages("large", 3 << 20)
     pages.put(connect(large_node), pages.keys(0, 1, 2))
     return pages
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_get_of_ranges_counts_what_is_hashed_for_it_and_the_client_divides_it(
+def test_get_of_ranges_limits_hashed_bytes_and_client_splits_it(
     large_node: Node, large_pages: Pages, connect: Connect, wire: str
 ) -> None:
-    """19 KB of keys and ranges made the node hash 64 GiB."""
+    """Regression: 19 KB of keys and ranges made the node hash 64 GiB."""
     with (
         large_node.sessions.open(Caller("test")) as session,
         pytest.raises(InvalidRequest, match=r"checks 9437184 bytes.*6291456"),
@@ -61,8 +59,8 @@ def test_a_get_of_ranges_counts_what_is_hashed_for_it_and_the_client_divides_it(
     assert buffers == [large_pages.content(key)[::PART] for key in large_pages.keys(0, 1, 2)]
 
 
-def test_a_get_of_too_many_pieces_is_refused(large_node: Node, large_pages: Pages) -> None:
-    """Keys x ranges: a view of each is kept."""
+def test_get_of_too_many_pieces_is_refused(large_node: Node, large_pages: Pages) -> None:
+    """The node keeps a view for each pair of key and range."""
     request = ranged(large_pages, *[0] * (GET_PIECES_MAX // GET_RANGES_MAX + 1))
     del request.ranges[:]
     request.ranges.extend(
@@ -75,7 +73,7 @@ def test_a_get_of_too_many_pieces_is_refused(large_node: Node, large_pages: Page
         assert large_node.service.begin_get(session, request)[0] == GET_PIECES_MAX
 
 
-def test_a_page_is_hashed_once_for_a_get_however_often_it_is_asked_for(
+def test_repeated_page_is_hashed_once_per_get(
     large_node: Node, large_pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = large_node.service
@@ -109,11 +107,9 @@ def test_cancelled_reader_stops_the_hashing(
     assert len(hashed) == 1
 
 
-def test_a_range_is_compared_with_the_checksum_and_not_with_leaves_alone(
-    large_node: Node, connect: Connect
-) -> None:
-    """Leaves that went wrong in the node's memory vouch for nothing; what is damaged elsewhere is
-    nobody's miss.
+def test_range_is_verified_against_the_page_checksum(large_node: Node, connect: Connect) -> None:
+    """Leaves damaged in the node's memory prove nothing; damage outside the range causes no
+    miss.
     """
     pages = Pages("leaves", 3 << 20)
     client, (key,) = connect(large_node), pages.keys(0)

@@ -1,4 +1,4 @@
-"""Requests that are refused: nothing of them stays."""
+"""Refused requests: none of their memory stays."""
 
 import gc
 import threading
@@ -23,8 +23,9 @@ from node.serving import limits
 
 
 class Errors:
-    """The errors with which a service refuses, watched from outside: each keeps the frames it went
-    through, and they the request.
+    """Errors that a service raises, counted while they live.
+
+    Each error keeps its stack frames, and these keep the request.
     """
 
     SAID = "no, and watched"
@@ -39,10 +40,10 @@ class Errors:
 
 
 @pytest.mark.parametrize("count", [1, 1000], ids=["small", "large"])
-def test_refused_calls_over_grpc_leave_nothing_to_collect(
+def test_refused_grpc_calls_leave_no_garbage(
     node: Node, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """267 calls of 2 MiB, one after the other, took 5 GiB."""
+    """Regression: 267 refused calls of 2 MiB, one after the other, took 5 GiB."""
     errors = Errors()
     monkeypatch.setitem(node.service._unary, "stat", errors.fail)
     monkeypatch.setattr(node.service, "begin_get", errors.fail)
@@ -58,7 +59,7 @@ def test_refused_calls_over_grpc_leave_nothing_to_collect(
                 with pytest.raises(grpc.RpcError, match="no"):
                     list(stub.Get(pb.GetRequest(prefix_hashes=keys), timeout=20.0))
         end = time.monotonic() + 20.0
-        # The last call's task ends behind its status
+        # The task of the last call ends after its status was sent
         while errors.alive() and time.monotonic() < end:
             threading.Event().wait(0.05)
         assert errors.alive() == 0
@@ -67,14 +68,15 @@ def test_refused_calls_over_grpc_leave_nothing_to_collect(
 
 
 def refusals(node: Node, raw: ConnectRaw, op: str, body: bytes) -> list[str]:
-    """What the node says to a request in its wire form, over gRPC and bulk; a bulk connection goes
-    on.
+    """Send an encoded request over gRPC and bulk; return the error messages.
+
+    The bulk connection must still serve afterwards.
     """
-    said = []
+    messages = []
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         with pytest.raises(grpc.RpcError) as caught:
             list(channel.unary_stream(f"/kvstore.KVStore/{op.capitalize()}")(body, timeout=20.0))
-        said.append(caught.value.details())
+        messages.append(caught.value.details())
     connection = raw(node)
     connection.arm(20.0)
     connection.ask(hello=pb.HelloRequest())
@@ -82,35 +84,35 @@ def refusals(node: Node, raw: ConnectRaw, op: str, body: bytes) -> list[str]:
     assert 1 << 14 <= len(body) < 1 << 21
     length = bytes([len(body) & 127 | 128, len(body) >> 7 & 127 | 128, len(body) >> 14])
     connection.send_frame(bytes([number << 3 | 2]) + length + body)
-    said.append(connection.reply()[0].error.message)
+    messages.append(connection.reply()[0].error.message)
     assert connection.ask(hello=pb.HelloRequest()).hello.bulk_port
-    return said
+    return messages
 
 
 @pytest.mark.parametrize("op", ["stat", "lookup", "get"])
 def test_oversized_request_is_refused_before_parsing(
     node: Node, raw: ConnectRaw, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
-    """To parse a million empty keys or ranges keeps the GIL for 60 ms: gets from RAM waited for
-    seconds.
+    """Regression: parsing a million empty keys or ranges held the GIL for 60 ms, and gets from RAM
+    waited for seconds.
     """
 
     class Unparsed:
         @staticmethod
         def FromString(data: bytes) -> Any:
-            raise AssertionError("it was parsed")
+            raise AssertionError("the request was parsed")
 
     with monkeypatch.context() as patch:
         patch.setitem(limits._TYPES, op, (0, Unparsed))
         for body in (b"\x12\x00" * 1_000_000, b"\x1a\x00" * 500_000):
-            for said in refusals(node, raw, op, body):
-                assert "split the batch" in said
+            for message in refusals(node, raw, op, body):
+                assert "split the batch" in message
 
 
-def test_large_gets_take_from_the_budget_for_their_ranges(
+def test_ranges_of_large_gets_count_as_request_bytes(
     node: Node, raw: ConnectRaw, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over gRPC they took nothing."""
+    """Regression: they did not count over gRPC."""
     connect(node).open(pages.namespace)
     budget, seen = node.service.requests, []
     begin = node.service.begin_get
@@ -120,7 +122,7 @@ def test_large_gets_take_from_the_budget_for_their_ranges(
     get = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*range(16)))
     get.ranges.extend([pb.ByteRange(offset=1 << 40, nbytes=1 << 40)] * GET_RANGES_MAX)
     body = get.SerializeToString()
-    assert all("leaves the page" in said for said in refusals(node, raw, "get", body))
+    assert all("leaves the page" in message for message in refusals(node, raw, "get", body))
     assert len(seen) == 2
     assert min(seen) >= 8 * len(body)
     end = time.monotonic() + 20.0
@@ -129,22 +131,22 @@ def test_large_gets_take_from_the_budget_for_their_ranges(
     assert budget.used == 0
 
 
-def test_a_get_of_too_many_ranges_is_refused_on_every_wire(
+def test_get_of_too_many_ranges_is_refused_on_every_wire(
     node: Node, raw: ConnectRaw, connect: Connect, pages: Pages
 ) -> None:
     client = connect(node)
     client.open(pages.namespace)
     get = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1))
-    # Small enough to be parsed at once, and large
+    # A request small enough to be parsed at once, and a large one
     for count in (
         GET_RANGES_MAX + 1,
         8 * GET_RANGES_MAX,
     ):
         del get.ranges[:]
         get.ranges.extend([pb.ByteRange(offset=4, nbytes=1)] * count)
-        for said in refusals(node, raw, "get", get.SerializeToString()):
-            assert f"{count} ranges" in said
-            assert f"at most {GET_RANGES_MAX}" in said
+        for message in refusals(node, raw, "get", get.SerializeToString()):
+            assert f"{count} ranges" in message
+            assert f"at most {GET_RANGES_MAX}" in message
     buffer = bytearray(GET_RANGES_MAX + 1)
     with pytest.raises(InvalidRequest, match=f"at most {GET_RANGES_MAX}"):
         client.get_ranges(
@@ -152,8 +154,8 @@ def test_a_get_of_too_many_ranges_is_refused_on_every_wire(
         )
 
 
-def test_an_error_does_not_hold_a_whole_digest(node: Node) -> None:
-    """2 MiB of it were 4 MiB of text, for each call that was refused."""
+def test_error_shortens_a_long_digest(node: Node) -> None:
+    """Regression: a digest of 2 MiB made 4 MiB of text for each refused call."""
     digest = bytes(60_000)
     opening = pb.OpenNamespaceRequest(
         namespace=namespace_message(Namespace("m", opaque_layout(4096))), digest=digest

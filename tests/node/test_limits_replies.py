@@ -1,6 +1,4 @@
-"""Clients over gRPC that ask and never take the answer: HTTP/2 lets them say that they have room
-for nothing.
-"""
+"""gRPC clients that never read replies, as HTTP/2 lets them announce a window of zero."""
 
 import socket
 import struct
@@ -25,7 +23,7 @@ CALLS = 12
 
 
 class Deaf:
-    """A connection of HTTP/2 that gives its peer no room to answer."""
+    """An HTTP/2 connection that gives its peer no window to answer."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
@@ -42,7 +40,7 @@ class Deaf:
         self._stream += 2
 
     def frames(self, last: int) -> Iterator[tuple[int, int, bytes]]:
-        """(kind, flags, body) of each that comes, until one of kind `last`."""
+        """Yield (kind, flags, body) of each received frame, up to one of kind `last`."""
         self._socket.settimeout(20.0)
         with self._socket.makefile("rb") as file:
             kind = -1
@@ -75,10 +73,10 @@ def writing(node: Node, count: int) -> bool:
     return node.tier.writing_count == count
 
 
-def test_a_put_whose_answer_is_not_taken_gives_its_slots_back(
+def test_put_with_an_unread_reply_returns_its_slots(
     node: Node, deaf: Callable[[], Deaf], connect: Connect, pages: Pages
 ) -> None:
-    """It kept them for as long as it liked, and a peer's share of gRPC's transfers with them."""
+    """Regression: it kept its slots, and its peer's share of gRPC transfers, for ever."""
     client = connect(node)
     client.open(pages.namespace)
     rude = deaf()
@@ -92,9 +90,11 @@ def test_a_put_whose_answer_is_not_taken_gives_its_slots_back(
     wait_until(lambda: not servicer_of(node).call_count)
 
 
-def test_calls_whose_reply_is_not_taken_end(node: Node, deaf: Callable[[], Deaf]) -> None:
-    """A call was over when its reply was made, so that one peer could leave thousands of them
-    behind. What gRPC still has of them, and replies of unary calls, count to a gateway's memory
+def test_calls_with_unread_replies_end(node: Node, deaf: Callable[[], Deaf]) -> None:
+    """Regression: a call counted as over when its reply was made, so that one peer could leave
+    thousands of them behind.
+
+    What gRPC still holds for them, and unary replies, count as the gateway's memory
     (`tests/gateway/test_ends.py`).
     """
     rude = deaf()
@@ -104,27 +104,29 @@ def test_calls_whose_reply_is_not_taken_end(node: Node, deaf: Callable[[], Deaf]
     wait_until(lambda: not servicer_of(node).call_count)
 
 
-def told(frames: list[tuple[int, int, bytes]], setting: int) -> list[int]:
-    """The values of a setting of HTTP/2 that the node has told."""
+def setting_values(frames: list[tuple[int, int, bytes]], setting: int) -> list[int]:
+    """Return the values of an HTTP/2 setting in the frames that the node sent."""
     settings = b"".join(
         body for kind, flags, body in frames if kind == SETTINGS and not flags & ACK
     )
     return [value for number, value in struct.iter_unpack(">HI", settings) if number == setting]
 
 
-def test_a_stream_over_grpc_has_a_window_that_does_not_grow(deaf: Callable[[], Deaf]) -> None:
-    """It grows with what gRPC learns by pings; who answered them late could pour 512 MiB into each
-    stream.
+def test_grpc_stream_window_does_not_grow(deaf: Callable[[], Deaf]) -> None:
+    """With gRPC's pings the window would grow: a client that answers them late could send 512 MiB
+    into each stream.
     """
     connection = deaf()
     connection.call("/kvstore.KVStore/Stat", bytes(60_000))
     frames = list(connection.frames(last=HEADERS))
-    assert told(frames, INITIAL_WINDOW)
-    assert max(told(frames, INITIAL_WINDOW)) <= STREAM_NBYTES_MAX
+    assert setting_values(frames, INITIAL_WINDOW)
+    assert max(setting_values(frames, INITIAL_WINDOW)) <= STREAM_NBYTES_MAX
     assert PING not in [kind for kind, _, _ in frames]
 
 
-def test_a_message_over_grpc_may_come_in_one_frame(deaf: Callable[[], Deaf]) -> None:
+def test_grpc_message_may_arrive_in_one_frame(deaf: Callable[[], Deaf]) -> None:
     connection = deaf()
     connection.call("/kvstore.KVStore/Hello", b"")
-    assert told(list(connection.frames(last=HEADERS)), FRAME_NBYTES) == [MESSAGE_NBYTES_MAX]
+    assert setting_values(list(connection.frames(last=HEADERS)), FRAME_NBYTES) == [
+        MESSAGE_NBYTES_MAX
+    ]

@@ -1,6 +1,4 @@
-"""What one request may cost: memory, time, and how many of a kind run; and what is answered when
-the node itself fails at one.
-"""
+"""Limits of one request: memory, time, and how many of a kind run; and errors inside the node."""
 
 import contextlib
 import logging
@@ -31,7 +29,7 @@ PAGE = 1 << 20
 
 
 class Blocked:
-    """A kind of request that does not end before it is told to."""
+    """A replacement of an operation that waits until `go_on` is set."""
 
     def __init__(self, node: Node, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.running = threading.Semaphore(0)
@@ -50,8 +48,9 @@ class Blocked:
 
 
 def refused(call: Callable[[], object]) -> None:
-    """A node that is alone has nobody to move pages to, and not everything can be begun
-    by chance.
+    """Make a call that is invalid on this node, and ignore InvalidRequest.
+
+    A node without a cluster has no member to move pages to.
     """
     with contextlib.suppress(InvalidRequest):
         call()
@@ -67,17 +66,17 @@ LONG = {
     "recover": lambda client, pages: client.recover(),
     "drain": lambda client, pages: refused(client.drain),
     "sweep": lambda client, pages: refused(client.sweep),
-    "record": lambda client, pages: refused(client.record),  # of no time
+    "record": lambda client, pages: refused(client.record),  # the call lacks a duration
     "node_status": lambda client, pages: client.node_status(),
     "list_namespaces": lambda client, pages: client.namespaces(),
 }
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
-def test_of_one_peers_requests_one_is_worked_on_at_a_time(
+def test_requests_of_one_peer_run_one_at_a_time(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, wire: str
 ) -> None:
-    """However many connections it has: another peer's request waits behind no more than that."""
+    """However many connections a peer has, another peer waits for one of its requests at most."""
     client = connect(node, wire, timeout_s=30.0, connections_max=8)
     client.open(pages.namespace)
     blocked = Blocked(node, "pin", monkeypatch)
@@ -98,7 +97,7 @@ def test_of_one_peers_requests_one_is_worked_on_at_a_time(
 
 
 @pytest.mark.parametrize("op", LONG)
-def test_long_calls_of_a_kind_are_few_and_one_more_is_refused_by_name(
+def test_long_calls_over_the_limit_are_refused(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
     client = connect(node, timeout_s=30.0, connections_max=16)
@@ -126,7 +125,7 @@ def test_every_long_call_is_tried() -> None:
     assert set(LONG) == set(limits.LONG_CALLS)
 
 
-def test_a_scrub_ends_after_so_many_bytes_or_seconds_and_goes_on_from_its_cursor(
+def test_scrub_is_limited_in_bytes_and_time_and_continues(
     start_node: StartNode, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = start_node(data_dir=str(tmp_path), disk_nbytes=64 << 20)
@@ -148,10 +147,10 @@ def test_a_scrub_ends_after_so_many_bytes_or_seconds_and_goes_on_from_its_cursor
     assert client.scrub().next_cursor
 
 
-def test_a_caller_who_hangs_up_is_gone_also_behind_what_it_said_last(
+def test_caller_with_unread_input_is_seen_to_hang_up(
     node: Node, raw: ConnectRaw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On connections nobody looked."""
+    """Regression: a hang-up behind another request was not noticed on bulk connections."""
     asked, seen = threading.Event(), threading.Event()
 
     def wait(request: Any, caller: Caller) -> pb.VerifyReply:
@@ -176,7 +175,7 @@ def test_a_caller_who_hangs_up_is_gone_also_behind_what_it_said_last(
 def test_ranges_of_a_get_are_not_gathered_in_memory(
     start_node: StartNode, connect: Connect
 ) -> None:
-    """16 gets of overlapping ranges of small pages took 1 GiB."""
+    """Regression: 16 gets of overlapping ranges of small pages took 1 GiB."""
     node = start_node(batch_nbytes_max=8 << 20)
     pages = Pages("ranges", PAGE)
     pages.put(connect(node), pages.keys(*range(8)))
@@ -211,8 +210,8 @@ def test_ranges_may_come_in_any_order_but_no_byte_twice(
     assert client.stats.connects == 1
 
 
-def test_a_huge_description_is_refused_and_blocks_nobody(node: Node, connect: Connect) -> None:
-    """Two of half a MiB each, with a page, blocked all others."""
+def test_huge_namespace_description_is_refused(node: Node, connect: Connect) -> None:
+    """Regression: two namespaces with descriptions of 512 KiB, and a page, blocked all others."""
     client = connect(node)
     layout = PageLayout(
         1, (LayerGroup("all", tuple(range(1 << 15)), (Plane("k", "uint8", (1,)),)),)
@@ -227,7 +226,7 @@ def test_a_huge_description_is_refused_and_blocks_nobody(node: Node, connect: Co
     assert others.put(client, others.keys(1)) == [PutOutcome.STORED]
 
 
-def test_a_verify_counts_its_bytes_like_a_get_and_the_client_divides_it(
+def test_verify_has_the_byte_limit_of_a_get_and_client_splits_it(
     start_node: StartNode, connect: Connect
 ) -> None:
     node = start_node(batch_nbytes_max=2 << 20)
@@ -257,7 +256,7 @@ def test_cancelled_verify_stops(
     assert len(verified) == 2
 
 
-def test_a_transfer_has_a_limit_that_does_not_renew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfer_has_a_total_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("node.serving.bulk.time.monotonic", lambda: now[0])
     pace = Pace(10 << 20, stall_s=5.0)
@@ -279,10 +278,10 @@ def disk_node(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_stat_and_list_bear_a_clock_that_was_set_back(
+def test_stat_and_list_work_after_the_clock_was_set_back(
     disk_node: Node, connect: Connect, wire: str
 ) -> None:
-    """A negative age in an unsigned field raised, which closed the connection."""
+    """Regression: a negative age in an unsigned field raised, and the connection closed."""
     node = disk_node
     pages = Pages(f"clock {wire}")
     client = connect(node, wire, timeout_s=30.0)
@@ -308,13 +307,13 @@ def test_stat_and_list_bear_a_clock_that_was_set_back(
     assert client.stats.connects == 1
 
 
-def test_a_node_counts_by_a_clock_that_nobody_sets() -> None:
+def test_node_uses_the_monotonic_clock() -> None:
     assert abs(_clock_ms() - time.monotonic() * 1000) < 5000
 
 
 @pytest.mark.parametrize("op", ["stat", "put", "commit", "get"])
 @pytest.mark.parametrize("wire", WIRES)
-def test_an_unexpected_exception_is_answered_logged_and_drops_no_link(
+def test_unexpected_exception_is_logged_and_keeps_the_connection(
     node: Node,
     connect: Connect,
     pages: Pages,
@@ -360,7 +359,7 @@ def test_an_unexpected_exception_is_answered_logged_and_drops_no_link(
 # ---- start -----------------------------------------------------------------------------------
 
 
-def test_a_start_can_be_ended_while_memory_is_touched() -> None:
+def test_start_can_be_interrupted_while_memory_is_touched() -> None:
     pulses = []
 
     def pulse() -> None:
@@ -377,8 +376,10 @@ def test_a_start_can_be_ended_while_memory_is_touched() -> None:
     assert not any(gateway._thread.is_alive() for gateway in node.grpc._gateways)
 
 
-def test_sigterm_before_the_start_is_over_ends_it_with_status_0() -> None:
-    """It was blocked until all of the RAM was touched, minutes on some machines."""
+def test_sigterm_during_the_start_ends_it_with_status_0() -> None:
+    """Regression: the signal was blocked until all RAM was touched, which takes minutes on some
+    machines.
+    """
     code = (
         "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM});"
         "os.kill(os.getpid(), signal.SIGTERM);"

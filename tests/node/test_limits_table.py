@@ -1,4 +1,4 @@
-"""docs/reference/limits.md: every cap of a node has its row."""
+"""docs/reference/limits.md has a row for each limit of a node."""
 
 import pathlib
 import re
@@ -14,8 +14,8 @@ from node.serving.reference import CAPS
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
-def test_every_cap_has_its_row(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caps are made by one function; those of a node that starts are all of them."""
+def test_every_limit_has_its_row(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One function makes all limits, so those of a started node are complete."""
     assert node.shm is not None
     servicer, calls = servicer_of(node), node.grpc.calls
     budgets = [
@@ -40,5 +40,7 @@ def test_every_cap_has_its_row(node: Node, monkeypatch: pytest.MonkeyPatch) -> N
             assert cap.total == int(CAPS[cap.what].size.replace(",", "")), cap.what
     assert all(0 < cap.per_peer <= cap.total for cap in caps)
     sources = [path.read_text() for path in (ROOT / "node").rglob("*.py")]
-    made = sum(len(re.findall(r"\bmake_limit\(", text)) for text in sources) - 1  # its definition
-    assert made == len(caps) - len(limits.LONG_CALLS) + 1, "a cap that this test does not know"
+    made = (
+        sum(len(re.findall(r"\bmake_limit\(", text)) for text in sources) - 1
+    )  # minus its definition
+    assert made == len(caps) - len(limits.LONG_CALLS) + 1, "a limit that this test does not know"

@@ -1,5 +1,6 @@
-"""Nothing under the RAM tier's lock grows with pages, sizes, holds or pins: counted in bytecodes,
-not in time.
+"""Time under the RAM tier's lock does not grow with pages, sizes, holds or pins.
+
+It is counted in bytecodes, so that the result does not depend on the machine.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ LONGEST = 400_000  # bytecodes under one lock: a few hundred steps of a few hund
 
 
 def longest(box: Any, work: Callable[[], object]) -> int:
-    """Bytecodes of the longest time that `work` had the lock."""
+    """Return the number of bytecodes of the longest time that `work` held the lock."""
     lock = box.tier.lock = CountedLock()
     work()
     return lock.longest
@@ -31,7 +32,7 @@ def longest(box: Any, work: Callable[[], object]) -> int:
 def full(
     sandbox: type[Sandbox], count: int, spare: int = 0, extent: int = EXTENT
 ) -> tuple[Any, Any, list[bytes]]:
-    """A tier full of pages, oldest first."""
+    """Return a tier full of pages, their namespace, and their keys, oldest first."""
     box = sandbox(-(-(count + spare) * PAGE // extent) * extent, extent)
     pages = box.open("full", PAGE)
     room = box.slots.region_nbytes // PAGE - spare
@@ -47,7 +48,7 @@ def reserve_some(box: Any, pages: Pages) -> Callable[[], object]:
 
 
 def make_held(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
-    """Eviction while the oldest pages are held."""
+    """Measure eviction while the oldest pages are held."""
     box, pages, keys = full(sandbox, count, spare=100)
     box.hold(pages, keys)
     box.put(pages, pages.keys(*range(20_000, 20_100)))
@@ -55,7 +56,7 @@ def make_held(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
 
 
 def make_copies_held(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
-    """Copies come where they have their share, of which all but the newest are held."""
+    """Measure new near copies at their limit, with all but the newest copies held."""
     box, pages, _ = full(sandbox, 0, spare=2 * count)
     box.tier.eviction.copy_nbytes_max = count * PAGE
     keys = pages.keys(*range(10_000, 10_000 + count))
@@ -80,7 +81,7 @@ def make_copies_held(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
 
 
 def make_pins_ending(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
-    """The first request after many pins are over."""
+    """Measure the first request after many pins have expired."""
     box, pages, keys = full(sandbox, count, spare=count)
     for start in range(0, count, 50):
         box.pin(pages, keys[start : start + 50], 1000)
@@ -131,14 +132,14 @@ def make_size_classes(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
 
 
 def make_batch(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
-    """As many pages as there is room for, in one call."""
+    """Measure one put of as many pages as fit."""
     box = sandbox(-(-count * PAGE // EXTENT) * EXTENT, EXTENT)
     pages = box.open("empty", PAGE)
     return lambda: longest(box, lambda: box.reserve(pages, pages.keys(*range(count))))
 
 
 def make_touched(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
-    """A chain of so many pages is used."""
+    """Measure a lookup that touches a chain of `count` pages."""
     box, pages, keys = full(sandbox, count)
     return lambda: longest(box, lambda: box.tier.lookup(pages.namespace.digest, keys, touch=True))
 
@@ -149,7 +150,9 @@ def make_stat(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
 
 
 def make_batch_over_pins(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
-    """The same in a full tier, the pins of a third of whose pages have just ended."""
+    """Measure a large put in a full tier where the pins of a third of the pages have just
+    expired.
+    """
     box, pages, keys = full(sandbox, count)
     for start in range(0, count // 3, 50):
         box.pin(pages, keys[start : start + 50], 1000)
@@ -160,7 +163,7 @@ def make_batch_over_pins(sandbox: type[Sandbox], count: int) -> Callable[[], int
 
 
 def make_other_size(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
-    """A page as large as an extent takes the place of many small ones."""
+    """Measure the put of a page as large as an extent, which replaces many small ones."""
     box, _, _ = full(sandbox, 4 * count, extent=count * PAGE)
     large = box.open("large", count * PAGE)
     box.now_ms += 1
@@ -168,7 +171,7 @@ def make_other_size(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
 
 
 def make_quotas_come(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
-    """All pages change their pool."""
+    """Measure new quotas, which move all pages to other pools."""
     box, pages, keys = full(sandbox, count)
 
     def work() -> None:
@@ -178,7 +181,7 @@ def make_quotas_come(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
 
 
 def make_crowded(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
-    """A large batch where the quotas are more than the RAM, and pages of many sizes lie there."""
+    """Measure a large put with quotas above the RAM, and pages of many sizes."""
     box, pages, keys = full(sandbox, count, spare=count)
     for number in range(1, 60):
         other = box.open(str(number), PAGE * (1 + number % 40), tenant="other")
@@ -213,13 +216,13 @@ def make_crowded(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
         make_crowded,
     ],
 )
-def test_a_turn_under_the_lock_is_as_long_with_sixteen_times_as_many_pages(make: Any) -> None:
+def test_time_under_the_lock_does_not_grow_with_pages(make: Any) -> None:
     few, many = make(Sandbox, FEW)(), make(Sandbox, MANY)()
     assert many < LONGEST
     assert many < 4 * few + 60_000, f"{few} bytecodes with {FEW} pages, {many} with {MANY}"
 
 
-def test_a_chain_of_several_turns_goes_from_its_tail() -> None:
+def test_chain_touched_in_slices_is_evicted_from_its_tail() -> None:
     box, pages, keys = full(Sandbox, 1000)
     chain = keys[100:900]
     box.now_ms += 1
@@ -247,7 +250,9 @@ def test_slots_of_an_erased_namespace_are_zeroed_without_the_lock(
 
 
 def placement(sandbox: type[Sandbox], sizes: int, removed: bool) -> int:
-    """Bytecodes of a few placements on a full tier, after pages of so many sizes were stored."""
+    """Return the bytecodes of a few placements in a full tier, after pages of many sizes were
+    stored.
+    """
     box = sandbox(1 << 25, 1 << 22)
     for number in range(1, sizes + 1):
         pages = box.open(str(number), PAGE * (1 + number % 1000))
@@ -262,16 +267,16 @@ def placement(sandbox: type[Sandbox], sizes: int, removed: bool) -> int:
 
 
 @pytest.mark.parametrize(("sizes", "removed"), [(60, False), (1000, True)])
-def test_a_placement_takes_as_long_with_many_page_sizes(sizes: int, removed: bool) -> None:
-    """Also after they are gone: 4,095 sizes once made each placement 4,000 times as slow until a
-    restart.
+def test_placement_time_does_not_grow_with_page_sizes(sizes: int, removed: bool) -> None:
+    """Regression: after 4,095 page sizes each placement was 4,000 times slower until a restart,
+    even after the pages were removed.
     """
     few, many = placement(Sandbox, 4, removed), placement(Sandbox, sizes, removed)
     assert many < 3 * few + 10_000, f"{few} bytecodes after 4 sizes, {many} after {sizes}"
 
 
-def test_whose_the_pages_are_is_worked_out_without_the_lock() -> None:
-    """In a view of 1,024 members that takes half a millisecond for a page."""
+def test_owners_of_listed_pages_are_computed_without_the_lock() -> None:
+    """In a view of 1,024 members each page takes half a millisecond."""
     box, pages, keys = full(Sandbox, FEW)
     held: list[bool] = []
 
@@ -285,8 +290,10 @@ def test_whose_the_pages_are_is_worked_out_without_the_lock() -> None:
     assert len(infos) == pytest.approx(len(keys) / 2, abs=10)
 
 
-def test_sixty_four_pinned_pages_of_as_many_sizes_leave_the_rest_to_others() -> None:
-    """They once owned an extent each: 8 MiB pinned took 900 MiB, and every later put failed."""
+def test_pinned_pages_of_many_sizes_share_extents() -> None:
+    """Regression: each pinned page owned an extent: 8 MiB took 900 MiB, and all later puts
+    failed.
+    """
     box = Sandbox(64 << 20, 1 << 20)
     rest = box.open("rest", 64 << 10)
     keys = rest.keys(*range(1000))
@@ -304,8 +311,8 @@ def test_sixty_four_pinned_pages_of_as_many_sizes_leave_the_rest_to_others() -> 
     assert box.tier.check() == []
 
 
-def test_a_node_serves_20_models_of_as_many_sizes() -> None:
-    """Each keeps some pages, in turns and all at the same time."""
+def test_twenty_page_sizes_share_the_memory() -> None:
+    """Pages of all 20 models are stored in turns, and kept at the same time."""
     box = Sandbox(64 << 20, 1 << 20)
     models = [box.open(f"model {number}", (80 << 10) + number * PAGE) for number in range(20)]
     for turn in range(6):
@@ -317,7 +324,7 @@ def test_a_node_serves_20_models_of_as_many_sizes() -> None:
     assert box.tier.check() == []
 
 
-def test_pins_may_keep_half_of_the_memory_and_no_more() -> None:
+def test_pins_are_limited_to_half_of_the_memory() -> None:
     box = Sandbox(4 * EXTENT, EXTENT)
     pages, other = box.open("model", PAGE), box.open("other", 2 * PAGE)
     keys = pages.keys(*range(160))
@@ -325,9 +332,9 @@ def test_pins_may_keep_half_of_the_memory_and_no_more() -> None:
     assert all(box.pin(pages, keys[:100]))
     with pytest.raises(Exhausted, match=r"29 more.*half of ram_nbytes.*unpin"):
         box.pin(pages, keys[100:129])
-    assert len(box.tier.eviction.pins) == 100, "none of them is pinned"
-    assert all(box.pin(pages, keys[:128])), "those that are pinned already count once"
-    assert all(box.pin(pages, keys[:128], 5000)), "a pin may be renewed"
+    assert len(box.tier.eviction.pins) == 100, "a refused pin must pin none of its pages"
+    assert all(box.pin(pages, keys[:128])), "pages that are already pinned must count once"
+    assert all(box.pin(pages, keys[:128], 5000)), "a renewed pin must not count again"
     box.put(other, other.keys(0))
     with pytest.raises(Exhausted):
         box.pin(other, other.keys(0))

@@ -1,5 +1,5 @@
-"""Pages that RAM lacks come from lower tiers, which are asked in order; what one fails at is asked
-of the next.
+"""Pages missing in RAM come from lower tiers, asked in order; a failed read goes to the next
+tier.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ PAGE, COUNT = 4096, 16
 class Shelf(LocalTier):
     """A tier that has the pages of `keys`.
 
-    What it says it has, and fails to read, is in `broken`.
+    It finds the pages of `broken` too, but fails to read them.
     """
 
     def __init__(
@@ -27,8 +27,10 @@ class Shelf(LocalTier):
         self._box, self._pages = box, pages
         self.keys, self.broken = set(keys), set(broken)
         self.asked: list[list[bytes]] = []
-        self.open: list[bytes] = []  # found, and neither read nor released
-        self.found: Callable[[], object] = lambda: None  # happens between finding and slots
+        self.open: list[bytes] = []  # found, but not yet read or released
+        self.found: Callable[[], object] = lambda: (
+            None
+        )  # called after finding, before slots are reserved
 
     def is_asked(self, near: bool) -> bool:
         return True
@@ -37,7 +39,7 @@ class Shelf(LocalTier):
         return [prefix_hash in self.keys for prefix_hash in prefix_hashes]
 
     def find(self, query: Query) -> dict[bytes, Source]:
-        assert not self._box.tier.lock.locked(), "a tier that may wait is asked under the lock"
+        assert not self._box.tier.lock.locked(), "a tier was asked under the lock, and may block"
         self.asked.append(list(query.prefix_hashes))
         found = {key: Source(self, key) for key in query.prefix_hashes if key in self.keys}
         self.open += found
@@ -58,7 +60,7 @@ class Shelf(LocalTier):
         gone: Callable[[], bool],
         deadline: Deadline,
     ) -> None:
-        assert not self._box.tier.lock.locked(), "bytes are read under the lock"
+        assert not self._box.tier.lock.locked(), "bytes were read under the lock"
         for page, source in loads:
             self.open.remove(source.place)
             if source.place not in self.broken:
@@ -70,7 +72,7 @@ class Shelf(LocalTier):
 
 
 class Far(Shelf):
-    """The same behind the network."""
+    """A remote tier, behind the network."""
 
     name = "peer"
 
@@ -80,7 +82,7 @@ class Far(Shelf):
 
 @pytest.fixture
 def shelves() -> Any:
-    """(box, pages, ten keys, the local tier, the remote one), both tiers empty."""
+    """Return (box, pages, ten keys, local tier, remote tier); both tiers are empty."""
     box = Sandbox(COUNT * PAGE, COUNT * PAGE)
     pages = box.open("lower", PAGE)
     box.tier.below = below = Shelf(box, pages)
@@ -92,7 +94,7 @@ def shelves() -> Any:
 def get(
     box: Any, pages: Any, keys: Sequence[bytes], near: bool, prefix_only: bool = False
 ) -> list[bool]:
-    """Read, verify and release.
+    """Get, verify and release the pages; return the hits.
 
     Nothing may be left open afterwards.
     """
@@ -107,17 +109,17 @@ def get(
     return [page is not None for page in found]
 
 
-def test_each_tier_is_asked_for_what_those_before_it_lack(shelves: Any) -> None:
+def test_each_tier_is_asked_for_pages_missing_above_it(shelves: Any) -> None:
     box, pages, keys, below, far = shelves
     box.put(pages, keys[:2])
     below.keys, far.keys = set(keys[2:4]), set(keys[3:6])
     assert get(box, pages, keys, near=True) == [True] * 6 + [False] * 4
     assert (below.asked, far.asked) == ([keys[2:]], [keys[4:]])
     assert get(box, pages, keys[:6], near=True) == [True] * 6
-    assert len(below.asked) == 1, "a hit in RAM asks a tier below"
+    assert len(below.asked) == 1, "a hit in RAM must not ask a lower tier"
 
 
-def test_a_tier_is_not_asked_without_need(shelves: Any) -> None:
+def test_remote_tier_is_not_asked_by_a_far_get(shelves: Any) -> None:
     box, pages, keys, below, far = shelves
     far.keys = set(keys)
     assert get(box, pages, keys, near=False) == [False] * 10
@@ -142,14 +144,14 @@ def test_failed_read_of_a_tier_falls_through_to_the_next(shelves: Any) -> None:
     assert far.asked == [keys[6:], keys[1:4]]
 
 
-def test_without_a_near_request_what_a_tier_fails_to_read_is_a_miss(shelves: Any) -> None:
+def test_failed_read_of_a_far_get_is_a_miss(shelves: Any) -> None:
     box, pages, keys, below, far = shelves
     below.keys, below.broken, far.keys = set(keys), set(keys[:3]), set(keys)
     assert get(box, pages, keys, near=False) == [False] * 3 + [True] * 7
     assert far.asked == []
 
 
-def test_a_page_removed_between_finding_and_slots_is_a_miss(shelves: Any) -> None:
+def test_page_removed_between_finding_and_slots_is_a_miss(shelves: Any) -> None:
     box, pages, keys, below, _ = shelves
     below.keys = set(keys)
     below.found = lambda: below.keys.difference_update(keys[:5])
@@ -157,7 +159,7 @@ def test_a_page_removed_between_finding_and_slots_is_a_miss(shelves: Any) -> Non
     assert box.present(pages, keys) == set(keys[5:])
 
 
-def test_a_page_put_between_finding_and_slots_is_used_as_it_is(shelves: Any) -> None:
+def test_page_put_between_finding_and_slots_is_used(shelves: Any) -> None:
     box, pages, keys, below, _ = shelves
     below.keys = set(keys[:5])
     below.found = lambda: (setattr(below, "keys", set()), box.put(pages, keys))
@@ -173,7 +175,7 @@ def test_pages_behind_the_first_miss_are_not_held_or_read(shelves: Any) -> None:
     assert box.tier.visible_count == 5
 
 
-def test_a_namespace_is_kept_while_a_tier_is_asked_for_its_pages(shelves: Any) -> None:
+def test_namespace_is_kept_while_a_tier_is_asked(shelves: Any) -> None:
     box, pages, keys, below, _ = shelves
     below.keys, closed = set(keys), []
     below.found = lambda: closed.append(box.tier.namespaces.close(pages.namespace.digest))
@@ -181,9 +183,7 @@ def test_a_namespace_is_kept_while_a_tier_is_asked_for_its_pages(shelves: Any) -
     assert closed == [False]
 
 
-def test_a_tier_that_breaks_leaves_no_page_behind(
-    shelves: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_tier_leaves_no_page_behind(shelves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     box, pages, keys, below, far = shelves
     below.keys, far.keys = set(keys[:5]), set(keys[5:])
 
@@ -211,7 +211,7 @@ def test_a_tier_that_breaks_leaves_no_page_behind(
     assert box.tier.check() == []
 
 
-def test_a_lookup_asks_each_remote_tier_for_what_is_left(shelves: Any) -> None:
+def test_lookup_asks_each_remote_tier_for_missing_pages(shelves: Any) -> None:
     box, pages, keys, _, far = shelves
     farther = Far(box, pages, keys[4:8])
     box.tier.remote = (far, farther)

@@ -1,6 +1,4 @@
-"""Which member of which cluster a node is: said at its start, told to clients, refused when it can
-not be.
-"""
+"""The cluster and member settings of a node: checked at its start, and sent to clients."""
 
 from typing import Any
 
@@ -16,7 +14,7 @@ OF_ETCD = [("zone", "z1"), ("weight", 2.0), ("etcd_cert", "x.pem"), ("advertise"
 TEXT = "static:fleet/n1=h1:7440,n2=[::1]:7441@rack-2*2.5, n3=h3"
 
 
-def test_a_static_list() -> None:
+def test_static_list_becomes_a_view() -> None:
     membership = Membership(TEXT, "n2")
     members = (
         Member("n1", "h1:7440"),
@@ -29,10 +27,8 @@ def test_a_static_list() -> None:
     assert (hello.member_id, hello.view.cluster, len(hello.view.members)) == ("n2", "fleet", 3)
 
 
-def test_a_view_is_put_into_words_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the most members that takes milliseconds, and every hello waits in the one
-    event loop.
-    """
+def test_view_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the most members encoding takes milliseconds, and all hellos share one event loop."""
     membership, first, second = Membership(TEXT, "n2"), pb.HelloReply(), pb.HelloReply()
     membership.add_view(first)
     monkeypatch.setattr("kvstore.cluster.view.view_message", None)
@@ -40,18 +36,18 @@ def test_a_view_is_put_into_words_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first == second
 
 
-def test_replicas_without_a_cluster() -> None:
+def test_replicas_without_a_cluster_are_refused() -> None:
     with pytest.raises(ConfigError, match="replicas=2 is set without a cluster; set --cluster"):
         Membership("", "", 2)
 
 
-def test_a_node_that_is_alone_tells_nothing() -> None:
+def test_hello_without_a_cluster_has_no_view() -> None:
     hello = pb.HelloReply()
     Membership("", "").add_view(hello)
     assert not hello.HasField("view")
 
 
-def test_replicas_of_a_static_list() -> None:
+def test_static_list_has_at_least_as_many_members_as_replicas() -> None:
     assert Membership(TEXT, "n2", 3).view.replicas == 3  # type: ignore[union-attr]
     with pytest.raises(
         ConfigError, match="replicas=4, but the cluster fleet has 3 members; list more of them"
@@ -60,7 +56,7 @@ def test_replicas_of_a_static_list() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "member", "said"),
+    ("cluster", "member", "message"),
     [
         (TEXT, "n4", "member='n4' is not of the cluster fleet; its members are n1, n2, n3"),
         (
@@ -97,9 +93,9 @@ def test_replicas_of_a_static_list() -> None:
     ],
 )
 def test_invalid_cluster_settings_end_the_start(
-    start_node: StartNode, cluster: str, member: str, said: str
+    start_node: StartNode, cluster: str, member: str, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         start_node(cluster=cluster, member=member)
 
 
@@ -113,25 +109,23 @@ def test_fixed_list_excludes_advertised_address_settings(
         start_node(cluster=TEXT, member="n2", **{name: value})
 
 
-def test_more_members_than_connections_are_told_once(
+def test_too_few_connections_for_members_are_logged_once(
     start_node: StartNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = start_node(sessions_max=8)
     members = tuple(Member(f"n{number}", f"127.0.0.1:{number + 1}") for number in range(6))
     for number, count in enumerate((4, 5, 6, 4), 1):
         node.membership.become(View("fleet", number, members[:count]), "n0")
-    said = [
+    logged = [
         record.getMessage() for record in caplog.records if "sessions_max" in record.getMessage()
     ]
-    assert len(said) == 1
-    assert "5 members and sessions_max=8" in said[0]
-    assert "--sessions-max 20" in said[0]
+    assert len(logged) == 1
+    assert "5 members and sessions_max=8" in logged[0]
+    assert "--sessions-max 20" in logged[0]
 
 
 @pytest.mark.parametrize("address", ["10.0.0.5:7440", "[2001:db8::5]:7440", "10.0.0.5"])
-def test_a_member_that_others_can_not_reach_does_not_start(
-    start_node: StartNode, address: str
-) -> None:
+def test_member_on_a_loopback_host_does_not_start(start_node: StartNode, address: str) -> None:
     cluster = f"static:fleet/n1={address},n2=h2"
     with pytest.raises(
         ConfigError, match="it listens for its own host only; name an address to listen on"

@@ -1,4 +1,4 @@
-"""Pages that change their slot, and what an emptied namespace gives back."""
+"""Pages that move to another slot, and memory that an emptied namespace returns."""
 
 import itertools
 import sys
@@ -15,7 +15,7 @@ EXTENT = 16 * PAGE
 
 
 class MovingSandbox:
-    """A pinned page has to move; `meanwhile` happens while its bytes are being copied."""
+    """A tier in which a pinned page must move; `meanwhile` runs while its bytes are copied."""
 
     def __init__(self, sandbox: type[Sandbox], meanwhile: Any) -> None:
         self.box = box = sandbox(2 * EXTENT, EXTENT)
@@ -24,7 +24,7 @@ class MovingSandbox:
         box.put(self.small, self.keys)
         self.pinned = self.keys[20]
         box.pin(self.small, [self.pinned])
-        # Of the first extent; the one that is left goes for the pinned one
+        # Hold all but one page of the first extent; the last one is evicted for the pinned one
         box.acquire(self.small, self.keys[:15])
         (self.page,) = box.read(self.small, [self.pinned])
         box.tier.release([self.page])
@@ -32,7 +32,7 @@ class MovingSandbox:
         copy, self.copies = box.tier._copy, 0
 
         def copy_and(source: int, target: int, nbytes: int) -> None:
-            assert not box.tier.lock.locked(), "bytes are copied under the lock"
+            assert not box.tier.lock.locked(), "bytes were copied under the lock"
             self.copies += 1
             copy(source, target, nbytes)
             meanwhile(self)
@@ -48,7 +48,7 @@ class MovingSandbox:
         return True
 
 
-def test_a_pinned_page_moves_without_the_lock() -> None:
+def test_pinned_page_moves_without_the_lock() -> None:
     moving = MovingSandbox(Sandbox, lambda moving: None)
     assert moving.put_large()
     assert moving.copies == 1
@@ -57,7 +57,7 @@ def test_a_pinned_page_moves_without_the_lock() -> None:
     assert moving.box.tier.check() == []
 
 
-def test_a_page_that_is_read_while_it_moves_stays_where_it_is() -> None:
+def test_page_read_during_a_move_stays_in_its_slot() -> None:
     readers: list[Any] = []
 
     def read(moving: MovingSandbox) -> None:
@@ -72,14 +72,14 @@ def test_a_page_that_is_read_while_it_moves_stays_where_it_is() -> None:
     assert moving.box.get(moving.small, [moving.pinned]) == [True]
 
 
-def test_a_page_that_is_removed_while_it_moves_is_gone_and_keeps_no_slot() -> None:
+def test_page_removed_during_a_move_keeps_no_slot() -> None:
     moving = MovingSandbox(Sandbox, lambda moving: moving.box.remove(moving.small, [moving.pinned]))
     assert moving.put_large() in (True, False)
     assert moving.box.present(moving.small, [moving.pinned]) == set()
     assert moving.box.tier.check() == []
 
 
-def test_a_page_that_is_erased_while_it_moves_leaves_its_bytes_in_neither_slot() -> None:
+def test_page_erased_during_a_move_is_zeroed_in_both_slots() -> None:
     moving = MovingSandbox(
         Sandbox,
         lambda moving: remove_namespace(moving.box.tier, moving.small.namespace.digest, zero=True),
@@ -93,17 +93,17 @@ def test_a_page_that_is_erased_while_it_moves_leaves_its_bytes_in_neither_slot()
 
 
 @pytest.mark.parametrize("another", [False, True])
-def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(
+def test_removal_of_a_namespace_includes_a_moving_page(
     monkeypatch: pytest.MonkeyPatch, another: bool
 ) -> None:
-    """From where the walk has not been yet to where it has.
+    """The page moves to a place that the walk has already passed.
 
-    `another` walk, such as a flush's, comes and goes.
+    With `another`, another walk, such as a flush, begins and ends meanwhile.
     """
     moving = MovingSandbox(Sandbox, lambda moving: None)
     box, steps = moving.box, itertools.count(1)
 
-    def others(_: float) -> None:
+    def interfere(_: float) -> None:
         if len(box.tier.eviction.watchers) > 1:
             return
         step = next(steps)
@@ -114,7 +114,7 @@ def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(
 
     monkeypatch.setattr("node.memory.scan.SLOTS", 1)
     monkeypatch.setattr("node.memory.scan.UNITS", 1)
-    monkeypatch.setattr("node.memory.scan.time.sleep", others)
+    monkeypatch.setattr("node.memory.scan.time.sleep", interfere)
     remove_namespace(box.tier, moving.small.namespace.digest)
     assert moving.copies == 1
     assert moving.page.offset < moving.offset
@@ -124,12 +124,11 @@ def test_all_pages_of_a_namespace_go_though_one_moves_meanwhile(
 
 
 @pytest.mark.parametrize("oldest", [0, 4, 12])
-def test_a_place_that_others_emptied_meanwhile_is_given_out_once(
+def test_place_emptied_during_eviction_is_reused_once(
     monkeypatch: pytest.MonkeyPatch, oldest: int
 ) -> None:
-    """It is part of a larger free block by then.
-
-    Closed and opened again, it was free twice, or the rest was lost.
+    """Regression: the place, by then part of a larger free block, became free twice, or the rest of
+    the block was lost.
     """
     box = Sandbox(EXTENT, EXTENT)
     small, middle = box.open("small", PAGE), box.open("middle", 4 * PAGE)
@@ -138,7 +137,7 @@ def test_a_place_that_others_emptied_meanwhile_is_given_out_once(
     box.now_ms += 1
     box.get(small, keys[:oldest] + keys[oldest + 4 :])
     monkeypatch.setattr("node.memory.lock_slices.STEPS", 1)
-    once = iter([keys])  # removing lets others in, too
+    once = iter([keys])  # removing releases the lock, too
     monkeypatch.setattr(
         "node.memory.lock_slices.time.sleep", lambda _: [box.remove(small, some) for some in once]
     )
@@ -151,7 +150,7 @@ def test_a_place_that_others_emptied_meanwhile_is_given_out_once(
 
 
 @pytest.mark.parametrize("way", ["remove", "remove_namespace", "evict"])
-def test_a_namespace_that_was_emptied_gives_its_table_back(way: str) -> None:
+def test_emptied_namespace_frees_its_table(way: str) -> None:
     box = Sandbox(256 * EXTENT, EXTENT)
     pages, other = box.open("model", PAGE), box.open("other", PAGE)
     keys = pages.keys(*range(4096))

@@ -1,4 +1,4 @@
-"""`kvstore cluster drain` and `rebalance`: what they do, say and exit with."""
+"""The commands `kvstore cluster drain` and `rebalance`: their effects, output and exit codes."""
 
 import itertools
 import json
@@ -44,12 +44,12 @@ def kvstore(fleet: list[Node], monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return lambda *args: CliRunner().invoke(app, list(args), prog_name="kvstore")
 
 
-def test_drain_says_what_is_left(
+def test_drain_reports_left_pages(
     fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
 ) -> None:
     pages.put(connect(fleet[0]), pages.keys(*KEYS))
     had = fleet[1].tier.visible_count
-    shown = kvstore("cluster", "drain", "n1", "--json")  # the other one does not sweep
+    shown = kvstore("cluster", "drain", "n1", "--json")  # the other member does not sweep
     assert json.loads(shown.stdout) == {"member": "n1", "handed": 0, "left": had, "serves": False}
     assert shown.exit_code == 4
     assert "add members or memory" in shown.stderr
@@ -65,7 +65,7 @@ def test_drain_says_what_is_left(
 def test_rebalance_repeats_for_left_pages(
     fleet: list[Node], kvstore: Callable[..., Any], connect: Connect, pages: Pages
 ) -> None:
-    """As the command says: add members or memory, and run it again."""
+    """After adding memory or members a second drain hands over the rest, as the message says."""
     pages.put(connect(fleet[0]), pages.keys(*KEYS))
     had = fleet[1].tier.visible_count
     assert kvstore("cluster", "drain", "n1").exit_code == 4
@@ -81,7 +81,7 @@ def test_rebalance_repeats_for_left_pages(
 def test_drain_progress_continues_after_a_view_gap(
     fleet: list[Node], kvstore: Callable[..., Any]
 ) -> None:
-    """A lease that ended, say: the member registers again."""
+    """The member's lease expires during the drain, and the member registers again."""
     client = Client(ClientConfig(address=f"127.0.0.1:{fleet[1].grpc.port}", direct=True))
     with client:
         view = fleet[1].membership.view
@@ -95,8 +95,10 @@ def test_drain_progress_continues_after_a_view_gap(
         wait_until(lambda: client.drain().over)
 
 
-def test_a_registry_that_is_away_is_said(fleet: list[Node], kvstore: Callable[..., Any]) -> None:
-    """Without it nobody hears of the draining, and the command waits."""
+def test_drain_reports_an_unreachable_registry(
+    fleet: list[Node], kvstore: Callable[..., Any]
+) -> None:
+    """Without etcd no other member learns of the drain, so the command waits."""
     assert kvstore("cluster", "drain", "n1").stderr == ""
     for node in fleet:
         node.membership.registry = lambda: ("for 7 s: no answer; the last view stays in force", [])
@@ -106,7 +108,7 @@ def test_a_registry_that_is_away_is_said(fleet: list[Node], kvstore: Callable[..
     assert kvstore("cluster").stdout.splitlines()[0].endswith("  from the last one")
 
 
-def test_a_drained_member_has_no_share(fleet: list[Node], kvstore: Callable[..., Any]) -> None:
+def test_draining_member_has_no_share(fleet: list[Node], kvstore: Callable[..., Any]) -> None:
     assert kvstore("cluster").stdout.count("50.0 %") == 2
     tell(fleet, view_of(fleet, number=9, n1=State.DRAINING))
     (first,) = [line for line in kvstore("cluster").stdout.splitlines() if line.startswith("n0")]
@@ -119,19 +121,19 @@ def test_rebalance(
 ) -> None:
     pages.put(connect(fleet[0]), pages.keys(*KEYS))
     shown = kvstore("cluster", "rebalance", "--dry-run", "--json")
-    told = json.loads(shown.stdout)["members"]
-    assert [(member["member"], member["pages"]) for member in told] == [("n0", 0), ("n1", 0)]
+    shares = json.loads(shown.stdout)["members"]
+    assert [(member["member"], member["pages"]) for member in shares] == [("n0", 0), ("n1", 0)]
     assert "WOULD FETCH" in kvstore("cluster", "rebalance", "--dry-run").stdout
     assert "2 members rebalance" in kvstore("cluster", "rebalance").stdout
 
 
-def test_a_member_that_there_is_not(kvstore: Callable[..., Any]) -> None:
+def test_drain_of_an_unknown_member_is_refused(kvstore: Callable[..., Any]) -> None:
     shown = kvstore("cluster", "drain", "n9")
     assert shown.exit_code == 1
     assert "'n9' is no member of fleet; its members are n0, n1" in shown.stderr
 
 
-def test_a_member_that_does_not_answer(fleet: list[Node], kvstore: Callable[..., Any]) -> None:
+def test_rebalance_reports_a_dead_member(fleet: list[Node], kvstore: Callable[..., Any]) -> None:
     view = fleet[0].membership.view
     assert view is not None
     gone = View("fleet", 9, (*view.members, Member("gone", "127.0.0.1:9")))

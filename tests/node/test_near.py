@@ -1,6 +1,4 @@
-"""A client that talks to the member on its own host: what that has, fetches, keeps as a copy, and
-what it costs when others, or it, fail.
-"""
+"""A client of the near node, on its own host: what that node fetches and keeps as near copies."""
 
 import time
 from pathlib import Path
@@ -19,7 +17,7 @@ from kvstore.transports.bulk import BulkWire
 from node.auth.access import THE_NODE, Caller
 from node.server import Node
 
-# ---- what is fetched ---------------------------------------------------------------------
+# ---- fetched pages -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
@@ -31,7 +29,7 @@ def test_near_miss_is_fetched_once(
     mine = owned(view, pages, keys, "n0")
     client = connect(cluster[0], wire, near="n0")
     assert client.lookup(pages.namespace, keys).prefix_pages == len(keys)
-    assert copies(cluster[0])[0] == 0  # to be asked for is not to be fetched
+    assert copies(cluster[0])[0] == 0  # a lookup fetches nothing
     for _ in range(2):
         assert pages.get(client, keys) == [True] * len(keys)
         assert copies(cluster[0])[0] == len(keys) - len(mine)
@@ -42,7 +40,7 @@ def test_near_miss_is_fetched_once(
     assert [node.peers.remote_pages.pages_fetched for node in cluster[1:]] == [0, 0]
 
 
-def test_a_page_that_nobody_has_is_a_miss_and_ends_a_prefix(
+def test_page_missing_everywhere_is_a_miss_and_ends_a_prefix(
     cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
 ) -> None:
     keys = pages.keys(*NUMBERS)
@@ -55,7 +53,7 @@ def test_a_page_that_nobody_has_is_a_miss_and_ends_a_prefix(
     assert pages.get(client, keys) == [True] * 20 + [False] + [True] * 27
 
 
-def test_ranges_of_pages_that_others_have(
+def test_near_node_serves_ranges_of_pages_at_other_members(
     cluster: list[Node], far: ClusterClient, near: ClusterClient
 ) -> None:
     large = Pages("ranges", MB)
@@ -90,7 +88,7 @@ def test_in_place(
         pass
 
 
-def test_a_pages_time_to_live_comes_along(
+def test_near_copy_has_the_time_to_live_of_its_page(
     cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
 ) -> None:
     keys = pages.keys(*NUMBERS)
@@ -102,7 +100,7 @@ def test_a_pages_time_to_live_comes_along(
     assert all(50 < page.expiry_s - time.time() <= 60 for page in kept)
 
 
-def test_near_is_found_by_itself_and_can_be_refused(
+def test_near_node_is_found_automatically_and_can_be_disabled(
     cluster: list[Node], far: ClusterClient, connect: Connect, pages: Pages
 ) -> None:
     keys = pages.keys(*NUMBERS)
@@ -110,7 +108,6 @@ def test_near_is_found_by_itself_and_can_be_refused(
     client = connect(cluster[1], "auto")
     pages.get(client, keys)
     assert client.maps_arena
-    # The one that was named
     assert [copies(node)[0] > 0 for node in cluster] == [
         False,
         True,
@@ -125,28 +122,30 @@ def test_near_is_found_by_itself_and_can_be_refused(
     )
 
 
-def test_an_owner_that_is_asked_to_ask_asks_nobody_twice(
+def test_near_nodes_do_not_forward_lookups_in_circles(
     cluster: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All are each other's near nodes, and nobody has the page: no question goes round."""
+    """All members are near nodes, and none has the pages: each asks the two others once."""
     asked: list[Any] = []
     call = BulkWire.call
 
-    def told(self: BulkWire, op: str, request: Any, deadline: Any) -> Any:
+    def recorded(self: BulkWire, op: str, request: Any, deadline: Any) -> Any:
         asked.append(request)
         return call(self, op, request, deadline)
 
-    monkeypatch.setattr(BulkWire, "call", told)
+    monkeypatch.setattr(BulkWire, "call", recorded)
     for number, node in enumerate(cluster):
         client = connect(node, "shm", near=f"n{number}")
         assert pages.get(client, pages.keys(*NUMBERS)) == [False] * len(NUMBERS)
     lookups = [request for request in asked if isinstance(request, pb.LookupRequest)]
-    assert len(lookups) == 6  # of each node, the two others
+    assert len(lookups) == 6  # each of three nodes asks the two others
     assert not any(request.near for request in lookups)
 
 
-def test_one_replica_fills_another(cluster: list[Node], connect: Connect, pages: Pages) -> None:
-    """As after a wiped disk: what this node owns and lacks is no copy."""
+def test_near_owner_without_a_page_fetches_it_as_its_own(
+    cluster: list[Node], connect: Connect, pages: Pages
+) -> None:
+    """After a wiped disk, for example, a page that the node owns is no near copy."""
     tell(cluster, view_of(cluster, 3, 2))
     keys = pages.keys(*NUMBERS)
     plant(cluster[1], pages, keys)
@@ -185,7 +184,7 @@ def test_replicated_page_is_no_near_copy(
     assert copies(cluster[0]) == (0, 0)
 
 
-def test_copies_have_their_share_and_go_first(
+def test_near_copies_have_a_limit_and_are_evicted_first(
     pair: list[Node], far: ClusterClient, near: ClusterClient
 ) -> None:
     nodes = pair
@@ -206,15 +205,15 @@ def test_copies_have_their_share_and_go_first(
     before = nodes[0].tier.visible_count
     more = Pages("more", KB16)
     wanted = owned(view_of(nodes), more, more.keys(*range(200)), "n0")[:80]
-    more.put(far(nodes), wanted)  # 4 MiB hold 256 pages: copies go, and no page of its own does
+    more.put(far(nodes), wanted)  # 4 MiB hold 256 pages: copies are evicted, and no own page is
     assert nodes[0].tier.visible_count == 256 > before
     assert all(pages.get(far(nodes), mine[:150]))
     totals = nodes[0].service.call("node_status", pb.NodeStatusRequest(), THE_NODE).totals
-    assert totals.pages_evicted == 0  # a copy is not lost
+    assert totals.pages_evicted == 0  # evicted copies do not count
     assert nodes[0].check() == []
 
 
-def test_a_small_copy_goes_for_a_large_one(
+def test_small_copies_are_evicted_for_large_ones(
     pair: list[Node], far: ClusterClient, near: ClusterClient
 ) -> None:
     nodes = pair
@@ -228,7 +227,7 @@ def test_a_small_copy_goes_for_a_large_one(
         assert nodes[0].check() == []
 
 
-def test_more_copies_than_fit_at_a_time_are_misses(
+def test_near_copies_over_the_limit_are_misses(
     pair: list[Node], far: ClusterClient, near: ClusterClient
 ) -> None:
     nodes = pair
@@ -278,10 +277,8 @@ def test_fetched_page_of_an_owner_goes_to_disk(
     wait_until(lambda: disk.records.count == len(keys))
 
 
-def test_a_member_that_is_drained_is_not_near(
-    cluster: list[Node], connect: Connect, pages: Pages
-) -> None:
-    """Nor is one that is talked to over shared memory already."""
+def test_draining_member_is_not_near(cluster: list[Node], connect: Connect, pages: Pages) -> None:
+    """This holds even if the client already uses the member's shared memory."""
     tell(cluster, view_of(cluster, number=2, n0=State.DRAINING))
     client = connect(cluster[0], "auto")
     client.open(pages.namespace)
@@ -291,19 +288,19 @@ def test_a_member_that_is_drained_is_not_near(
     assert near.address != f"127.0.0.1:{cluster[0].grpc.port}"
 
 
-def test_near_is_looked_for_at_this_hosts_addresses(
+def test_near_node_is_searched_at_addresses_of_this_host(
     start_node: StartNode, cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
-    """The member that was named has no shared memory here."""
+    """The member that the client was given has no shared memory here."""
     nodes = [start_node(shm_socket="none"), *cluster]
     tell(nodes, view_of(nodes))
     client = connect(nodes[0], "auto")
     client.open(pages.namespace)
     assert client.maps_arena
     assert pages.get(client, pages.keys(*NUMBERS)) == [False] * len(NUMBERS)
-    strangers = connect(nodes[0], "auto")
-    # Nobody connects to these
+    remote_client = connect(nodes[0], "auto")
+    # The client must not connect to these
     far_away = [Member(f"n{number}", f"203.0.113.{number}:7440") for number in range(1, 9)]
     tell(nodes[:1], View("fleet", 2, (view_of(nodes).members[0], *far_away)))
-    strangers.open(pages.namespace)
-    assert not strangers.maps_arena
+    remote_client.open(pages.namespace)
+    assert not remote_client.maps_arena

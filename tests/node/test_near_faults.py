@@ -1,4 +1,4 @@
-"""A client with a near node, when owners, or the near node, fail, hang or send wrong bytes."""
+"""A client with a near node, while owners or the near node fail, hang or send wrong bytes."""
 
 import contextlib
 import socket
@@ -21,7 +21,7 @@ from node.config import NodeConfig
 from node.server import Node
 
 
-def test_a_near_node_that_dies_is_done_without(
+def test_get_works_after_the_near_node_died(
     start_node: StartNode, far: ClusterClient, connect: Connect, pages: Pages
 ) -> None:
     settings: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "bulk_port": 0, "metrics_port": 0}
@@ -43,12 +43,12 @@ def test_a_near_node_that_dies_is_done_without(
 
 @contextlib.contextmanager
 def hanging() -> Iterator[str]:
-    """The address of a member that takes connections and says nothing."""
+    """Listen as a member that accepts connections and never answers; yield its address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_an_owner_that_hangs_costs_no_more_than_its_pages(
+def test_hanging_owner_costs_only_its_pages(
     cluster: list[Node], far: ClusterClient, connect: Connect, pages: Pages
 ) -> None:
     view, keys = view_of(cluster), pages.keys(*NUMBERS)
@@ -62,17 +62,17 @@ def test_an_owner_that_hangs_costs_no_more_than_its_pages(
         hits = pages.get(client, keys)
         assert time.monotonic() - began < 9.0
     assert hits == [key not in owned(view, pages, keys, "n1") for key in keys]
-    assert client.stats.failures == 0  # the near node is not to blame
+    assert client.stats.failures == 0  # must not count as a failure of the near node
 
 
-def test_an_owner_that_hangs_while_it_sends(
+def test_owner_hanging_in_a_get_costs_only_its_pages(
     cluster: list[Node],
     far: ClusterClient,
     connect: Connect,
     pages: Pages,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What came before is there; nobody waits beyond the deadline."""
+    """The pages of the other members are hits, and the call keeps its deadline."""
     keys = pages.keys(*NUMBERS)
     pages.put(far(cluster), keys)
     go_on = threading.Event()
@@ -90,7 +90,7 @@ def test_an_owner_that_hangs_while_it_sends(
     assert client.stats.failures == 0
 
 
-def test_a_near_node_that_hangs_leaves_time_for_the_owners(
+def test_hanging_near_node_leaves_time_for_the_owners(
     cluster: list[Node],
     far: ClusterClient,
     connect: Connect,
@@ -114,7 +114,7 @@ def test_a_near_node_that_hangs_leaves_time_for_the_owners(
 
 
 @pytest.mark.parametrize(("op", "opened"), [("begin_get", "open_get"), ("begin_put", "open_put")])
-def test_a_near_node_that_hangs_leaves_time_for_the_owners_where_pages_are_used_in_place(
+def test_hanging_near_node_leaves_time_for_the_owners_in_place(
     cluster: list[Node],
     connect: Connect,
     pages: Pages,
@@ -129,16 +129,16 @@ def test_a_near_node_that_hangs_leaves_time_for_the_owners_where_pages_are_used_
     monkeypatch.setattr(
         cluster[0].service, op, lambda *arguments: (go_on.wait(30.0), begin(*arguments))[1]
     )
-    monkeypatch.setattr(cluster[0].service, "_unary", {})  # it says nothing at all
+    monkeypatch.setattr(cluster[0].service, "_unary", {})  # it answers no call
     asked = getattr(client, opened)(pages.namespace, keys, timeout_s=4.0)
     with pytest.raises(DeadlineExceeded, match=r"in (1\.[5-9]\d*|2) s"), asked:
         pass
-    assert not client.maps_arena  # the next one is spared that
+    assert not client.maps_arena  # the next call must not ask it
     assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
     go_on.set()
 
 
-def test_a_commit_in_place_has_all_of_the_time(
+def test_commit_in_place_has_the_whole_timeout(
     cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
     keys = owned(view_of(cluster), pages, pages.keys(*NUMBERS), "n0")[:1]
@@ -151,7 +151,7 @@ def test_a_commit_in_place_has_all_of_the_time(
     assert pages.get(client, keys) == [True]
 
 
-def test_wrong_bytes_are_a_miss_and_dropped(
+def test_fetched_wrong_bytes_are_a_miss_and_dropped(
     cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
 ) -> None:
     keys = pages.keys(*NUMBERS)
@@ -162,11 +162,11 @@ def test_wrong_bytes_are_a_miss_and_dropped(
     client = near(cluster)
     assert pages.get(client, keys) == [key != bad for key in keys]
     assert cluster[1].tier.visible_count == before - 1
-    assert client.stats.corrupt_pages == 0  # none of it came so far
+    assert client.stats.corrupt_pages == 0  # no wrong byte must reach the client
     assert cluster[0].peers.remote_pages.pages_fetch_failed == 1
 
 
-def test_the_other_replica_is_asked_for_what_came_damaged(
+def test_damaged_pages_are_fetched_from_the_other_replica(
     cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
     view, keys = view_of(cluster, 3, 2), pages.keys(*NUMBERS)
@@ -179,7 +179,7 @@ def test_the_other_replica_is_asked_for_what_came_damaged(
 
 
 class Slow:
-    """Keeps every fetch of the first node waiting until it is let go."""
+    """A block of all fetches that lasts until `go_on` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waiting = threading.Semaphore(0)
@@ -211,7 +211,10 @@ def fetching(
     pages: Pages,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[tuple[list[bytes], Slow, tuple[threading.Thread, list[Any]]]]:
-    """Pages of n1 on their way to n0, for one reader."""
+    """Start a slow fetch of pages of n1 by n0 for one reader.
+
+    Yields the keys, the block, and the reading thread with its hits.
+    """
     keys = owned(view_of(cluster), pages, pages.keys(*NUMBERS), "n1")
     pages.put(far(cluster), keys)
     client = near(cluster)
@@ -224,7 +227,7 @@ def fetching(
     reading[0].join()
 
 
-def test_two_readers_of_one_page(
+def test_two_readers_share_one_fetch(
     fetching: Any, cluster: list[Node], near: ClusterClient, pages: Pages
 ) -> None:
     keys, slow, (first, hits) = fetching
@@ -238,19 +241,19 @@ def test_two_readers_of_one_page(
     assert cluster[0].peers.remote_pages.pages_fetched == len(keys)
 
 
-def test_a_page_that_is_removed_on_its_way_does_not_stay(
+def test_page_removed_during_its_fetch_does_not_stay(
     fetching: Any, cluster: list[Node], pages: Pages
 ) -> None:
     keys, slow, (reading, hits) = fetching
     cluster[0].tier.remove(pages.namespace.digest, keys[:2])
     slow.go_on.set()
     reading.join()
-    assert hits == [[True] * len(keys)]  # of who had asked before
-    wait_until(lambda: copies(cluster[0])[0] == len(keys) - 2)  # when they are released
+    assert hits == [[True] * len(keys)]  # for the reader that asked before the removal
+    wait_until(lambda: copies(cluster[0])[0] == len(keys) - 2)  # once they are released
     assert cluster[0].tier.lookup(pages.namespace.digest, keys[:2], False) == [False, False]
 
 
-def test_the_view_changes_on_the_way(
+def test_fetch_survives_a_view_change(
     fetching: Any, cluster: list[Node], near: ClusterClient, pages: Pages
 ) -> None:
     keys, slow, (reading, hits) = fetching
@@ -259,14 +262,14 @@ def test_the_view_changes_on_the_way(
     slow.go_on.set()
     reading.join()
     assert len(hits[0]) == len(keys)
-    # What came is here, the rest at nobody's who is asked
+    # Fetched pages are at n0, the others at no member of the new view
     assert pages.get(near(cluster), keys) == hits[0]
 
 
 def test_page_being_written_here_comes_from_others(
     cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
 ) -> None:
-    """By a sweep, by another member that hands it on, by a client that is slow."""
+    """The writer may be a sweep, another member that replicates the page, or a slow client."""
     view, tier = view_of(cluster), cluster[0].tier
     keys = [key for name in ("n1", "n2") for key in owned(view, pages, pages.keys(*NUMBERS), name)]
     pages.put(far(cluster), keys)
@@ -284,19 +287,19 @@ def test_page_being_written_here_comes_from_others(
     assert tier.check() == []
 
 
-def test_a_reader_that_has_left(fetching: Any, cluster: list[Node], pages: Pages) -> None:
+def test_near_node_holds_nothing_after_a_fetch(
+    fetching: Any, cluster: list[Node], pages: Pages
+) -> None:
     _, slow, (reading, _) = fetching
     slow.go_on.set()
     reading.join()
     settle(cluster[0], sessions=None)
 
 
-def test_pages_of_ones_own_press_while_others_are_fetched(
+def test_puts_and_near_gets_in_a_small_node_stay_correct(
     pair: list[Node], far: ClusterClient, near: ClusterClient, connect: Connect
 ) -> None:
-    """A storm of puts and near gets in a node that is too small: never a wrong byte, all is well
-    afterwards.
-    """
+    """Random puts and near gets under memory pressure return no wrong byte and leave no damage."""
     nodes = pair
     pages, own = Pages("fetched", KB16), Pages("own", KB16)
     theirs = owned(view_of(nodes), pages, pages.keys(*range(600)), "n1")
@@ -304,13 +307,13 @@ def test_pages_of_ones_own_press_while_others_are_fetched(
     pages.put(far(nodes), theirs)
     clients = [near(nodes) for _ in range(3)]
     stop = time.monotonic() + 2.0
-    elsewhere, broken = nodes[0].peers.remote_pages, list[BaseException]()
+    remote, broken = nodes[0].peers.remote_pages, list[BaseException]()
 
     def storm(number: int) -> None:
         try:
             at = 0
             while time.monotonic() < stop or (
-                elsewhere.pages_fetched <= 100 and time.monotonic() < stop + 60.0
+                remote.pages_fetched <= 100 and time.monotonic() < stop + 60.0
             ):
                 at += 7
                 if number < 2:
@@ -319,7 +322,7 @@ def test_pages_of_ones_own_press_while_others_are_fetched(
                 else:
                     own.put(clients[number], mine[at % 500 : at % 500 + 12])
                 assert copies(nodes[0])[1] <= MB
-        except BaseException as error:  # noqa: BLE001 -- told by the test
+        except BaseException as error:  # noqa: BLE001 -- reported by the test
             broken.append(error)
 
     threads = [threading.Thread(target=storm, args=(number,)) for number in range(3)]
@@ -328,11 +331,11 @@ def test_pages_of_ones_own_press_while_others_are_fetched(
     for thread in threads:
         thread.join()
     assert broken == []
-    assert elsewhere.pages_fetched > 100
+    assert remote.pages_fetched > 100
     assert nodes[0].check() == []
 
 
-def test_a_node_that_is_alone_does_not_look_for_copies(
+def test_node_without_a_cluster_makes_no_near_copies(
     start_node: StartNode, connect: Connect, pages: Pages
 ) -> None:
     node = start_node()
@@ -343,7 +346,7 @@ def test_a_node_that_is_alone_does_not_look_for_copies(
     assert not client.node_status().HasField("peers")
 
 
-def test_a_copy_that_is_held_is_stepped_over(
+def test_held_near_copies_are_not_evicted(
     pair: list[Node], far: ClusterClient, near: ClusterClient
 ) -> None:
     nodes = pair
@@ -362,8 +365,8 @@ def test_a_copy_that_is_held_is_stepped_over(
 def test_removal_holds_over_two_hops(
     cluster: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """n0 hands pages to n1 when that was asked to remove them, and n2 has them from there before it
-    is asked again.
+    """n0 replicates pages to n1 after n1 was asked to remove them, and n2 fetches them from n1
+    before n1 is asked again.
     """
     view = view_of(cluster)
     keys = [
@@ -411,7 +414,7 @@ def test_removal_holds_over_two_hops(
     assert pages.get(reader, keys) == [False] * len(keys)
 
 
-def test_a_removal_beside_a_member_that_hangs_tells_what_the_others_did(
+def test_removal_with_a_hanging_member_reports_the_others(
     cluster: list[Node], far: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, keys, over = far(cluster), pages.keys(*NUMBERS), threading.Event()

@@ -1,6 +1,4 @@
-"""Puts through a near node that are answered when the owners have the pages, or have
-them on disk.
-"""
+"""Puts through a near node that return once the owners have the pages, in RAM or on disk."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +25,7 @@ StartNodes = Callable[..., list[Node]]
 
 @pytest.fixture
 def start(start_node: StartNode, tmp_path: Path) -> StartNodes:
-    """Nodes of one cluster, with a disk as `disks` says of each."""
+    """Return a function that starts a cluster; `disks` has "d" for each node with a disk."""
 
     def made(disks: str, replicas: int = 1) -> list[Node]:
         flags = [
@@ -50,7 +48,7 @@ def put(
 
 
 def safe(nodes: list[Node], pages: Pages, key: bytes) -> list[str]:
-    """Who has the page on disk."""
+    """Return the members that have the page on disk."""
     digest = pages.namespace.digest
     return [
         f"n{i}"
@@ -60,25 +58,25 @@ def safe(nodes: list[Node], pages: Pages, key: bytes) -> list[str]:
 
 
 def refuse_clients(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes from members only: who puts there by himself has gone past his near node."""
+    """Make the node fail on puts of clients, which must go through the near node."""
     begin = node.service.begin_put
 
     def begun(session: Any, request: pb.PutRequest) -> Any:
-        assert request.forwarded_by, "a client asked an owner itself"
+        assert request.forwarded_by, "a client put at an owner directly"
         return begin(session, request)
 
     monkeypatch.setattr(node.service, "begin_put", begun)
 
 
 @pytest.mark.parametrize("disks", ["dd", "-dd"])
-def test_a_durable_put_is_on_the_owners_disks_when_it_is_answered(
+def test_durable_put_returns_when_owners_have_it_on_disk(
     start: StartNodes,
     near: ClusterClient,
     pages: Pages,
     monkeypatch: pytest.MonkeyPatch,
     disks: str,
 ) -> None:
-    """The near node has them too; it may have no disk if it owns none of them."""
+    """The near node has the pages, too; it needs no disk if it owns none of them."""
     nodes = start(disks)
     for node in nodes[1:]:
         refuse_clients(node, monkeypatch)
@@ -126,7 +124,7 @@ def test_in_place(start: StartNodes, near: ClusterClient, pages: Pages) -> None:
     assert [tuple(safe(nodes, pages, key)) for key in keys] == whose
 
 
-def test_with_two_replicas_one_is_durable_or_all(
+def test_ack_decides_whether_one_or_all_replicas_are_durable(
     start: StartNodes, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = start("ddd", replicas=2)
@@ -143,16 +141,16 @@ def test_with_two_replicas_one_is_durable_or_all(
 
 
 @pytest.mark.parametrize("disks", ["-d", "d-", "--"])
-def test_an_owner_without_a_disk_says_so(
+def test_durable_put_with_a_diskless_owner_is_refused(
     start: StartNodes, near: ClusterClient, pages: Pages, disks: str
 ) -> None:
-    """The near node, or another."""
+    """The owner without a disk is the near node, another member, or both."""
     nodes = start(disks)
     with pytest.raises(InvalidRequest, match="no disk tier"):
         put(near(nodes), pages, pages.keys(*NUMBERS))
 
 
-def test_a_second_owner_needs_no_disk(start: StartNodes, near: ClusterClient, pages: Pages) -> None:
+def test_second_owner_needs_no_disk(start: StartNodes, near: ClusterClient, pages: Pages) -> None:
     nodes = start("-d", replicas=2)
     keys = owned(view_of(nodes, 2), pages, pages.keys(*NUMBERS), "n1")
     assert put(near(nodes), pages, keys) == [PutOutcome.STORED] * len(keys)
@@ -160,7 +158,7 @@ def test_a_second_owner_needs_no_disk(start: StartNodes, near: ClusterClient, pa
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_an_owner_that_is_killed_on_the_way(
+def test_owner_killed_during_a_durable_put_is_reported_or_replaced(
     start_node: StartNode,
     near: ClusterClient,
     pages: Pages,
@@ -168,7 +166,7 @@ def test_an_owner_that_is_killed_on_the_way(
     monkeypatch: pytest.MonkeyPatch,
     replicas: int,
 ) -> None:
-    """Another owner has it on disk, or it is said that nobody does."""
+    """Another owner has the pages on disk, or the put reports AWAY."""
     disk: dict[str, Any] = {"disk_nbytes": 64 << 20}
     ports: dict[str, Any] = {
         "host": "127.0.0.1",
@@ -201,13 +199,13 @@ def test_an_owner_that_is_killed_on_the_way(
         assert put(client, pages, keys, timeout_s=5.0) == [PutOutcome.AWAY] * len(keys)
     else:
         put(client, pages, keys)
-        # n2, which is alone in the list
+        # n2, which is the only node of the list
         assert [safe(nodes[2:], pages, key) for key in keys] == [["n0"]] * len(keys)
     assert dead
     tell([nodes[0], nodes[2]], View("fleet", 2, (view.members[0], view.members[2]), 1))
 
 
-def test_a_disk_that_is_too_slow(
+def test_put_with_a_slow_disk_is_exhausted(
     start: StartNodes, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = start("dd")
@@ -220,10 +218,10 @@ def test_a_disk_that_is_too_slow(
         put(near(nodes), pages, pages.keys(*NUMBERS), timeout_s=5.0)
 
 
-def test_the_view_changes_before_the_answer(
+def test_durable_put_survives_a_view_change(
     start: StartNodes, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who keeps a page is decided once: between two views it could be nobody."""
+    """The owners are decided once per put: between two views a page could otherwise have none."""
     nodes = start("dd")
     view, replicator = view_of(nodes), nodes[0].peers.replicator
     keys = owned(view, pages, pages.keys(*NUMBERS), "n0")
@@ -266,11 +264,11 @@ def test_put_at_a_full_near_node_goes_to_the_owners(
         assert [safe(nodes, large, key) for key in more] == [["n1"]] * len(more)
 
 
-def test_a_near_node_that_is_older_is_asked_for_nothing(
+def test_older_near_node_is_not_used(
     start: StartNodes, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes of version 3 ask nobody, and hand nothing on: it would keep on its own disk what others
-    own.
+    """Nodes of version 3 neither fetch nor replicate, and would keep pages of other owners
+    on disk.
     """
     nodes = start("dd")
     hello = nodes[0].service._unary["hello"]
@@ -296,12 +294,12 @@ def test_a_near_node_that_is_older_is_asked_for_nothing(
         pass
 
 
-def test_pages_that_are_visible_but_not_promised_get_to_all_owners(
+def test_pages_visible_without_an_ack_reach_all_owners(
     start: StartNodes, near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The near node's own disk fails.
 
-    Who puts them himself then finds them at an owner, and hands nothing on.
+    The client then puts the pages itself, finds them at one owner, and replicates nothing.
     """
     nodes = start("ddd", replicas=2)
 

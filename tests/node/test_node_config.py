@@ -1,6 +1,4 @@
-"""A node's settings, alone and as `kvstore-node` takes them from its command line and
-environment.
-"""
+"""A node's settings, by themselves and from the command line and environment of `kvstore-node`."""
 
 import dataclasses
 import logging
@@ -36,7 +34,9 @@ MIB = 1 << 20
         ({"KVSTORE_NODE_LOG_LEVEL": "LOUD"}, "log_level='LOUD' must be one of DEBUG, INFO"),
     ],
 )
-def test_a_bad_environment_is_named_with_its_range(environ: dict[str, str], named: str) -> None:
+def test_invalid_environment_variable_is_named_with_its_range(
+    environ: dict[str, str], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         load(NodeConfig, "KVSTORE_NODE", {}, environ)
 
@@ -64,7 +64,7 @@ def test_a_bad_environment_is_named_with_its_range(environ: dict[str, str], name
         ({"host": 5}, "host=5 must be a str"),
     ],
 )
-def test_a_bad_node_setting_is_named_with_its_range(values: dict[str, Any], named: str) -> None:
+def test_invalid_setting_is_named_with_its_range(values: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         NodeConfig(**values)
 
@@ -72,12 +72,12 @@ def test_a_bad_node_setting_is_named_with_its_range(values: dict[str, Any], name
 @pytest.mark.parametrize(
     "ram_nbytes", [4096, 5000, 70_000, MIB, 100 * MIB, (1 << 30) + 1, 1 << 40, 1 << 46]
 )
-def test_defaults_fit_together_whatever_the_ram(ram_nbytes: int) -> None:
+def test_defaults_are_consistent_for_any_ram_size(ram_nbytes: int) -> None:
     config = NodeConfig(ram_nbytes=ram_nbytes)
     assert 0 < config.extent_nbytes <= config.batch_nbytes_max <= config.ram_nbytes <= ram_nbytes
     assert config.ram_nbytes % config.extent_nbytes == config.extent_nbytes % 4096 == 0
     assert config.ram_nbytes > ram_nbytes - config.extent_nbytes, (
-        "more than an extent was given away"
+        "more than an extent was rounded off"
     )
 
 
@@ -91,11 +91,14 @@ class Ended(NamedTuple):
 def run_node(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., Ended]]:
-    """The command in this process, for starts that fail; any other exception than its end is a
-    traceback.
+    """Return a function that runs the command in this process, for starts that fail.
+
+    Any exception other than SystemExit is a traceback, and fails the test.
     """
     monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
-    monkeypatch.setattr(os, "umask", lambda _: 0o077)  # it would stay for all tests of this process
+    monkeypatch.setattr(
+        os, "umask", lambda _: 0o077
+    )  # else it would stay set for all tests of this process
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
     def run(*flags: str, **environ: str) -> Ended:
@@ -129,7 +132,7 @@ def run_node(
         (["--ram-bytes", "60TiB"], {}, "bytes of memory available here"),
     ],
 )
-def test_a_bad_setting_ends_the_command_with_status_2(
+def test_invalid_setting_ends_the_command_with_status_2(
     run_node: Callable[..., Ended], flags: list[str], environ: dict[str, str], named: str
 ) -> None:
     done = run_node(*flags, **environ)
@@ -138,7 +141,7 @@ def test_a_bad_setting_ends_the_command_with_status_2(
     assert named in done.stderr
 
 
-def test_so_it_does_for_whoever_started_it() -> None:
+def test_invalid_setting_prints_one_line_and_no_traceback() -> None:
     command = [sys.executable, "-m", "node.main", "--port", "http"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (2, "")
@@ -146,7 +149,7 @@ def test_so_it_does_for_whoever_started_it() -> None:
     assert done.stderr.count("\n") == 1, "no traceback"
 
 
-def test_an_unknown_flag_ends_the_command_with_status_2(run_node: Callable[..., Ended]) -> None:
+def test_unknown_flag_ends_the_command_with_status_2(run_node: Callable[..., Ended]) -> None:
     done = run_node("--turbo")
     assert done.status == 2
     assert "--turbo" in done.stderr
@@ -160,7 +163,7 @@ FLAGS = {
 EXPERT = [field.name for field in dataclasses.fields(NodeConfig) if field.metadata.get("expert")]
 
 
-def test_help_names_every_setting_but_those_for_experts_with_its_default_and_unit(
+def test_help_names_all_but_expert_settings_with_default_and_unit(
     run_node: Callable[..., Ended],
 ) -> None:
     done = run_node("--help")
@@ -168,11 +171,11 @@ def test_help_names_every_setting_but_those_for_experts_with_its_default_and_uni
     text = "".join(done.stdout.split())
     shown = set(re.findall(r"^  (--[a-z-]+)", done.stdout, re.MULTILINE)) - {"--version"}
     assert shown == {flag for name, flag in FLAGS.items() if name not in EXPERT}
-    assert "--etcd-password" not in shown, "everybody on the host could read it"
+    assert "--etcd-password" not in shown, "everybody on the host can read command lines"
     for field in dataclasses.fields(NodeConfig):
         if field.name in FLAGS and field.name not in EXPERT:
             assert f"{field.metadata['help']}(default".replace(" ", "") in text, field.name
-    for said in (
+    for expected in (
         "(default 1GiB; 4KiB..64TiB)",
         "(default 8MiB/s; 0..1TiB/s)",
         "(default 10 s; 0 s..3600 s)",
@@ -182,11 +185,11 @@ def test_help_names_every_setting_but_those_for_experts_with_its_default_and_uni
         "(default empty)",
         "(default off)",
     ):
-        assert said.replace(" ", "") in text, said
+        assert expected.replace(" ", "") in text, expected
     assert "examples:" in text
 
 
-def test_help_is_short_enough_to_read_and_in_groups(run_node: Callable[..., Ended]) -> None:
+def test_help_is_short_and_grouped(run_node: Callable[..., Ended]) -> None:
     done = run_node("--help")
     assert re.findall(r"^([A-Za-z]+):$", done.stdout, re.MULTILINE) == [
         "options",
@@ -196,11 +199,11 @@ def test_help_is_short_enough_to_read_and_in_groups(run_node: Callable[..., Ende
     grouped = [name for names in GROUPS.values() for name in names]
     assert len(grouped) == len(set(grouped)) <= 40
     assert not set(grouped) & set(EXPERT)
-    assert set(FLAGS) - set(grouped) - set(EXPERT) <= {"eviction"}, "a setting of no group"
+    assert set(FLAGS) - set(grouped) - set(EXPERT) <= {"eviction"}, "a setting without a group"
 
 
 @pytest.mark.parametrize("name", EXPERT)
-def test_a_setting_for_experts_is_taken_from_its_flag_and_its_variable(name: str) -> None:
+def test_expert_setting_has_a_flag_and_a_variable(name: str) -> None:
     default = getattr(NodeConfig(), name)
     value = (
         default * 2
@@ -215,7 +218,7 @@ def test_a_setting_for_experts_is_taken_from_its_flag_and_its_variable(name: str
     assert getattr(by_flag, name) == getattr(by_variable, name) == float(text) != default
 
 
-def test_a_second_node_on_the_same_port_is_refused(
+def test_second_node_on_the_same_port_is_refused(
     run_node: Callable[..., Ended], start_node: StartNode
 ) -> None:
     node = start_node()

@@ -1,4 +1,4 @@
-"""Parts of a page in a slot: which bytes of the page they are, and where each of them is."""
+"""Parts of a page in a slot: which bytes are read, and where each of them is."""
 
 import random
 
@@ -19,7 +19,7 @@ def space_of(page_nbytes: int) -> NamespaceIndex:
 
 
 @pytest.mark.parametrize("leaf_nbytes", [256, 4096, 10_000])
-def test_every_byte_of_the_ranges_is_in_the_slot_beside_all_that_its_leaves_cover(
+def test_partial_page_has_all_bytes_of_its_ranges_and_leaves(
     leaf_nbytes: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checksum, "LEAF_NBYTES", leaf_nbytes)
@@ -43,7 +43,7 @@ def test_every_byte_of_the_ranges_is_in_the_slot_beside_all_that_its_leaves_cove
     checksum.cuts.cache_clear()
 
 
-def test_a_page_of_one_leaf_and_one_that_is_nearly_all_wanted_are_read_whole() -> None:
+def test_small_pages_and_large_shares_are_read_whole() -> None:
     mib = 1 << 20
     large, one_leaf = space_of(16 * mib), space_of(2 * mib - 4096)
     assert parts_wanted(large, []) is None

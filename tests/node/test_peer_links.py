@@ -1,4 +1,4 @@
-"""Links between members: made when needed, gone with who left."""
+"""Links between members: made when needed, closed when a member leaves."""
 
 import pytest
 from fleet import view_of
@@ -11,7 +11,7 @@ from node.cluster.membership import Membership, advertised, check_address
 from node.cluster.remote_pages import PeerLinks, peer_credentials
 from node.config import NodeConfig
 
-ELSEWHERE = "192.0.2.1:7440"  # of an address range that nobody has
+ELSEWHERE = "192.0.2.1:7440"  # of an address range reserved for documentation
 
 
 def test_links_follow_the_view(start_node: StartNode) -> None:
@@ -36,8 +36,8 @@ def test_links_follow_the_view(start_node: StartNode) -> None:
         links.link("n1")
 
 
-def test_a_token_leaves_the_host_in_plain_text_only_if_the_node_was_told_to_be_insecure() -> None:
-    """Whoever may write to etcd says where members are, and a member's token is good for all
+def test_token_crosses_the_network_unencrypted_only_if_insecure() -> None:
+    """Anyone who can write to etcd can name members, and a member's token is valid for all
     tenants.
     """
     config = NodeConfig(token="t" * 43, identities="file")
@@ -57,7 +57,7 @@ def test_a_token_leaves_the_host_in_plain_text_only_if_the_node_was_told_to_be_i
 
 
 @pytest.mark.parametrize(
-    ("told", "address"),
+    ("setting", "address"),
     [
         ("10.0.0.5", "10.0.0.5:7440"),
         ("n1.example:7450", "n1.example:7450"),
@@ -66,6 +66,6 @@ def test_a_token_leaves_the_host_in_plain_text_only_if_the_node_was_told_to_be_i
         ("[fd00::5]:7450", "[fd00::5]:7450"),
     ],
 )
-def test_an_address_that_names_no_port_has_the_nodes_own(told: str, address: str) -> None:
-    """A pod is told its own address without one, and IPv6 without brackets."""
-    assert advertised(told, "0.0.0.0", 7440, []) == address
+def test_advertised_address_without_a_port_gets_the_nodes_port(setting: str, address: str) -> None:
+    """A pod knows its address without a port, and an IPv6 one without brackets."""
+    assert advertised(setting, "0.0.0.0", 7440, []) == address

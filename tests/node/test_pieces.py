@@ -1,5 +1,6 @@
-"""Pages in pieces of the caller's memory where several nodes, or TLS, are between: each page is
-whole, whoever has it, and who comes too late writes into no piece.
+"""Pages scattered over pieces of the caller's memory, through several nodes or TLS.
+
+Each page is whole, and a late worker writes into no piece.
 """
 
 import itertools
@@ -23,7 +24,7 @@ NUMBERS = range(24)
 
 
 class InPieces(Pages):
-    """Cut anew for each call."""
+    """Pages that each call cuts into random pieces."""
 
     def __init__(self, name: str, rng: random.Random, page_nbytes: int = 4096) -> None:
         super().__init__(name, page_nbytes)
@@ -84,7 +85,7 @@ def test_over_tls(
 
 
 @pytest.mark.parametrize("how", [{}, {"near": "n0"}], ids=["spread", "near"])
-def test_a_page_that_is_damaged_at_its_first_owner_comes_whole_from_the_next(
+def test_page_damaged_at_its_first_owner_comes_whole_from_the_next(
     trio: list[Node], connect: Connect, cut: InPieces, how: dict[str, Any]
 ) -> None:
     keys = cut.keys(*NUMBERS)
@@ -111,6 +112,6 @@ def test_late_worker_writes_into_no_piece(
     assert [bytes(buffer) for buffer in buffers] == [cut.content(key) for key in keys]
     for buffer in buffers:
         buffer[:] = bytes(cut.nbytes)
-    go.set()  # now the slow one sends
+    go.set()  # now the slow node sends
     threading.Event().wait(0.5)
     assert not any(any(buffer) for buffer in buffers)

@@ -1,7 +1,6 @@
-"""Who speaks the version of the protocol before or after ours works with us; who is further away is
-told.
+"""Protocol versions: the versions before and after ours work, others are refused with the reason.
 
-golden/protocol-3.json: frames of a client of version 3, recorded with it.
+golden/protocol-3.json has recorded frames of a client of version 3.
 """
 
 import concurrent.futures
@@ -44,8 +43,8 @@ PAGE = bytes(i % 251 for i in range(4096))
 MAGIC = struct.Struct("<2sBBIQ")
 
 
-class Before:
-    """A client of another version on a bulk connection."""
+class VersionedClient:
+    """A bulk connection of a client with another protocol version."""
 
     def __init__(self, node: Node, version: int) -> None:
         self._sock = socket.create_connection(("127.0.0.1", node.bulk.port), timeout=10.0)
@@ -57,13 +56,17 @@ class Before:
                 frame[:2] + bytes([self._version]) + frame[3:] if frame[:2] == b"KV" else frame
             )
         magic, version, _, header_nbytes, payload_nbytes = MAGIC.unpack(self._receive(FIXED_NBYTES))
-        assert (magic, version) == (b"KV", self._version), "it takes no frames but its own"
+        assert (magic, version) == (b"KV", self._version), (
+            "a client takes only frames of its own version"
+        )
         return pb.BulkReply.FromString(self._receive(header_nbytes)), self._receive(payload_nbytes)
 
     def _receive(self, nbytes: int) -> bytes:
         data = b""
         while len(data) < nbytes:
-            data += self._sock.recv(nbytes - len(data)) or pytest.fail("the node hung up")
+            data += self._sock.recv(nbytes - len(data)) or pytest.fail(
+                "the node closed the connection"
+            )
         return data
 
     def close(self) -> None:
@@ -71,8 +74,8 @@ class Before:
 
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
-def test_a_client_of_the_version_beside_ours_is_served_in_its_own(node: Node, version: int) -> None:
-    client = Before(node, version)
+def test_client_of_a_neighbour_version_is_served_in_its_version(node: Node, version: int) -> None:
+    client = VersionedClient(node, version)
     assert client.ask(RECORDED["hello"])[0].hello.protocol_version == PROTOCOL_VERSION
     assert client.ask(RECORDED["open_namespace"])[0].open_namespace.page_nbytes == len(PAGE)
     verdicts = client.ask(RECORDED["put"])[0].put.verdicts
@@ -85,7 +88,7 @@ def test_a_client_of_the_version_beside_ours_is_served_in_its_own(node: Node, ve
 
 
 def test_pages_of_a_version_3_client_are_read(node: Node, connect: Connect) -> None:
-    older = Before(node, PROTOCOL_VERSION - 1)
+    older = VersionedClient(node, PROTOCOL_VERSION - 1)
     older.ask(RECORDED["open_namespace"])
     if older.ask(RECORDED["put"])[0].put.verdicts == [pb.WRITE]:
         older.ask(RECORDED["data"], PAGE, RECORDED["commit"])
@@ -105,7 +108,7 @@ def test_peer_two_versions_away_gets_the_reason(node: Node, version: int) -> Non
 
 
 class OlderNode(KVStoreServicer):
-    """A node of version 3: it refuses every other one, also in frames."""
+    """A fake node of version 3, which refuses every other version, also in frames."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -116,8 +119,8 @@ class OlderNode(KVStoreServicer):
 
     def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloReply:
         if request.protocol_version not in (0, self.version):
-            said = f"client speaks protocol {request.protocol_version}, this node {self.version}"
-            context.abort(grpc.StatusCode.UNIMPLEMENTED, said)
+            message = f"client speaks protocol {request.protocol_version}, this node {self.version}"
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
         return pb.HelloReply(
             view=self.view,
             protocol_version=self.version,
@@ -171,7 +174,7 @@ def older() -> Iterator[Any]:
         node.listener.close()
 
 
-def test_a_node_of_version_3_is_spoken_to_in_its_own(older: Any) -> None:
+def test_node_of_version_3_gets_frames_of_version_3(older: Any) -> None:
     node, address = older(PROTOCOL_VERSION - 1)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         serving = pool.submit(node.serve)
@@ -182,8 +185,8 @@ def test_a_node_of_version_3_is_spoken_to_in_its_own(older: Any) -> None:
     assert node.frames == [PROTOCOL_VERSION - 1] * 3
 
 
-def test_a_node_of_version_3_is_not_taken_for_near(older: Any) -> None:
-    """It would answer for itself alone."""
+def test_node_of_version_3_is_not_near(older: Any) -> None:
+    """It would answer only for its own pages."""
     nodes = [older(PROTOCOL_VERSION - 1) for _ in range(2)]
     view = View(
         "fleet",
@@ -203,7 +206,7 @@ def test_a_node_of_version_3_is_not_taken_for_near(older: Any) -> None:
         with Client(
             ClientConfig(address=nodes[0][1], wire="bulk", near="n1", connect_timeout_s=5.0)
         ) as client:
-            for _ in range(2):  # it is connected to at the first call, and known at the second
+            for _ in range(2):  # the first call connects, the second uses the known node
                 assert client.lookup(space, [key]).present == (True,)
             with (
                 pytest.raises(InvalidRequest, match="name a member of the cluster"),
@@ -222,17 +225,17 @@ def test_acks_beyond_owners_of_version_3_are_refused(older: Any) -> None:
     members = tuple(Member(f"n{number}", address) for number, (_, address) in enumerate(nodes))
     for node, _ in nodes:
         node.view = view_message(View("fleet", 1, members, 2))
-    space, said = (
+    space, message = (
         Namespace(model="protocol-3", layout=opaque_layout(4096)),
         "speaks protocol 3, .* update it to 4",
     )
     with Client(ClientConfig(address=nodes[0][1], wire="grpc", connect_timeout_s=5.0)) as client:
-        with pytest.raises(Exhausted, match=said):
+        with pytest.raises(Exhausted, match=message):
             client.put(space, [bytes(32)], [bytes(4096)], Keep(ack="all"))
-        assert client.stats.failures == 0, "it is all right otherwise"
+        assert client.stats.failures == 0, "the refusal must not count as a failure"
 
 
-def test_a_node_two_versions_away_is_no_node_of_ours(older: Any) -> None:
+def test_node_two_versions_away_is_refused(older: Any) -> None:
     _, address = older(PROTOCOL_VERSION - 2)
     with (
         Client(ClientConfig(address=address, connect_timeout_s=5.0)) as client,

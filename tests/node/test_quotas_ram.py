@@ -1,6 +1,4 @@
-"""Quotas of the RAM: who floods loses his own pages, and nobody who is within his quota
-loses any.
-"""
+"""RAM quotas: a tenant over its quota loses its own pages, and a tenant within it loses none."""
 
 import contextlib
 import random
@@ -17,7 +15,7 @@ EXTENT = 16 * PAGE
 
 
 def fill(box: Any, space: Any, *numbers: int) -> list[bytes]:
-    """One after the other, each a little later."""
+    """Put the pages one after the other, each 1 ms later; return their keys."""
     keys: list[bytes] = space.keys(*numbers)
     for key in keys:
         box.now_ms += 1
@@ -25,7 +23,7 @@ def fill(box: Any, space: Any, *numbers: int) -> list[bytes]:
     return keys
 
 
-def test_a_tenant_at_its_quota_gives_up_its_own_oldest_page() -> None:
+def test_tenant_at_its_quota_evicts_its_own_oldest_page() -> None:
     box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(quiet=32 * PAGE, loud=32 * PAGE)
     quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("m", PAGE, tenant="loud")
@@ -38,7 +36,7 @@ def test_a_tenant_at_its_quota_gives_up_its_own_oldest_page() -> None:
 
 
 @pytest.mark.parametrize("there", [0, 5, 32])
-def test_a_batch_that_is_larger_than_a_quota_is_cut_at_it(there: int) -> None:
+def test_batch_larger_than_the_quota_is_cut(there: int) -> None:
     box = Sandbox(8 * EXTENT, EXTENT)
     box.limit(loud=32 * PAGE)
     loud = box.open("m", PAGE, tenant="loud")
@@ -50,18 +48,18 @@ def test_a_batch_that_is_larger_than_a_quota_is_cut_at_it(there: int) -> None:
     assert box.tier.check() == []
 
 
-def test_one_without_a_quota_has_what_the_others_leave() -> None:
+def test_tenant_without_a_quota_uses_the_rest() -> None:
     box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(quiet=32 * PAGE)
     free, quiet = box.open("m", PAGE, tenant="free"), box.open("m", PAGE, tenant="quiet")
     kept = fill(box, quiet, *range(16))
     keys = fill(box, free, *range(200))
     assert box.present(quiet, kept) == set(kept)
-    assert box.present(free, keys) == set(keys[-48:]), "what nobody uses is had"
+    assert box.present(free, keys) == set(keys[-48:]), "unused memory must be used"
     more = fill(box, quiet, *range(100, 116))
     assert box.present(quiet, kept + more) == set(kept + more)
     assert box.present(free, keys) == set(keys[-32:]), (
-        "they give room for who is within his quota, the oldest first"
+        "its oldest pages must make room for a tenant within its quota"
     )
     assert box.tier.check() == []
 
@@ -73,16 +71,16 @@ def test_tenant_over_a_lowered_quota_is_evicted_first() -> None:
     keys = fill(box, over, *range(32))
     box.limit(over=8 * PAGE)
     assert box.tier.check() == []
-    assert box.present(over, keys) == set(keys), "nothing goes before room is needed"
+    assert box.present(over, keys) == set(keys), "no page is evicted before room is needed"
     fill(box, old, *range(100, 108))
     assert box.present(old, kept) == set(kept)
     assert box.present(over, keys) == set(keys[8:])
     fill(box, over, 100)
-    assert box.nbytes("over") == 8 * PAGE, "its own put brings it within its quota"
+    assert box.nbytes("over") == 8 * PAGE, "its own put must bring it within its quota"
     assert box.tier.check() == []
 
 
-def test_pages_that_change_their_pool_keep_their_order() -> None:
+def test_pages_moved_to_another_pool_keep_their_order() -> None:
     box = Sandbox(4 * EXTENT, EXTENT)
     space = box.open("m", PAGE, tenant="some")
     keys = fill(box, space, *range(32))
@@ -98,7 +96,7 @@ def test_pages_that_change_their_pool_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_a_page_of_each_of_many_sizes_counts_as_what_it_keeps_from_others(held: bool) -> None:
+def test_pages_of_many_sizes_count_with_the_space_they_block(held: bool) -> None:
     box = Sandbox(8 * 16 * EXTENT, 16 * EXTENT)
     half = 4 * 16 * EXTENT
     box.limit(quiet=half, loud=half)
@@ -124,9 +122,9 @@ def test_a_page_of_each_of_many_sizes_counts_as_what_it_keeps_from_others(held: 
     assert box.tier.check() == []
 
 
-def test_places_of_another_size_are_made_without_a_loss_for_others() -> None:
-    """Pages of two tenants lie mixed in the same blocks; when one of them changes its page size the
-    other's move.
+def test_changed_page_size_costs_other_tenants_no_page() -> None:
+    """Pages of two tenants share blocks. When one tenant changes its page size, the other's pages
+    move.
     """
     box = Sandbox(16 * EXTENT, EXTENT)
     box.limit(quiet=8 * EXTENT, loud=8 * EXTENT)
@@ -137,7 +135,7 @@ def test_places_of_another_size_are_made_without_a_loss_for_others() -> None:
         fill(box, loud, number)
     large = box.open("large", 16 * PAGE, tenant="loud")
     keys = fill(box, large, *range(8))
-    assert box.present(large, keys) == set(keys), "a tenant has its quota in any size"
+    assert box.present(large, keys) == set(keys), "a tenant must get its quota in any page size"
     assert box.get(quiet, kept) == [True] * 128
     assert all(box.get(large, keys))
     assert box.tier.check() == []
@@ -160,7 +158,7 @@ def test_page_removed_while_read_counts_until_its_release() -> None:
     assert box.put(loud, loud.keys(50)) == [PutStatus.WRITE]
 
 
-def test_a_page_that_is_more_than_the_quota_is_refused() -> None:
+def test_page_larger_than_the_quota_is_refused() -> None:
     box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(small=PAGE)
     space = box.open("m", 2 * PAGE, tenant="small")
@@ -168,7 +166,7 @@ def test_a_page_that_is_more_than_the_quota_is_refused() -> None:
         box.put(space, space.keys(1))
 
 
-def test_a_page_that_is_more_than_the_quota_costs_its_tenant_none() -> None:
+def test_page_larger_than_the_quota_evicts_nothing() -> None:
     box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(one=8 * PAGE)
     small, large = box.open("m", PAGE, tenant="one"), box.open("m", 16 * PAGE, tenant="one")
@@ -178,7 +176,7 @@ def test_a_page_that_is_more_than_the_quota_costs_its_tenant_none() -> None:
     assert box.present(small, kept) == set(kept)
 
 
-def test_pins_of_one_do_not_cost_another_a_page() -> None:
+def test_pins_of_a_tenant_cost_another_no_page() -> None:
     box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(quiet=32 * PAGE, loud=32 * PAGE)
     quiet, loud = box.open("m", PAGE, tenant="quiet"), box.open("m", PAGE, tenant="loud")
@@ -198,12 +196,12 @@ def test_quotas_above_the_ram_evict_from_the_largest_share() -> None:
     fill(box, two, *range(32))
     assert box.nbytes("one") + box.nbytes("two") == 64 * PAGE
     assert abs(box.nbytes("one") - 2 * box.nbytes("two")) <= 6 * PAGE, (
-        "each has about two thirds of its quota"
+        "each tenant must have about two thirds of its quota"
     )
     assert box.tier.check() == []
 
 
-def test_copies_of_one_go_for_its_own() -> None:
+def test_near_copies_are_evicted_within_their_tenant() -> None:
     box = Sandbox(4 * EXTENT, EXTENT)
     box.limit(quiet=16 * PAGE, loud=32 * PAGE)
     box.tier.eviction.copy_nbytes_max = 24 * PAGE
@@ -220,9 +218,10 @@ def test_copies_of_one_go_for_its_own() -> None:
     assert box.tier.check() == []
 
 
-def test_the_hit_rate_beside_a_flood_is_that_of_being_alone(seed: int) -> None:
-    """Traffic of a tenant whose pages do not all fit, alone and beside one that floods, pins, holds
-    and changes sizes.
+def test_hit_rate_does_not_depend_on_a_flooding_tenant(seed: int) -> None:
+    """A tenant whose pages do not all fit has the same hit rate beside one that floods.
+
+    The other tenant also pins, holds and changes page sizes.
     """
 
     def hit_rate(hostile: bool) -> float:
@@ -250,7 +249,7 @@ def test_the_hit_rate_beside_a_flood_is_that_of_being_alone(seed: int) -> None:
             hits += hit
             if not hit:
                 assert box.put(quiet, [key]) == [PutStatus.WRITE], (
-                    "a tenant within its quota always has room"
+                    "a tenant within its quota must always have room"
                 )
         assert box.tier.check() == []
         return hits / 1500
@@ -258,7 +257,7 @@ def test_the_hit_rate_beside_a_flood_is_that_of_being_alone(seed: int) -> None:
     assert hit_rate(True) == pytest.approx(hit_rate(False), abs=0.01)
 
 
-def test_places_that_are_partly_empty_are_put_together_before_anybody_loses_a_page() -> None:
+def test_partly_empty_blocks_are_merged_before_eviction() -> None:
     mib = 1 << 20
     box = Sandbox(4 * mib, mib)
     box.limit(quiet=2 * mib)
@@ -267,7 +266,7 @@ def test_places_that_are_partly_empty_are_put_together_before_anybody_loses_a_pa
     kept = [page.prefix_hash for page in box.read(quiet, keys) if page.offset % (4 * PAGE) == 0]
     box.tier.release(box.read(quiet, keys) * 2)
     box.remove(quiet, [key for key in keys if key not in kept])
-    assert box.nbytes("quiet") == mib // 2, "one page of each block of four"
+    assert box.nbytes("quiet") == mib // 2, "one page of each block of four stays"
     box.limit(quiet=mib, loud=3 * mib)
     wanted = fill(box, loud, 1, 2, 3)
     assert box.present(loud, wanted) == set(wanted)
@@ -275,10 +274,12 @@ def test_places_that_are_partly_empty_are_put_together_before_anybody_loses_a_pa
     assert box.tier.check() == []
 
 
-def test_a_page_used_while_its_tenant_gets_a_quota_is_the_newest_of_its_new_pool(
+def test_page_used_during_a_quota_change_is_newest_in_its_pool(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was refused as no sequence of pages, and the quotas of the others were not applied."""
+    """Regression: the page broke the order of the pool, and quotas of the other tenants were not
+    applied.
+    """
     box = Sandbox(4 * EXTENT, EXTENT)
     space = box.open("m", PAGE, tenant="one")
     keys = fill(box, space, *range(8))
@@ -288,7 +289,7 @@ def test_a_page_used_while_its_tenant_gets_a_quota_is_the_newest_of_its_new_pool
         assert box.get(space, keys[:1]) == [True]
 
     with monkeypatch.context() as patch:
-        patch.setattr("node.memory.scan.time.sleep", use)  # between two looks at pages
+        patch.setattr("node.memory.scan.time.sleep", use)  # between two slices of the scan
         box.limit(one=8 * PAGE)
     assert box.tier.check() == []
     fill(box, space, *range(100, 107))

@@ -1,9 +1,8 @@
-"""The RAM tier in a seeded simulation, beside a model that knows what must be visible, held and
-pinned.
+"""The RAM tier in a seeded simulation, beside a model of visible, held and pinned pages.
 
-The model does not know whom eviction chooses; it knows whom it must not choose, and that nobody is
-chosen unless space was asked for: with quotas, nobody who is within his own, by another.
-KVSTORE_MODEL_STEPS=20000 makes for longer lives.
+The model does not know which page eviction chooses. It knows which it must not choose, and that
+pages are evicted only when space is needed: with quotas, a tenant within its quota loses no page to
+another. KVSTORE_MODEL_STEPS=20000 makes longer lives.
 """
 
 import os
@@ -22,8 +21,8 @@ EXTENT = 64 << 10
 EXTENTS = 8
 PAGE_SIZES = {"tiny": 100, "small": 4096, "middle": 8192, "odd": 20_000, "large": 65_536}
 TENANTS = {"tiny": "one", "small": "free", "middle": "two", "odd": "one", "large": "two"}
-QUOTAS = {"one": EXTENT * 3, "two": EXTENT * 4}  # the last extent is for who has none
-KEYS = 40  # of each namespace
+QUOTAS = {"one": EXTENT * 3, "two": EXTENT * 4}  # the last extent is for the tenant without a quota
+KEYS = 40  # keys of each namespace
 STEPS = int(os.environ.get("KVSTORE_MODEL_STEPS") or 1000)
 Key = tuple[str, bytes]
 
@@ -41,8 +40,8 @@ class Model:
         return any(key == other for other, _, _ in self.holds.values())
 
     def outlive(self, key: Key) -> None:
-        """The key is removed: its bytes stay for those who hold them, and do not hold the page that
-        is next put.
+        """Move holds of a removed key aside: its bytes stay, but a new page of the key is
+        not held.
         """
         for waiter, (other, page, offset) in self.holds.items():
             if other == key:
@@ -50,7 +49,7 @@ class Model:
 
 
 class Simulation:
-    """One random operation a step; `compare` after each."""
+    """Random operations on the tier, one per step, with `compare` after each."""
 
     def __init__(self, rng: random.Random, sandbox: type[Sandbox], limited: bool) -> None:
         self.rng = rng
@@ -61,7 +60,7 @@ class Simulation:
         }
         self.limited = limited
         self.quotas: dict[str, int] = {}
-        self.asking = ""  # the tenant for whom room is made
+        self.asking = ""  # the tenant that needs room
         self.model = Model()
         self.reservations: list[tuple[str, Reservation]] = []
         self.tickets: Iterator[int] = iter(range(1 << 30))
@@ -99,7 +98,7 @@ class Simulation:
         lost = {name for name, _ in before - self.present()} & within
         if operation == self.reserve:
             assert {TENANTS[name] for name in lost} <= {self.asking}, (
-                "who is within his quota lost a page to another"
+                "a tenant within its quota lost a page to another"
             )
         self.done[operation.__name__] = self.done.get(operation.__name__, 0) + 1
         self.compare(before, may_evict=operation == self.reserve)
@@ -148,8 +147,9 @@ class Simulation:
             self.reservations.append((name, result))
 
     def check_full(self, name: str, batch: set[Key]) -> None:
-        """FULL only if each page of this slot size is pinned, held or part of the batch, or the
-        quota is less than what a page of this size takes.
+        """Assert that FULL was right: each page of this slot size is pinned, held or in the batch.
+
+        It is also right if the quota is less than a page of this size takes.
         """
         box = self.box
         account = box.tier.eviction.order.accounts.of(TENANTS[name])
@@ -218,7 +218,7 @@ class Simulation:
                 for space, _ in {*self.model.pinned, *((name, k) for k in keys)}
             )
             assert nbytes > EXTENT * EXTENTS / 2 / 8, (
-                "pinned pages take eight times their own space at most"
+                "pinned pages may take at most eight times their own space"
             )
             self.done["pins refused"] = self.done.get("pins refused", 0) + 1
             return
@@ -230,7 +230,7 @@ class Simulation:
     def unpin(self) -> None:
         name, keys = self.batch()
         self.expire()
-        self.box.stat(self.spaces[name], keys)  # lets the tier see the clock too
+        self.box.stat(self.spaces[name], keys)  # lets the tier see the clock, too
         unpinned = self.box.unpin(self.spaces[name], keys)
         assert unpinned == [self.model.pinned.pop((name, key), None) is not None for key in keys]
 
@@ -248,7 +248,7 @@ class Simulation:
             "a page is visible that was never committed, or was removed"
         )
         evicted = model.visible - present
-        assert not evicted or may_evict, "a page vanished though no space was asked for"
+        assert not evicted or may_evict, "a page vanished although no space was needed"
         assert not evicted & set(model.pinned), "a pinned page was evicted"
         assert not any(model.held(key) for key in evicted), "a held page was evicted"
         assert evicted <= before
@@ -267,7 +267,7 @@ class Simulation:
         assert box.tier.check() == []
 
     def finish(self) -> None:
-        """Every visible page still has its bytes; then everything is given back."""
+        """Check the bytes of all visible pages, then release everything."""
         self.box.tier.release([page for _, page, _ in self.model.holds.values()])
         for _, reservation in self.reservations:
             self.box.tier.abort(reservation)
@@ -284,11 +284,11 @@ class Simulation:
 
 
 @pytest.mark.parametrize(("part", "limited"), [(0, False), (1, False), (2, True), (3, True)])
-def test_a_random_life_agrees_with_the_model(seed: int, part: int, limited: bool) -> None:
+def test_random_operations_agree_with_the_model(seed: int, part: int, limited: bool) -> None:
     simulation = Simulation(random.Random(f"{seed}/{part}"), Sandbox, limited)
     for _ in range(STEPS):
         simulation.step()
     simulation.finish()
-    # The simulation must have met what it is for.
+    # The simulation must have met evictions and full tiers.
     assert simulation.done["evicted"] > 100, simulation.done
     assert simulation.done.get("full", 0) + simulation.done.get("exhausted", 0) > 0, simulation.done

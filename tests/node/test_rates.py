@@ -1,4 +1,4 @@
-"""Rates of tenants, by a clock that is moved by hand, and shares that quotas make smaller."""
+"""Request rates of tenants on a fake clock, and shares that quotas reduce."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def rates_of(**fields: int) -> tuple[Rates, Clock, Quotas, list[tuple[str, str]]
     return Rates(quotas, lambda *what: refused.append(what), clock), clock, quotas, refused
 
 
-def test_a_quota_is_written_as_in_the_documents() -> None:
+def test_quota_fields_are_parsed() -> None:
     words = [
         "ram=4GiB",
         "disk=40GiB",
@@ -50,20 +50,20 @@ def test_a_quota_is_written_as_in_the_documents() -> None:
         "held=inf",
     ],
 )
-def test_a_wrong_field_is_named_and_not_repeated(field: str) -> None:
+def test_invalid_quota_field_is_named_without_its_value(field: str) -> None:
     name, _, text = field.partition("=")
     with pytest.raises(ConfigError, match=f"^{name} must be a number as in {name}=") as caught:
         quota_of({name: text})
     assert len(text) < 8 or text not in str(caught.value)
 
 
-def test_an_unknown_field_is_refused_without_repeating_it() -> None:
+def test_unknown_quota_field_is_refused_without_its_name() -> None:
     with pytest.raises(ConfigError, match="ram, disk, pins") as caught:
         quota_of({"secret": "token"})
     assert "secret" not in str(caught.value)
 
 
-def test_so_many_requests_a_second_and_no_more_than_a_seconds_worth_at_once() -> None:
+def test_request_rate_allows_a_burst_of_one_second() -> None:
     rates, clock, _, refused = rates_of(requests_per_s=10)
     clock.now_s += 3600
     for _ in range(10):
@@ -81,7 +81,7 @@ def test_so_many_requests_a_second_and_no_more_than_a_seconds_worth_at_once() ->
         rates.take("b")
 
 
-def test_a_request_of_many_keys_counts_as_several() -> None:
+def test_request_of_many_keys_counts_as_several() -> None:
     rates, clock, _, _ = rates_of(requests_per_s=10)
     rates.take("a", 4096)
     clock.now_s += 0.7
@@ -91,7 +91,7 @@ def test_a_request_of_many_keys_counts_as_several() -> None:
     rates.take("a")
 
 
-def test_a_batch_larger_than_a_seconds_bytes_is_had_and_paid_for_before_the_next() -> None:
+def test_large_batch_delays_the_next_request() -> None:
     rates, clock, _, _ = rates_of(nbytes_per_s=1000)
     rates.take("a")
     rates.charge("a", 5000)
@@ -102,7 +102,7 @@ def test_a_batch_larger_than_a_seconds_bytes_is_had_and_paid_for_before_the_next
     rates.take("a")
 
 
-def test_a_rate_that_is_gone_is_forgotten_and_one_that_was_changed_holds() -> None:
+def test_changed_rate_keeps_its_debt_and_removed_rate_is_forgotten() -> None:
     rates, _, quotas, _ = rates_of(requests_per_s=1)
     rates.take("a")
     quotas.set({"a": Quota(requests_per_s=1000)})
@@ -113,7 +113,7 @@ def test_a_rate_that_is_gone_is_forgotten_and_one_that_was_changed_holds() -> No
     rates.take("a")
 
 
-def test_a_tenants_quota_is_less_than_the_share_of_a_peer_and_tells_of_no_other() -> None:
+def test_tenant_quota_limits_its_share_and_hides_other_tenants() -> None:
     refused: list[str] = []
     most = {"a": 3, "b": 100}
     budget = Budget(
@@ -133,7 +133,7 @@ def test_a_tenants_quota_is_less_than_the_share_of_a_peer_and_tells_of_no_other(
     assert refused == ["a", "b", "c"]
 
 
-def test_a_connection_that_is_known_now_counts_to_its_tenant() -> None:
+def test_identified_connection_counts_for_its_tenant() -> None:
     places = ConnectionLimiter(
         make_limit("connections", 8, "wait"), QuotaLimits(lambda tenant: 2, lambda tenant: None)
     )
@@ -145,7 +145,7 @@ def test_a_connection_that_is_known_now_counts_to_its_tenant() -> None:
         mine[2].change("tenant a")
     mine[0].idle()
     mine[2].change("tenant a")
-    assert left == [0], "the longest idle of the tenant left for it"
+    assert left == [0], "the tenant's longest idle connection must be evicted"
     for place in mine:
         place.close()
     assert places.count == 0

@@ -1,6 +1,4 @@
-"""Recording what a node is asked: bounded, one at a time, of no cost when it is off, and without
-what pages are.
-"""
+"""Recordings of a node's requests: bounded, one at a time, free when off, and without keys."""
 
 import hashlib
 import weakref
@@ -62,7 +60,7 @@ def test_recorder_is_off_outside_a_recording(recorder: Recorder, clock: Clock) -
         300,
         16.0,
     )
-    assert list(asked.pages[1:]) == list(stored.pages[:2]), "the same pages have the same ids"
+    assert list(asked.pages[1:]) == list(stored.pages[:2]), "the same pages must have the same ids"
     assert stored.stored
     assert not reply.more
     assert not reply.over
@@ -70,16 +68,18 @@ def test_recorder_is_off_outside_a_recording(recorder: Recorder, clock: Clock) -
     assert not recorder.on
 
 
-def test_ids_tell_nothing_of_keys_nor_of_another_recording(recorder: Recorder) -> None:
+def test_ids_reveal_no_keys_and_differ_between_recordings(recorder: Recorder) -> None:
     seen = []
     for _ in range(2):
         name = begin(recorder)
         recorder.note(SPACE.digest, KEYS, stored=False)
         reply = fetch(recorder, name, end=True)
         seen.append(list(reply.uses[0].pages))
-        told = reply.SerializeToString()
-        assert SPACE.digest not in told
-        assert not any(key[start : start + 8] in told for key in KEYS for start in (0, 8, 16, 24))
+        encoded = reply.SerializeToString()
+        assert SPACE.digest not in encoded
+        assert not any(
+            key[start : start + 8] in encoded for key in KEYS for start in (0, 8, 16, 24)
+        )
     assert len({*seen[0], *seen[1]}) == 2 * len(KEYS)
 
 
@@ -94,7 +94,7 @@ def test_recorder_ends_after_its_duration(recorder: Recorder, clock: Clock) -> N
         fetch(recorder, name)
 
 
-def test_one_at_a_time_and_one_that_nobody_asks_for_makes_room(
+def test_second_recording_is_refused_until_the_first_is_abandoned(
     recorder: Recorder, clock: Clock
 ) -> None:
     first = begin(recorder, ms=10**6)
@@ -125,11 +125,9 @@ def test_recorder_client_away_too_long_gets_an_error(recorder: Recorder, clock: 
 
 
 @pytest.mark.parametrize("ms", [1000, 10**6])
-def test_of_one_that_was_left_alone_nothing_stays(
-    recorder: Recorder, clock: Clock, ms: int
-) -> None:
-    """Neither its key nor some 50 MiB of what waits, also if its time was over before it
-    was left.
+def test_abandoned_recording_is_freed(recorder: Recorder, clock: Clock, ms: int) -> None:
+    """Its secret and up to 50 MiB of waiting uses are freed, also if its duration had passed
+    before.
     """
     begin(recorder, ms)
     gone = weakref.ref(kept := Kept(KEYS))
@@ -144,13 +142,13 @@ def test_of_one_that_was_left_alone_nothing_stays(
 
 
 class Kept(list[bytes]):
-    """Which can be referred to weakly."""
+    """A list that weak references can refer to."""
 
 
 def test_requests_after_the_end_are_not_recorded(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a node with much to do would never be done."""
+    """Otherwise a busy node would never deliver the last reply."""
     monkeypatch.setattr(module, "REPLY_PAGES_MAX", 6 + module.USE_PAGES)
     name = begin(recorder)
     for _ in range(2):
@@ -162,7 +160,7 @@ def test_requests_after_the_end_are_not_recorded(
 
 
 @pytest.mark.parametrize("ms", [0, module.RECORD_MS_MAX + 1])
-def test_a_recording_of_no_time_or_more_than_a_day_is_refused(recorder: Recorder, ms: int) -> None:
+def test_recording_of_invalid_duration_is_refused(recorder: Recorder, ms: int) -> None:
     with pytest.raises(InvalidRequest, match="ms"):
         begin(recorder, ms)
     assert not recorder.on
@@ -197,7 +195,7 @@ def test_recorder_fetch_frees_space_and_the_end_delivers_the_rest(
     assert fetch(recorder, name, end=True).over
 
 
-def test_one_that_is_asked_for_now_and_then_goes_on(recorder: Recorder, clock: Clock) -> None:
+def test_recording_continues_while_it_is_fetched(recorder: Recorder, clock: Clock) -> None:
     name = begin(recorder, ms=10**7)
     for _ in range(3):
         clock.now += 0.6 * module.ABANDONED_S
@@ -205,7 +203,7 @@ def test_one_that_is_asked_for_now_and_then_goes_on(recorder: Recorder, clock: C
         assert len(fetch(recorder, name).uses) == 1
 
 
-def test_the_same_prefix_of_two_namespaces_is_two_pages_and_each_rank_has_its_share_of_the_tokens(
+def test_ids_differ_by_namespace_and_tokens_are_per_rank(
     clock: Clock,
 ) -> None:
     spaces = [
@@ -222,14 +220,14 @@ def test_the_same_prefix_of_two_namespaces_is_two_pages_and_each_rank_has_its_sh
     assert [one.page_tokens, other.page_tokens] == [16.0, 4.0]
 
 
-def test_the_largest_reply_fits_a_message(recorder: Recorder) -> None:
+def test_largest_reply_fits_a_message(recorder: Recorder) -> None:
     name = begin(recorder)
     while not recorder._recording or recorder._recording.pages < module.REPLY_PAGES_MAX:
         recorder.note(SPACE.digest, KEYS[:1], stored=True)
     assert fetch(recorder, name).ByteSize() < 2 << 20
 
 
-def test_pages_of_a_namespace_that_was_removed_are_left_out(
+def test_pages_of_a_removed_namespace_are_left_out(
     node: Node, connect: Connect, pages: Pages
 ) -> None:
     client, other = connect(node), Pages("other")

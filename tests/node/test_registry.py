@@ -1,6 +1,4 @@
-"""Nodes that register themselves in etcd: who is of the view, who is refused, what an etcd that is
-away means.
-"""
+"""Nodes that register in etcd: which join the view, which are refused, and outages of etcd."""
 
 import json
 import threading
@@ -33,9 +31,9 @@ def test_started_node_is_in_every_view_and_a_stopped_one_is_not(fleet: Start) ->
     one = fleet("n1", zone="rack-1", weight=2.0)
     two = fleet("n2", replicas=1)
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
-    for node in (one, two):  # each has joined when it has looked what it owns
+    for node in (one, two):  # a node has joined once it has checked what it owns
         wait_until(lambda view=node.membership: view.view.settled)  # type: ignore[misc, union-attr]
-    assert one.membership.view == two.membership.view, "the same number, too"
+    assert one.membership.view == two.membership.view, "the views must have the same number, too"
     number = one.membership.view.number  # type: ignore[union-attr]
     about = one.membership.view.by_id["n1"]  # type: ignore[union-attr]
     assert (about.zone, about.weight, about.state) == ("rack-1", 2.0, State.SERVING)
@@ -47,7 +45,7 @@ def test_started_node_is_in_every_view_and_a_stopped_one_is_not(fleet: Start) ->
 
 
 def test_stopped_node_revokes_its_lease(fleet: Start, etcd: FakeEtcd) -> None:
-    """One that lasts for long: nobody need wait for its end."""
+    """Even with a long lease, no member waits for its end."""
     one, two = fleet("n1"), fleet("n2", lease_s=300)
     wait_until(lambda: len(members(one)) == 2)
     stop(two)
@@ -55,12 +53,10 @@ def test_stopped_node_revokes_its_lease(fleet: Start, etcd: FakeEtcd) -> None:
     assert [ttl for ttl, _ in etcd.leases.values()] == [LEASE_S]
 
 
-def test_a_member_whose_lease_ends_vanishes_and_comes_back_when_it_speaks_again(
-    fleet: Start, etcd: FakeEtcd
-) -> None:
+def test_member_with_an_expired_lease_leaves_and_rejoins(fleet: Start, etcd: FakeEtcd) -> None:
     one, two = fleet("n1"), fleet("n2")
     wait_until(lambda: len(members(one)) == 2)
-    seen: list[list[str]] = []  # it may be back at once
+    seen: list[list[str]] = []  # because n2 may be back at once
     one.membership.on_view(lambda view: seen.append([member.id for member in view.members]))
     etcd.delete("/kvstore/fleet/members/n2")
     wait_until(lambda: ["n1"] in seen)
@@ -70,14 +66,14 @@ def test_a_member_whose_lease_ends_vanishes_and_comes_back_when_it_speaks_again(
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"] and len(etcd.names()) == 3)
 
 
-def test_state_is_told_to_all(fleet: Start) -> None:
+def test_member_state_reaches_other_members(fleet: Start) -> None:
     one, two = fleet("n1"), fleet("n2")
     assert two.registry is not None
     two.registry.set_state(State.DRAINING)
     wait_until(lambda: state(one, "n2") is State.DRAINING)
 
 
-def test_while_etcd_is_away_the_last_view_holds_and_is_told(
+def test_last_view_stays_in_force_while_etcd_is_away(
     fleet: Start, etcd: FakeEtcd, connect: Connect, pages: Pages
 ) -> None:
     one, two = fleet("n1"), fleet("n2")
@@ -94,7 +90,7 @@ def test_while_etcd_is_away_the_last_view_holds_and_is_told(
     assert members(one) == members(two) == ["n1", "n2"]
 
 
-def test_an_etcd_that_lost_all_gets_everybody_back_and_numbers_rise(
+def test_wiped_etcd_regains_all_members_with_rising_numbers(
     fleet: Start, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = fleet("n1", replicas=2, lease_s=4), fleet("n2", lease_s=4)
@@ -112,34 +108,36 @@ def test_an_etcd_that_lost_all_gets_everybody_back_and_numbers_rise(
     etcd.start()
     wait_until(lambda: len(etcd.names()) == 3)
     time.sleep(4.5)
-    assert set(seen) == {2}, "nobody was thought to have left"
+    assert set(seen) == {2}, "no view may lack a member"
     assert one.membership.view.replicas == 2  # type: ignore[union-attr]
     two.registry.set_state(State.SERVING)  # type: ignore[union-attr]
     assert one.membership.view.number > number  # type: ignore[union-attr]
 
 
-def test_a_lease_that_has_ended_when_it_is_given(fleet: Start, etcd: FakeEtcd) -> None:
+def test_lease_of_zero_seconds_is_reported(fleet: Start, etcd: FakeEtcd) -> None:
     node = fleet("n1")
     etcd.granted_s = 0
     etcd.lose_leases()
     wait_until(lambda: "etcd gave a lease of 0 s, asked for 1" in peers(node).registry)
     calls, began = etcd.calls, time.monotonic()
     time.sleep(1.0)
-    assert etcd.calls - calls < 20 * (time.monotonic() - began), "it asks without a pause"
+    assert etcd.calls - calls < 20 * (time.monotonic() - began), (
+        "the node asks for leases without a pause"
+    )
     etcd.granted_s = None
     wait_until(
         lambda: peers(node).registry == "etcd" and "/kvstore/fleet/members/n1" in etcd.names()
     )
 
 
-def test_a_slow_etcd_is_no_lost_lease(fleet: Start, etcd: FakeEtcd) -> None:
+def test_slow_etcd_loses_no_lease(fleet: Start, etcd: FakeEtcd) -> None:
     one = fleet("n1", lease_s=3)
     etcd.slow_s = 0.5
     time.sleep(4.0)
     assert (members(one), peers(one).registry) == (["n1"], "etcd")
 
 
-def test_a_second_node_with_the_same_id_is_refused_by_name(
+def test_second_node_with_the_same_id_is_refused(
     fleet: Start, etcd: FakeEtcd, tmp_path: Path
 ) -> None:
     one = fleet("n1")
@@ -151,18 +149,18 @@ def test_a_second_node_with_the_same_id_is_refused_by_name(
     assert members(one) == ["n1"]
 
 
-def test_a_node_without_a_directory_comes_back_when_its_old_lease_has_ended(
-    fleet: Start, etcd: FakeEtcd
-) -> None:
+def test_node_without_a_directory_rejoins_after_its_lease(fleet: Start, etcd: FakeEtcd) -> None:
     node = fleet("n1")
-    etcd.leases_last = True  # until it was seen that the killed one's is there
+    etcd.leases_last = True  # until the killed node's key was seen below
     kill(node, etcd)
     assert etcd.names()[-1].endswith("/n1")
     etcd.leases_last = False
     assert members(fleet("n1")) == ["n1"]
 
 
-def test_a_restart_takes_its_id_over_at_once(fleet: Start, etcd: FakeEtcd, tmp_path: Path) -> None:
+def test_restarted_node_takes_over_its_id_at_once(
+    fleet: Start, etcd: FakeEtcd, tmp_path: Path
+) -> None:
     node = fleet(data_dir=str(tmp_path), disk_nbytes=64 << 20, lease_s=60)
     name = node.membership.member
     kill(node, etcd)
@@ -174,7 +172,7 @@ def test_a_restart_takes_its_id_over_at_once(fleet: Start, etcd: FakeEtcd, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             {"replicas": 2},
@@ -195,21 +193,21 @@ def test_a_restart_takes_its_id_over_at_once(fleet: Start, etcd: FakeEtcd, tmp_p
     ],
 )
 def test_invalid_cluster_settings_end_the_start(
-    fleet: Start, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], said: str
+    fleet: Start, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr("node.cluster.membership.TRIED_S", 0.3)
     fleet("n1")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         fleet("n2", **settings)
 
 
-def test_an_address_at_which_another_node_is(fleet: Start) -> None:
+def test_advertised_address_of_another_node_is_refused(fleet: Start) -> None:
     one = fleet("n1")
     with pytest.raises(ConfigError, match="another node answers, not this one"):
         fleet("n2", advertise=f"127.0.0.1:{one.grpc.port}")
 
 
-def test_a_start_waits_for_etcd_and_then_ends(
+def test_start_waits_for_etcd_for_a_limited_time(
     fleet: Start, etcd: FakeEtcd, caplog: pytest.LogCaptureFixture
 ) -> None:
     etcd.stop()
@@ -222,14 +220,14 @@ def test_a_start_waits_for_etcd_and_then_ends(
     ):
         fleet("n1", cluster_wait_s=0.3)
     assert "waiting for etcd" in caplog.text
-    assert "draining" not in caplog.text, "it never served"
+    assert "draining" not in caplog.text, "a node that never served must not drain"
     later = threading.Timer(1.0, etcd.start)
     later.start()
     assert members(fleet("n1", cluster_wait_s=20.0)) == ["n1"]
     later.join()
 
 
-def test_a_start_that_waits_ends_when_it_is_told_to(etcd: FakeEtcd) -> None:
+def test_start_waiting_for_etcd_can_be_interrupted(etcd: FakeEtcd) -> None:
     etcd.stop()
     began, stop_at = time.monotonic(), time.monotonic() + 0.5
 
@@ -246,7 +244,7 @@ def test_a_start_that_waits_ends_when_it_is_told_to(etcd: FakeEtcd) -> None:
     assert time.monotonic() - began < 40.0
 
 
-def test_while_a_node_joins_nobody_is_told_that_it_is_alone(fleet: Start) -> None:
+def test_joining_node_refuses_hello_of_clients(fleet: Start) -> None:
     node = fleet("n1")
     node.membership.joining = True
     with pytest.raises(Unavailable, match="is joining its cluster"):
@@ -257,7 +255,7 @@ def test_while_a_node_joins_nobody_is_told_that_it_is_alone(fleet: Start) -> Non
     )
 
 
-def test_a_member_two_versions_away_is_apart_and_named(fleet: Start, etcd: FakeEtcd) -> None:
+def test_member_two_versions_away_is_excluded_and_named(fleet: Start, etcd: FakeEtcd) -> None:
     one = fleet("n1")
     for name, version in (("old", PROTOCOL_VERSION - 2), ("near", PROTOCOL_VERSION + 1)):
         about = value(etcd, "members/n1") | {"protocol": version, "address": f"{name}:7440"}
@@ -284,11 +282,11 @@ GARBAGE = [
 ]
 
 
-def test_whatever_a_key_says_the_others_are_of_the_view(fleet: Start, etcd: FakeEtcd) -> None:
+def test_garbage_in_etcd_does_not_exclude_other_members(fleet: Start, etcd: FakeEtcd) -> None:
     one = fleet("n1")
-    for number, said in enumerate(GARBAGE):
-        etcd.put(f"/kvstore/fleet/members/odd{number}", said)
-        etcd.put(f"/kvstore/fleet/removed/{number:032x}", said)
+    for number, garbage in enumerate(GARBAGE):
+        etcd.put(f"/kvstore/fleet/members/odd{number}", garbage)
+        etcd.put(f"/kvstore/fleet/removed/{number:032x}", garbage)
     fleet("n2")
     wait_until(lambda: members(one) == ["n1", "n2"])
     assert sorted(line.partition(":")[0] for line in peers(one).apart) == [
@@ -300,8 +298,8 @@ def test_whatever_a_key_says_the_others_are_of_the_view(fleet: Start, etcd: Fake
     assert all(len(line) < 500 for line in peers(one).apart)
 
 
-def test_a_number_that_no_view_can_have_is_not_taken(fleet: Start, etcd: FakeEtcd) -> None:
-    """Each hello would fail, of new clients and of members that connect."""
+def test_invalid_view_number_is_ignored(fleet: Start, etcd: FakeEtcd) -> None:
+    """With it each hello would fail, of new clients and of other members."""
     one = fleet("n1")
     etcd.put("/kvstore/fleet/config", b'{"replicas": 1, "base": 18446744073709551615}')
     wait_until(lambda: "the cluster's config in etcd says" in peers(one).registry)
@@ -310,7 +308,9 @@ def test_a_number_that_no_view_can_have_is_not_taken(fleet: Start, etcd: FakeEtc
     wait_until(lambda: peers(one).registry == "etcd")
 
 
-def test_more_replicas_than_members_is_said(fleet: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_more_replicas_than_members_are_logged(
+    fleet: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("WARNING"):
         node = fleet("n1", replicas=3)
     assert "3 replicas are configured, but there are only 1 members" in caplog.text

@@ -1,6 +1,4 @@
-"""Namespaces that are removed from a whole cluster: done at every member, once, also at one that
-was away.
-"""
+"""Removals of namespaces in a cluster run once at every member, also at one that was away."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -25,13 +23,13 @@ def present(client: Any, pages: Pages) -> int:
     return client.lookup(pages.namespace, pages.keys(*KEYS)).present.count(True)
 
 
-def test_a_member_that_was_away_removes_before_it_serves(
+def test_absent_member_removes_before_it_serves(
     fleet: Start,
     connect: Connect,
     pages: Pages,
     tmp_path: Path,
 ) -> None:
-    two = fleet("n2", data_dir=str(tmp_path), **DISK)  # owns all, so that all goes to its disk
+    two = fleet("n2", data_dir=str(tmp_path), **DISK)  # owns all pages, so that all go to its disk
     kept = Pages("kept")
     alone = connect(two, direct=True)
     for some in (pages, kept):
@@ -45,7 +43,7 @@ def test_a_member_that_was_away_removes_before_it_serves(
     client.remove_namespace(pages.namespace)
     again = connect(fleet("n2", data_dir=str(tmp_path), **DISK), direct=True)
     assert present(again, pages) == 0
-    assert present(again, kept) == len(KEYS), "only what was removed"
+    assert present(again, kept) == len(KEYS), "other namespaces must stay"
     pages.put(again, pages.keys(*KEYS))
     again.flush()
     stop(fleet("n3"))
@@ -55,7 +53,7 @@ def test_a_member_that_was_away_removes_before_it_serves(
 def test_page_put_after_a_removal_stays(
     fleet: Start, etcd: FakeEtcd, connect: Connect, pages: Pages
 ) -> None:
-    """Members hear of a removal once more, from etcd, when its caller has gone on already."""
+    """Members receive a removal once more, from etcd, after the call has ended."""
     nodes = [fleet(f"n{i}") for i in range(3)]
     wait_until(lambda: all(len(node.membership.view.members) == 3 for node in nodes))  # type: ignore[union-attr]
     client, etcd.late_s = connect(nodes[0]), 0.3
@@ -68,15 +66,13 @@ def test_page_put_after_a_removal_stays(
         number = etcd.kvs[
             f"/kvstore/fleet/removed/{pages.namespace.digest.hex()}".encode()
         ].mod_revision
-        for node in nodes:  # each has heard of it, and is done
+        for node in nodes:  # until each member has applied it
             wait_until(lambda node=node, number=number: node.registry._identity.applied >= number)
         assert present(client, pages) == len(KEYS)
     assert len([key for key in etcd.names() if "/removed/" in key]) == 1
 
 
-def test_a_member_that_was_not_asked_hears_of_it(
-    fleet: Start, connect: Connect, pages: Pages
-) -> None:
+def test_removal_reaches_members_through_etcd(fleet: Start, connect: Connect, pages: Pages) -> None:
     one, two = fleet("n1"), fleet("n2")
     alone = connect(two, direct=True)
     pages.put(alone, pages.keys(*KEYS))
@@ -105,9 +101,7 @@ def test_removal_during_an_etcd_outage_is_announced_later(
 def test_removal_after_etcd_lost_its_data_reaches_all_members(
     fleet: Start, etcd: FakeEtcd, connect: Connect, pages: Pages, tmp_path: Path, away: bool
 ) -> None:
-    """A removal that waited for etcd is written as soon as that answers, and who raises the numbers
-    may be later.
-    """
+    """A removal that waited for etcd is written at once, perhaps before the numbers were raised."""
     one, two = fleet("n1"), fleet("n2", data_dir=str(tmp_path), **DISK)
     alone = connect(two, direct=True)
     pages.put(alone, pages.keys(*KEYS))
@@ -116,7 +110,7 @@ def test_removal_after_etcd_lost_its_data_reaches_all_members(
         etcd.put("/kvstore/fleet/others", b"")
     asked, former = connect(one, direct=True), Pages("former").namespace
     asked.open(former)
-    asked.remove_namespace(former)  # the newest that is known: its number is that of the view
+    asked.remove_namespace(former)  # the newest known removal, numbered as the view
     newest = etcd.revision
     for node in (one, two):
         wait_until(lambda node=node: node.registry._identity.applied >= newest)
@@ -130,7 +124,7 @@ def test_removal_after_etcd_lost_its_data_reaches_all_members(
         b'{"removal": "%s", "by": "n1"}' % (b"07" * 16),
     )
     for _ in range(20):
-        etcd.put("/kvstore/fleet/others", b"")  # that come before the numbers rise
+        etcd.put("/kvstore/fleet/others", b"")  # written before the numbers rise
     etcd.start()
     wait_until(lambda: value(etcd, "config")["base"] > 0)
     if away:
@@ -139,7 +133,7 @@ def test_removal_after_etcd_lost_its_data_reaches_all_members(
     wait_until(lambda: present(alone, pages) == 0)
 
 
-def test_a_directory_says_who_its_node_is(tmp_path: Path) -> None:
+def test_data_directory_keeps_the_identity_of_its_node(tmp_path: Path) -> None:
     first = Identity(str(tmp_path), "fleet", "")
     first.save(7)
     again = Identity(str(tmp_path), "fleet", "")
@@ -168,7 +162,7 @@ def test_node_away_too_long_does_not_restore_removed_pages(
 def test_member_whose_clock_was_set_back_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have been away for months."""
+    """Its age is unknown: it may have been away for months."""
     Identity(str(tmp_path), "fleet", "").save(7)
     earlier = (tmp_path / "member.json").stat().st_mtime - 2 * 86400
     monkeypatch.setattr("time.time", lambda: earlier)
@@ -179,7 +173,7 @@ def test_member_whose_clock_was_set_back_is_refused(
 @pytest.mark.parametrize(
     "text", ["", "[]", "{", '{"applied": "x"}', '{"to_erase": "x"}', '{"to_erase": [1]}']
 )
-def test_a_directory_whose_file_is_damaged(tmp_path: Path, text: str) -> None:
+def test_damaged_identity_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "member.json").write_text(text)
     with pytest.raises(ConfigError, match=r"member.json can not be read: .*; remove it"):
         Identity(str(tmp_path), "fleet", "")
@@ -188,8 +182,8 @@ def test_a_directory_whose_file_is_damaged(tmp_path: Path, text: str) -> None:
 def test_erase_runs_once_at_each_member(
     tmp_path: Path,
 ) -> None:
-    """Also for namespaces that it did not have then: by the time it hears of them they may have new
-    pages.
+    """An erasure runs at once also for unknown namespaces, as they may have new pages by the time
+    etcd reports it.
     """
     removed: list[bytes] = []
     erased: list[list[bytes]] = []
@@ -198,26 +192,26 @@ def test_erase_runs_once_at_each_member(
     )
     removals.begin_erasure(b"asked")
     one, two, three = (bytes([number]) * 16 for number in range(3))
-    heard = [
+    received = [
         Removal(one, b"1", 1, b"asked"),
         Removal(two, b"2", 2, b"not asked"),
         Removal(three, b"3", 3),
     ]
-    removals.receive(heard, 3)
-    nobody: Any = None
-    removals.work(nobody, nobody)
-    removals.work(nobody, nobody)
+    removals.receive(received, 3)
+    unused: Any = None
+    removals.work(unused, unused)
+    removals.work(unused, unused)
     assert removed == [two, three]
     assert erased == [[two]]
 
 
 @pytest.mark.parametrize("at_a_start", [False, True])
-def test_a_node_that_ends_before_it_has_erased_does_it_in_its_next_life(
+def test_node_stopped_before_an_erasure_runs_it_after_its_restart(
     tmp_path: Path, at_a_start: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The removal is done and written down, so it is not heard of again."""
+    """The removal is already recorded as applied, so etcd does not report it again."""
     monkeypatch.setattr("node.cluster.registry_state.TOUCH_S", 0.1)
-    digest, nobody = bytes(range(16)), cast(Any, None)
+    digest, unused = bytes(range(16)), cast(Any, None)
 
     def dies(digests: list[bytes]) -> None:
         raise SystemExit
@@ -225,25 +219,25 @@ def test_a_node_that_ends_before_it_has_erased_does_it_in_its_next_life(
     first = NamespaceTombstones(
         Identity(str(tmp_path), "fleet", ""), lambda digest: None, lambda: None, dies
     )
-    heard = [Removal(digest, b"1", 1, b"tenant")]
+    received = [Removal(digest, b"1", 1, b"tenant")]
     if at_a_start:
-        first.catch_up(heard, 1)
+        first.catch_up(received, 1)
     else:
-        first.receive(heard, 1)
-        first.work(nobody, nobody)
+        first.receive(received, 1)
+        first.work(unused, unused)
     with pytest.raises(SystemExit):
-        first.work(nobody, nobody)
+        first.work(unused, unused)
     erased: list[list[bytes]] = []
     second = NamespaceTombstones(
         Identity(str(tmp_path), "fleet", ""), lambda digest: None, lambda: None, erased.append
     )
-    second.catch_up(heard, 1)
-    second.work(nobody, nobody)
+    second.catch_up(received, 1)
+    second.work(unused, unused)
     assert erased == [[digest]]
     assert Identity(str(tmp_path), "fleet", "").to_erase == []
 
 
-def test_a_join_reads_more_removals_than_fit_one_answer(
+def test_join_reads_removals_in_several_answers(
     fleet: Start, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.cluster.etcd.KEYS_MAX", 3)
@@ -259,7 +253,7 @@ def test_a_join_reads_more_removals_than_fit_one_answer(
 
 
 def test_old_removals_are_not_applied_again() -> None:
-    """Each change in etcd would cost all removals of 30 days, at all members."""
+    """Otherwise each change in etcd would cost all removals of 30 days, at all members."""
     registry_state = RegistryState("fleet")
     written = {
         registry_state.removed_key(bytes([n])): Entry(b'{"removal": "%02x"}' % n, n, 0)

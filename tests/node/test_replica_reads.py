@@ -22,14 +22,12 @@ def trio(start_node: StartNode) -> list[Node]:
 
 
 def first_of(nodes: list[Node], pages: Pages, keys: list[bytes], member: int) -> list[bytes]:
-    """Those of the keys whose first owner this is."""
+    """Return the keys whose first owner is the member."""
     routes = owners(view_of(nodes, 2), pages.namespace, keys)
     return [key for key, some in zip(keys, routes, strict=True) if some[0] == f"n{member}"]
 
 
-def test_a_member_that_is_lost_costs_nothing(
-    trio: list[Node], connect: Connect, pages: Pages
-) -> None:
+def test_lost_member_costs_no_page(trio: list[Node], connect: Connect, pages: Pages) -> None:
     client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
     wait_replicated(trio)
@@ -45,20 +43,16 @@ def test_a_member_that_is_lost_costs_nothing(
     mine = first_of(trio, pages, more, 1)
     assert mine
     assert present(trio[1], pages.namespace, mine) == [True] * len(mine), (
-        "pages were not replicated after it returned"
+        "pages were not replicated after the member returned"
     )
 
 
-def test_the_longest_prefix_is_put_together_from_replicas(
-    trio: list[Node], connect: Connect, pages: Pages
-) -> None:
-    """A member that lacks a page is not the end of the prefix: the next pages may be there and at
-    no other.
-    """
+def test_prefix_is_merged_from_replicas(trio: list[Node], connect: Connect, pages: Pages) -> None:
+    """A page missing at one member does not end the prefix, as another member may have it."""
     client, keys = connect(trio[0]), pages.keys(*NUMBERS)
     pages.put(client, keys)
     wait_replicated(trio)
-    # Of each two the first is at its first owner only, the second at the other
+    # Of each two pages one is only at its first owner, and the other only at its second
     for number, node in enumerate(trio):
         mine = first_of(trio, pages, keys, number)
         node.tier.remove(pages.namespace.digest, mine[::2])
@@ -79,7 +73,7 @@ def test_the_longest_prefix_is_put_together_from_replicas(
     )
 
 
-def test_a_slow_owner_costs_half_of_the_time(
+def test_slow_owner_costs_half_of_the_timeout(
     trio: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, keys = connect(trio[0], timeout_s=3.0), pages.keys(*NUMBERS)
@@ -92,7 +86,7 @@ def test_a_slow_owner_costs_half_of_the_time(
     go.set()
 
 
-def test_a_page_that_is_damaged_at_its_first_owner_comes_from_the_next(
+def test_page_damaged_at_its_first_owner_comes_from_the_next(
     trio: list[Node], connect: Connect, pages: Pages
 ) -> None:
     client, keys = connect(trio[0]), pages.keys(*NUMBERS)
@@ -118,7 +112,7 @@ def test_all_copies_are_verified(trio: list[Node], connect: Connect, pages: Page
 def test_removal_reaches_a_member_of_a_newer_view(
     trio: list[Node], connect: Connect, pages: Pages
 ) -> None:
-    """It may have fetched the pages before they were removed."""
+    """The new member may have fetched the pages before they were removed."""
     tell(trio, view_of(trio, number=2, n2=None))
     client, keys = connect(trio[0]), pages.keys(1, 2)
     assert client.remove(pages.namespace, keys) == [False, False]
@@ -129,10 +123,10 @@ def test_removal_reaches_a_member_of_a_newer_view(
     assert present(trio[2], pages.namespace, keys) == [False, False]
 
 
-def test_a_copy_that_nobody_owns_is_removed_too(
+def test_removal_includes_copies_at_other_members(
     trio: list[Node], connect: Connect, pages: Pages
 ) -> None:
-    """As a near node has it."""
+    """A member that does not own the page, such as a near node, may have a copy."""
     key = pages.key(1)
     (route,) = owners(view_of(trio, 2), pages.namespace, [key])
     (stranger,) = [node for number, node in enumerate(trio) if f"n{number}" not in route]
@@ -144,7 +138,7 @@ def test_a_copy_that_nobody_owns_is_removed_too(
     assert [present(node, pages.namespace, [key]) for node in trio] == [[False]] * 3
 
 
-def test_a_put_whose_first_owner_hangs_goes_to_the_next(
+def test_put_goes_to_the_next_owner_when_the_first_hangs(
     trio: list[Node], connect: Connect, pages: Pages
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hung:

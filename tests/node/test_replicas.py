@@ -1,4 +1,4 @@
-"""Pages at all of their owners: what a put hands on, what waits for it, and what is read where."""
+"""Replication of pages to all their owners, acks that wait for it, and reads of replicas."""
 
 import threading
 import time
@@ -25,7 +25,7 @@ NUMBERS = range(24)
 
 @pytest.fixture
 def pair(start_node: StartNode) -> Iterator[list[Node]]:
-    """Two nodes, each the replica of the other."""
+    """Start two nodes, each the replica of the other."""
     nodes = [start_node() for _ in range(2)]
     tell(nodes, view_of(nodes, 2))
     yield nodes
@@ -33,7 +33,7 @@ def pair(start_node: StartNode) -> Iterator[list[Node]]:
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_a_put_comes_to_all_owners_and_to_nobody_else(
+def test_put_is_replicated_to_all_owners_only(
     start_node: StartNode, connect: Connect, pages: Pages, wire: str
 ) -> None:
     nodes = [start_node() for _ in range(3)]
@@ -46,7 +46,7 @@ def test_a_put_comes_to_all_owners_and_to_nobody_else(
         mine = [f"n{number}" in some for some in owners(view, pages.namespace, keys)]
         assert present(node, pages.namespace, keys) == mine
         direct = connect(node, direct=True)
-        assert pages.get(direct, keys) == mine, "and with the bytes that were put"
+        assert pages.get(direct, keys) == mine, "the owners must have the right bytes"
     handed = [counts(node) for node in nodes]
     assert sum(some.pages_handed for some in handed) == len(keys)
     assert [(some.pages_dropped, some.queue_pages, some.queue_nbytes) for some in handed] == [
@@ -54,7 +54,7 @@ def test_a_put_comes_to_all_owners_and_to_nobody_else(
     ] * 3
 
 
-def test_a_node_that_is_alone_hands_nothing_on(
+def test_node_without_a_cluster_replicates_nothing(
     start_node: StartNode, connect: Connect, pages: Pages
 ) -> None:
     node = start_node()
@@ -64,7 +64,7 @@ def test_a_node_that_is_alone_hands_nothing_on(
     assert not client.node_status().HasField("peers")
 
 
-def test_one_owner_has_nobody_to_hand_to(
+def test_single_owner_replicates_nothing(
     start_node: StartNode, connect: Connect, pages: Pages
 ) -> None:
     nodes = [start_node() for _ in range(2)]
@@ -87,7 +87,7 @@ def test_existing_page_is_not_replicated_again(
     assert present(pair[1], pages.namespace, keys) == [True] * len(keys)
 
 
-def test_time_to_live_goes_with_the_page(pair: list[Node], connect: Connect, pages: Pages) -> None:
+def test_time_to_live_is_replicated(pair: list[Node], connect: Connect, pages: Pages) -> None:
     key, client = pages.key(1), connect(pair[0], direct=True)
     client.put(pages.namespace, [key], [pages.content(key)], Keep(ttl_s=100.0))
     wait_replicated(pair)
@@ -95,7 +95,7 @@ def test_time_to_live_goes_with_the_page(pair: list[Node], connect: Connect, pag
     assert 98_000 <= page.ttl_ms <= 100_000
 
 
-def test_a_put_that_a_member_forwarded_goes_no_further(
+def test_forwarded_put_is_not_replicated_again(
     pair: list[Node], raw: ConnectRaw, connect: Connect, pages: Pages
 ) -> None:
     connect(pair[0], direct=True).open(pages.namespace)
@@ -114,7 +114,7 @@ def test_a_put_that_a_member_forwarded_goes_no_further(
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_forward_from_a_stranger_is_refused(
+def test_forwarded_put_of_an_unknown_member_is_refused(
     pair: list[Node],
     start_node: StartNode,
     raw: ConnectRaw,
@@ -136,7 +136,7 @@ def test_a_forward_from_a_stranger_is_refused(
     assert present(node, pages.namespace, pages.keys(1)) == [False]
 
 
-def test_ack_all_answers_when_all_owners_have_the_pages(
+def test_ack_all_returns_when_all_owners_have_the_pages(
     pair: list[Node], connect: Connect, pages: Pages
 ) -> None:
     client = connect(pair[0], direct=True)
@@ -146,7 +146,7 @@ def test_ack_all_answers_when_all_owners_have_the_pages(
         assert present(pair[1], pages.namespace, keys) == [True] * 4
 
 
-def test_ack_all_of_a_page_that_an_owner_can_not_get(
+def test_ack_all_with_a_dead_owner_is_exhausted(
     start_node: StartNode, connect: Connect, pages: Pages
 ) -> None:
     nodes = [start_node(), start_node()]
@@ -163,13 +163,13 @@ def test_ack_all_of_a_page_that_an_owner_can_not_get(
         )
     assert time.monotonic() - began < 12.0
     assert pages.get(client, keys) == [True, True]
-    nodes[0].peers.replicator._follow(view_of(nodes[:1], 2))  # who left is not waited for
+    nodes[0].peers.replicator._follow(view_of(nodes[:1], 2))  # former members are not awaited
 
 
-def test_the_client_hears_that_not_all_owners_have_the_pages(
+def test_ack_all_fails_if_one_key_lacks_an_owner(
     start_node: StartNode, connect: Connect, pages: Pages
 ) -> None:
-    """Though other keys of the call have arrived everywhere."""
+    """The error is raised although other keys of the call are at all their owners."""
     nodes = [start_node() for _ in range(3)]
     view = view_of(nodes, 2, elsewhere={2: "127.0.0.1:9"})
     tell(nodes[:2], view)
@@ -205,7 +205,7 @@ def test_durable_and_ack_all_is_durable_at_all_owners(
         assert node.disk.safe(pages.namespace.digest, keys) == [True] * len(keys)
 
 
-def test_pages_that_are_on_disk_only_are_handed_on(
+def test_pages_only_on_disk_are_replicated(
     start_node: StartNode, connect: Connect, pages: Pages, tmp_path: Path
 ) -> None:
     nodes = [start_node(data_dir=str(tmp_path / "a"), disk_nbytes=64 << 20), start_node()]
@@ -222,18 +222,18 @@ def test_pages_that_are_on_disk_only_are_handed_on(
         pages.namespace.digest, keys + pages.keys(99), [{"n1"}] * (len(keys) + 1)
     )
     assert not nodes[0].peers.replicator.wait(waiter, time.monotonic() + 10.0, lambda: False), (
-        "one is not there"
+        "one page does not exist"
     )
     assert (waiter.open_count, waiter.lost_count) == (0, 1)
     assert pages.get(connect(nodes[1], direct=True), keys) == [True] * len(keys)
 
 
-def test_bytes_that_rotted_in_the_senders_memory_are_not_made_good(
+def test_page_damaged_in_the_senders_memory_is_not_replicated(
     pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target makes a page's checksum from what it is sent."""
+    """The target computes checksums from received bytes, so it would make damaged bytes valid."""
     client, keys = connect(pair[0], direct=True), pages.keys(*range(6))
-    pair[0].peers.replicator._changed.acquire()  # nothing is carried yet
+    pair[0].peers.replicator._changed.acquire()  # blocks the replication
     try:
         putting = threading.Thread(target=pages.put, args=(client, keys))
         putting.start()
@@ -250,40 +250,40 @@ def test_bytes_that_rotted_in_the_senders_memory_are_not_made_good(
     assert counts(pair[0]).pages_handed == 5
 
 
-def test_an_ack_that_nobody_knows() -> None:
+def test_unknown_ack_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="must be one of one, all"):
         Keep(ack="two")
 
 
-def test_the_head_of_a_chain_is_its_newest_page_there_too(
+def test_replica_has_the_head_of_a_chain_as_its_newest_page(
     pair: list[Node], connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the replica would evict it first, and the rest would be of no use."""
+    """Otherwise the replica would evict the head first, and the rest would be useless."""
     monkeypatch.setattr(replication_queue, "BATCH_PAGES_MAX", 4)
     monkeypatch.setattr(replication_queue, "BATCH_NBYTES_MAX", 1 << 20)
     asked: list[list[bytes]] = []
     begin_put = pair[1].service.begin_put
 
-    def told(session: Any, request: pb.PutRequest) -> Any:
+    def recorded(session: Any, request: pb.PutRequest) -> Any:
         asked.append(list(request.prefix_hashes))
         return begin_put(session, request)
 
-    monkeypatch.setattr(pair[1].service, "begin_put", told)
+    monkeypatch.setattr(pair[1].service, "begin_put", recorded)
     keys = pages.keys(*range(12))
     pages.put(connect(pair[0], direct=True), keys)
     wait_replicated(pair)
     assert asked == [keys[8:], keys[4:8], keys[:4]]
 
 
-def test_metrics_tell_what_was_handed_on(pair: list[Node], connect: Connect, pages: Pages) -> None:
+def test_metrics_count_replicated_pages(pair: list[Node], connect: Connect, pages: Pages) -> None:
     pages.put(connect(pair[0], direct=True), pages.keys(*NUMBERS))
     wait_replicated(pair)
     text = metrics_text(pair[0].service)({}, HttpClient("me", ())).body().decode()
     found = dict(line.split() for line in text.splitlines() if line.startswith("kvstore_peers_"))
-    told = {name.removeprefix("kvstore_peers_"): float(value) for name, value in found.items()}
+    metrics = {name.removeprefix("kvstore_peers_"): float(value) for name, value in found.items()}
     assert {
         name: value
-        for name, value in told.items()
+        for name, value in metrics.items()
         if name.startswith(("queue", "pages_ha", "bytes_ha", "pages_d"))
     } == {
         "queue_pages": 0,
@@ -295,10 +295,10 @@ def test_metrics_tell_what_was_handed_on(pair: list[Node], connect: Connect, pag
     }
 
 
-def test_puts_that_wait_for_other_members_leave_grpc_transfers_to_others(
+def test_waiting_ack_all_puts_leave_grpc_transfers_to_others(
     start_node: StartNode, connect: Connect, pages: Pages
 ) -> None:
-    node = start_node(grpc_threads=4)  # three transfers, of which one may wait
+    node = start_node(grpc_threads=4)  # three transfers, one of which may wait
     tell([node], view_of([node, node], 2, elsewhere={1: "127.0.0.1:9"}))
     client = connect(node, "grpc", direct=True, timeout_s=60.0)
     key, other = pages.keys(1, 2)
@@ -313,5 +313,5 @@ def test_puts_that_wait_for_other_members_leave_grpc_transfers_to_others(
     with pytest.raises(Exhausted, match="gRPC durable puts"):
         client.put(pages.namespace, [other], [pages.content(other)], Keep(ack="all"))
     assert pages.put(client, [other]) == [PutOutcome.STORED]
-    tell([node], view_of([node], 2, 2))  # who left is not waited for
+    tell([node], view_of([node], 2, 2))  # former members are not awaited
     waiting.join()

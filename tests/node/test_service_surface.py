@@ -1,6 +1,4 @@
-"""What anybody may rely on from outside: health, reflection, metrics, drain, exit status, list,
-pins.
-"""
+"""The public surface of a node: health, reflection, metrics, status, stat and pins."""
 
 import threading
 import time
@@ -72,7 +70,7 @@ def test_reflection_describes_the_whole_service(channel: grpc.Channel) -> None:
 
 
 def metrics(port: int) -> dict[str, dict[tuple[str, ...], float]]:
-    """Samples by name and by the values of their labels but the namespace's."""
+    """Return samples by name, then by the values of their labels without the namespace."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5.0) as reply:
         text = reply.read().decode()
     found: dict[str, dict[tuple[str, ...], float]] = {}
@@ -84,7 +82,7 @@ def metrics(port: int) -> dict[str, dict[tuple[str, ...], float]]:
     return found
 
 
-def test_metrics_parse_and_tell_what_happened(node: Node, connect: Connect, pages: Pages) -> None:
+def test_metrics_parse_and_count_calls(node: Node, connect: Connect, pages: Pages) -> None:
     client = connect(node)
     pages.put(client, pages.keys(0, 1))
     pages.put(client, pages.keys(0))
@@ -119,7 +117,7 @@ def test_metrics_parse_and_tell_what_happened(node: Node, connect: Connect, page
 def test_metrics_survive_a_model_name_of_any_kind(node: Node, connect: Connect) -> None:
     odd = Pages('a "quoted"\\name\nin two lines, é')
     odd.put(connect(node), odd.keys(0))
-    end = time.monotonic() + 5.0  # a scrape may be answered by the text of the one before
+    end = time.monotonic() + 5.0  # a scrape may get the cached text of an earlier one
     while not (
         found := metrics(node.metrics.port)["kvstore_namespace_pages"].get((odd.namespace.model,))
     ):
@@ -127,7 +125,7 @@ def test_metrics_survive_a_model_name_of_any_kind(node: Node, connect: Connect) 
     assert found == 1
 
 
-def test_a_pin_ends_by_itself(start_node: StartNode, connect: Connect, pages: Pages) -> None:
+def test_pin_expires(start_node: StartNode, connect: Connect, pages: Pages) -> None:
     client = connect(start_node(ram_nbytes=128 << 10, extent_nbytes=64 << 10))
     keys = pages.keys(*range(16))
     pages.put(client, [*keys, *pages.keys(*range(16, 32))])
@@ -141,7 +139,7 @@ def test_a_pin_ends_by_itself(start_node: StartNode, connect: Connect, pages: Pa
     assert pages.put(client, pages.keys(100)) == [PutOutcome.STORED]
 
 
-def test_stat_tells_about_a_page(node: Node, connect: Connect, pages: Pages) -> None:
+def test_stat_describes_a_page(node: Node, connect: Connect, pages: Pages) -> None:
     client = connect(node)
     pages.put(client, pages.keys(0))
     here, absent = client.stat(pages.namespace, pages.keys(0, 1))
@@ -164,4 +162,4 @@ def test_status_adds_up(node: Node, connect: Connect) -> None:
         size.slot_nbytes * size.used_count for size in classes.values()
     )
     assert status.ram.page_count == sum(size.used_count for size in classes.values())
-    assert status.ram.extent_free_count == 15, "blocks of two sizes lie in one extent"
+    assert status.ram.extent_free_count == 15, "blocks of two sizes must share one extent"

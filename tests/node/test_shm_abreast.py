@@ -1,5 +1,6 @@
-"""One batch over shared memory whose pages several threads copy: the same bytes, the same answers,
-and nobody touches a page when the call has ended.
+"""One batch over shared memory, copied by several threads: same bytes and same answers.
+
+No thread touches a page after the call has ended.
 """
 
 import os
@@ -30,7 +31,9 @@ def client(node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> Cli
 
 
 def meeting(monkeypatch: pytest.MonkeyPatch, name: str, first: int) -> None:
-    """The first copies of all lanes are under way at a time, or this breaks."""
+    """Make the first `first` copies wait for each other: the test fails unless they run in
+    parallel.
+    """
     met, copy, begun = threading.Barrier(first), getattr(shm, name), iter(range(1000))
 
     def together(*arguments: Any) -> bytes:
@@ -42,7 +45,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch, name: str, first: int) -> None:
     monkeypatch.setattr(shm, name, together)
 
 
-def test_pages_cross_and_answers_are_in_order(
+def test_parallel_copies_keep_bytes_and_order(
     client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = pages.keys(*range(11))
@@ -55,7 +58,7 @@ def test_pages_cross_and_answers_are_in_order(
     assert pages.get(client, keys) == [i not in (0, 7) for i in range(11)]
 
 
-def test_damaged_pages_and_ranges_are_found_in_whichever_share(
+def test_damaged_pages_and_ranges_are_found_in_any_share(
     client: Client, pages: Pages, node: Node
 ) -> None:
     keys = pages.keys(*range(9))
@@ -72,7 +75,7 @@ def test_damaged_pages_and_ranges_are_found_in_whichever_share(
 
 
 @pytest.mark.parametrize("error", [DeadlineExceeded("late"), MemoryError("none left")])
-def test_a_share_that_fails_fails_the_call_when_all_have_ended(
+def test_failed_share_fails_the_call_after_all_ended(
     client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     keys, ended, write, failed = pages.keys(*range(6)), [], shm._write_page, threading.Event()
@@ -95,10 +98,10 @@ def test_a_share_that_fails_fails_the_call_when_all_have_ended(
     time.sleep(0.1)
     assert len(ended) == 4
     assert pages.get(client, keys) == [False] * 6
-    assert pages.put(client, keys) == [PutOutcome.STORED] * 6  # the slots were given back
+    assert pages.put(client, keys) == [PutOutcome.STORED] * 6  # the slots were released
 
 
-def test_small_batches_and_machines_take_no_other_thread(
+def test_small_batches_and_machines_use_one_thread(
     node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page_nbytes = 4096

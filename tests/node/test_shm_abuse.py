@@ -1,5 +1,8 @@
-"""Unix connections that break the rules, and the file of the socket: one clear error or a closed
-connection, nobody else notices, and no slot, hold, session or descriptor is left."""
+"""Unix connections that break the rules, and the file of the socket.
+
+A bad client gets one error or is closed, and other clients are not disturbed. No slot, hold,
+session or descriptor leaks.
+"""
 
 import array
 import os
@@ -31,7 +34,7 @@ HELLO = pb.BulkRequest(hello=pb.HelloRequest(protocol_version=PROTOCOL_VERSION))
 
 
 class Raw(DescriptorSocket):
-    """A connection to the Unix socket that sends whatever it is told to."""
+    """A connection to the Unix socket that sends anything."""
 
     def __init__(self, node: Node) -> None:
         assert node.shm is not None
@@ -41,7 +44,7 @@ class Raw(DescriptorSocket):
         self.arm(5.0)
 
     def greet(self) -> pb.HelloReply:
-        """Says hello as it should be and takes, and closes, the arena."""
+        """Send a valid hello, and close the received arena descriptor."""
         pidfd = os.pidfd_open(os.getpid())
         self.send_frame_with(pidfd, HELLO)
         os.close(pidfd)
@@ -50,18 +53,18 @@ class Raw(DescriptorSocket):
         os.close(fd)
         return pb.BulkReply.FromString(header).hello
 
-    def tell(self, **op: Any) -> None:
+    def send_request(self, **op: Any) -> None:
         self.send_frame(pb.BulkRequest(**op).SerializeToString())
 
     def reply(self) -> pb.BulkReply:
         return pb.BulkReply.FromString(self.recv_frame(1 << 22)[0])
 
     def ask(self, **op: Any) -> pb.BulkReply:
-        self.tell(**op)
+        self.send_request(**op)
         return self.reply()
 
     def ending(self) -> pb.Error:
-        """The error that the node says before it closes the connection."""
+        """Return the error that the node sends before it closes the connection."""
         reply = self.reply()
         assert reply.WhichOneof("op") == "error", reply
         with pytest.raises(ConnectionError):
@@ -84,7 +87,7 @@ def raw() -> Iterator[Callable[[Node], Raw]]:
 
 @pytest.fixture
 def pages(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Pages:
-    """Pages 0 to 3 are stored."""
+    """Return a namespace with pages 0 to 3 stored."""
     pages = Pages(request.node.name)
     client = connect(node, "bulk")
     pages.put(client, pages.keys(0, 1, 2, 3))
@@ -103,7 +106,7 @@ def get_of(pages: Pages, *numbers: int) -> pb.GetRequest:
     return pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(*numbers))
 
 
-def test_a_client_must_bring_a_pidfd_of_its_own(node: Node, raw: Callable[[Node], Raw]) -> None:
+def test_client_must_send_its_own_pidfd(node: Node, raw: Callable[[Node], Raw]) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         foreign = os.pidfd_open(other.pid)
         plain = os.open("/dev/null", os.O_RDONLY)
@@ -121,11 +124,9 @@ def test_a_client_must_bring_a_pidfd_of_its_own(node: Node, raw: Callable[[Node]
     settle(node)
 
 
-def test_descriptors_that_nobody_asked_for_are_not_kept(
-    node: Node, raw: Callable[[Node], Raw]
-) -> None:
+def test_extra_descriptors_are_closed(node: Node, raw: Callable[[Node], Raw]) -> None:
     connection = raw(node)
-    there = len(os.listdir("/proc/self/fd"))  # of other tests' nodes, too
+    there = len(os.listdir("/proc/self/fd"))  # includes those of other tests' nodes
     pidfd = os.pidfd_open(os.getpid())
     many = array.array("i", [pidfd] * 100)
     frame = pack_fixed(len(HELLO), 0) + HELLO
@@ -133,7 +134,7 @@ def test_descriptors_that_nobody_asked_for_are_not_kept(
     connection.sock.sendmsg([frame], rights)
     header, _, fd = connection.recv_frame_with(1 << 20)
     assert pb.BulkReply.FromString(header).hello.arena_nbytes == node.arena.nbytes
-    # With the connection, one pidfd at the node, the arena here
+    # For the connection, one pidfd at the node and the arena here
     before = len(os.listdir("/proc/self/fd"))
     assert before < there + 100
     for _ in range(10):
@@ -167,9 +168,7 @@ for line in sys.stdin:
 
 
 def test_one_put_and_one_get_at_a_time(node: Node, pages: Pages) -> None:
-    """Whoever breaks this rule may be writing all the same, so nobody gets his slots while he
-    lives.
-    """
+    """A client that breaks this rule may still be writing, so its slots are kept while it lives."""
     lookup = pb.LookupRequest(namespace=pages.namespace.digest, prefix_hashes=pages.keys(1))
     requests: dict[str, Any] = {
         "put": put_of(pages, 10),
@@ -188,7 +187,7 @@ def test_one_put_and_one_get_at_a_time(node: Node, pages: Pages) -> None:
             ("put", "put", "a put while the previous one", (0, 1)),
             ("get", "get", "a get while the previous one", (1, 1)),
             ("lookup", "commit", "a commit without a put", (1, 1)),
-            # The same page: one is held, twice
+            # The same page, which is held twice
             (
                 "get",
                 "commit",
@@ -212,11 +211,11 @@ def test_one_put_and_one_get_at_a_time(node: Node, pages: Pages) -> None:
     settle(node)
 
 
-def test_an_idle_connection_stays_where_the_node_has_many_descriptors_open(
+def test_idle_connection_stays_with_high_descriptor_numbers(
     node: Node, raw: Callable[[Node], Raw], pages: Pages
 ) -> None:
-    """`select` takes none above 1,023: each idle connection ended, and with it a node that has many
-    extents.
+    """Regression: `select` takes no descriptor above 1,023, so idle connections to nodes with many
+    extents were closed.
     """
     taken = [os.open("/dev/null", os.O_RDONLY)]
     while taken[-1] < 1024:
@@ -229,14 +228,14 @@ def test_an_idle_connection_stays_where_the_node_has_many_descriptors_open(
             os.close(fd)
     assert list(connection.ask(get=get_of(pages, 1)).get.hits) == [True]
     threading.Event().wait(2 * node.config.stall_s)
-    connection.tell(release=pb.ReleaseRequest())
+    connection.send_request(release=pb.ReleaseRequest())
     assert list(connection.ask(get=get_of(pages, 2)).get.hits) == [True]
-    connection.tell(release=pb.ReleaseRequest())
+    connection.send_request(release=pb.ReleaseRequest())
     connection.close()
     settle(node)
 
 
-def test_a_client_hears_at_once_that_its_connection_has_ended_though_its_slots_are_kept(
+def test_connection_closes_at_once_although_its_slots_are_kept(
     make_node: Callable[..., Node], raw: Callable[[Node], Raw], connect: Connect
 ) -> None:
     node, pages = make_node(), Pages("kept")
@@ -244,41 +243,41 @@ def test_a_client_hears_at_once_that_its_connection_has_ended_though_its_slots_a
     connection = raw(node)
     connection.greet()
     assert list(connection.ask(get=get_of(pages, 1)).get.hits) == [True]
-    connection.tell(get=get_of(pages, 1))
+    connection.send_request(get=get_of(pages, 1))
     assert "a get while the previous one" in connection.ending().message
-    assert node.tier.held_count == 1, "this process may read it still"
+    assert node.tier.held_count == 1, "this process may still read the page"
 
 
-def test_a_release_of_nothing_and_an_empty_answer_hold_nothing(
+def test_empty_release_and_empty_answer_hold_nothing(
     node: Node, raw: Callable[[Node], Raw], pages: Pages
 ) -> None:
     connection = raw(node)
     connection.greet()
-    connection.tell(release=pb.ReleaseRequest())
+    connection.send_request(release=pb.ReleaseRequest())
     assert not any(connection.ask(get=get_of(pages, 50, 51)).get.hits)
     assert list(connection.ask(put=put_of(pages, 1, 2)).put.offsets) == []
     assert list(connection.ask(get=get_of(pages, 1, 50)).get.hits) == [True, False]
-    connection.tell(release=pb.ReleaseRequest())
+    connection.send_request(release=pb.ReleaseRequest())
     assert list(connection.ask(get=get_of(pages, 1, 2)).get.hits) == [True, True]
-    connection.tell(release=pb.ReleaseRequest())
+    connection.send_request(release=pb.ReleaseRequest())
     connection.close()
     settle(node)
 
 
-def test_a_release_that_is_the_last_word_is_heard(
+def test_release_before_the_close_is_processed(
     node: Node, raw: Callable[[Node], Raw], pages: Pages
 ) -> None:
-    """As of a client whose deadline passed: it reads no answer any more."""
+    """A client whose deadline has passed sends a release, and reads no answer."""
     for request in ({"get": get_of(pages, 1, 2)}, {"put": put_of(pages, 20, 21)}):
         connection = raw(node)
         connection.greet()
-        connection.tell(**request)
-        connection.tell(release=pb.ReleaseRequest())
+        connection.send_request(**request)
+        connection.send_request(release=pb.ReleaseRequest())
         connection.close()
         settle(node)
 
 
-def test_random_bytes_are_answered_with_an_error_or_the_end(
+def test_random_bytes_get_an_error_or_a_close(
     node: Node, raw: Callable[[Node], Raw], pages: Pages, seed: int
 ) -> None:
     chance = random.Random(seed)
@@ -303,9 +302,11 @@ def test_random_bytes_are_answered_with_an_error_or_the_end(
     settle(node, sessions=None)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_another_user_gets_an_error_that_says_so_even_if_he_finds_the_socket(node: Node) -> None:
-    """The file's mode keeps him out; if somebody opened it, the node asks the kernel who he is."""
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused_by_uid(node: Node) -> None:
+    """The mode of the socket file keeps other users out; if it is opened, the node checks
+    the uid.
+    """
     assert node.shm is not None
     path = pathlib.Path(node.shm.path)
     parents = [path.parent, path.parent.parent]
@@ -327,18 +328,18 @@ while input():
     except Unavailable as error:
         print(error, flush=True)
 """
-    says = [
+    messages = [
         "Permission denied",
         f"the memory of this node is for uid {os.geteuid()} and root, not for uid 12345",
     ]
     try:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:
-            for mode, said in zip((0o600, 0o666), says, strict=True):
+            for mode, expected in zip((0o600, 0o666), messages, strict=True):
                 os.chmod(path, mode)
                 process.stdin.write("connect\n")
                 process.stdin.flush()
-                assert said in process.stdout.readline()
+                assert expected in process.stdout.readline()
             process.kill()
     finally:
         os.chmod(path, 0o600)
@@ -371,9 +372,7 @@ def make_node() -> Iterator[Callable[..., Node]]:
         node.stop()
 
 
-def test_the_socket_is_its_owners_and_goes_with_the_node(
-    runtime_dir: str, connect: Connect
-) -> None:
+def test_socket_is_private_and_removed_with_the_node(runtime_dir: str, connect: Connect) -> None:
     node = Node(
         NodeConfig(
             host="127.0.0.1", port=0, bulk_port=0, metrics_port=0, ram_nbytes=16 << 20, drain_s=0.1
@@ -388,7 +387,7 @@ def test_the_socket_is_its_owners_and_goes_with_the_node(
     assert not os.path.exists(node.shm.path)
 
 
-def test_a_stale_socket_is_replaced_and_a_live_one_is_not(
+def test_stale_socket_is_replaced_and_a_live_one_is_not(
     make_node: Callable[..., Node], runtime_dir: str, connect: Connect
 ) -> None:
     path = f"{runtime_dir}/shared/node.sock"
@@ -402,31 +401,31 @@ def test_a_stale_socket_is_replaced_and_a_live_one_is_not(
         make_node(shm_socket=path)
     assert pages.get(client, pages.keys(1)) == [True]
     moved = f"{runtime_dir}/moved"
-    os.rename(os.path.dirname(path), moved)  # as where the volume is mounted elsewhere
+    os.rename(os.path.dirname(path), moved)  # as if the volume were mounted elsewhere
     with pytest.raises(Unavailable, match="does not exist here"):
         connect(node, "shm").node_status()
     assert connect(node, "shm", shm_dir=moved).node_status().shm.socket == path
     os.rename(moved, os.path.dirname(path))
 
 
-def test_a_path_that_can_not_be_ends_the_start(
+def test_invalid_socket_path_ends_the_start(
     make_node: Callable[..., Node], runtime_dir: str
 ) -> None:
     plain = pathlib.Path(runtime_dir, "plain")
     plain.write_text("not a socket")
-    for path, said in (
+    for path, expected in (
         (str(plain), "is no socket"),
         (f"{plain}/node.sock", "File exists"),
         (f"/tmp/{'x' * 103}", "has 108 bytes; a Unix socket's path has at most 107"),
         ("node.sock", "must be an absolute path"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=expected):
             make_node(shm_socket=path)
     assert plain.read_text() == "not a socket"
 
 
 @pytest.mark.parametrize("trouble", ["none", "writable by others", "too long", "not there"])
-def test_without_a_place_for_its_socket_a_node_serves_on(
+def test_node_serves_without_a_place_for_its_socket(
     make_node: Callable[..., Node],
     connect: Connect,
     tmp_path: pathlib.Path,

@@ -1,6 +1,4 @@
-"""A call over shared memory whose time is up while it copies stops before the next page, and is not
-late.
-"""
+"""Shared-memory calls whose deadline passes during a copy stop before the next page."""
 
 import threading
 from typing import Any
@@ -18,14 +16,14 @@ SECONDS = 1.0
 
 @pytest.fixture
 def client(node: Node, connect: Connect, pages: Pages) -> Client:
-    """Connected, with the namespace opened: a call's time is its own."""
+    """Connect and open the namespace in advance, so that a call uses its time only for itself."""
     client = connect(node, "shm")
     client.open(pages.namespace)
     return client
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    """Copies of this kind, each of which takes more than the call has; they are counted."""
+    """Make each copy slower than the call's timeout; return the list of copies."""
     copy, copies = getattr(shm, name), list[Any]()
 
     def counted(*args: Any) -> Any:
@@ -37,7 +35,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     return copies
 
 
-def test_a_put_stops_between_two_pages(
+def test_put_stops_between_pages_at_its_deadline(
     client: Client, node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = pages.keys(1, 2, 3)
@@ -51,7 +49,7 @@ def test_a_put_stops_between_two_pages(
     assert pages.get(connect(node), keys) == [False] * 3
 
 
-def test_a_get_stops_between_two_pages(
+def test_get_stops_between_pages_at_its_deadline(
     client: Client, node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = pages.keys(1, 2, 3)

@@ -1,5 +1,6 @@
-"""Whose slots are whose when a client of the shared-memory wire goes: at once after a release, and
-never before the process is gone that may still write.
+"""Slots of a shared-memory client that goes away.
+
+They are free at once after a release, but never while its process may still write.
 """
 
 import os
@@ -22,8 +23,8 @@ from node.config import NodeConfig
 from node.server import Node
 
 PAGE = 64 << 10
-# A client in a process of its own. It holds pages 0 to 3 or has reserved pages 100 to 103, says so,
-# and does what stdin tells.
+# A client in its own process. It holds pages 0 to 3 or has reserved pages 100 to 103, prints
+# "ready", and runs the commands from stdin.
 CHILD = """
 import os, socket, sys
 from kvstore import Client, ClientConfig, InvalidRequest, Namespace, opaque_layout
@@ -38,7 +39,7 @@ print("ready", *slots.offsets, flush=True)
 for line in sys.stdin:
     match line.split():
         case ["hangup"]:
-            # As close() under a thread that still writes: the socket goes, the process lives.
+            # As after close() with a thread still writing: the socket is shut, the process lives.
             slots._lease.connection._sock.shutdown(socket.SHUT_RDWR)
         case ["write", value]:
             for view in slots.pages:
@@ -64,12 +65,12 @@ for line in sys.stdin:
                 os.write(1, b"mapped\\n" if "kvstore-arena" in maps else b"unmapped\\n")
                 while True:
                     os.read(int(os.environ["WAIT_FD"]), 1) or os._exit(0)
-    os.write(1, b"done\\n")  # in one piece, whatever the buffering
+    os.write(1, b"done\\n")  # written at once, without buffering
 """
 
 
 class Child:
-    """A process with slots in its hands."""
+    """A client process that holds or has reserved slots."""
 
     def __init__(self, node: Node, pages: Pages, what: str) -> None:
         wait_fd, self._let_go = os.pipe()
@@ -89,22 +90,22 @@ class Child:
             env={**os.environ, "WAIT_FD": str(wait_fd)},
         )
         os.close(wait_fd)
-        self.offsets = [int(word) for word in self.hear("ready")]
+        self.offsets = [int(word) for word in self.expect("ready")]
 
-    def hear(self, word: str) -> list[str]:
+    def expect(self, word: str) -> list[str]:
         assert self.process.stdout is not None
         first, *rest = self.process.stdout.readline().split() or [""]
         assert first == word
         return rest
 
-    def tell(self, what: str) -> None:
+    def send(self, what: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(what + "\n")
         self.process.stdin.flush()
 
     def do(self, what: str) -> None:
-        self.tell(what)
-        self.hear("done")
+        self.send(what)
+        self.expect("done")
 
     def kill(self) -> None:
         self.process.kill()
@@ -126,7 +127,7 @@ def pages(request: pytest.FixtureRequest) -> Pages:
 
 @pytest.fixture
 def small(start_node: StartNode) -> Node:
-    """64 pages of room."""
+    """Start a node with room for 64 pages."""
     return start_node(ram_nbytes=4 << 20, stall_s=0.8)
 
 
@@ -146,7 +147,7 @@ def spawn() -> Iterator[Callable[..., Child]]:
 def wait_for(condition: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + 10.0
     while not condition():
-        assert time.monotonic() < end, f"waited in vain for {what}"
+        assert time.monotonic() < end, f"timed out waiting for {what}"
         threading.Event().wait(0.005)
 
 
@@ -156,13 +157,13 @@ def orphan_pages(node: Node) -> int:
 
 
 def refill(client: Client, pages: Pages, first: int = 1000) -> None:
-    """Puts three times as many pages as the node has room for."""
+    """Put three times as many pages as fit."""
     for number in range(first, first + 192, 8):
         pages.put(client, pages.keys(*range(number, number + 8)))
 
 
 def owned(node: Node, pages: Pages) -> set[int]:
-    """Offsets of all visible pages."""
+    """Return the offsets of all visible pages."""
     return {
         page.offset
         for page in node.tier.namespace(pages.namespace.digest).pages.values()
@@ -171,7 +172,7 @@ def owned(node: Node, pages: Pages) -> set[int]:
 
 
 @pytest.mark.parametrize("what", ["held", "reserved"])
-def test_a_killed_clients_slots_are_free_when_its_process_is_gone(
+def test_slots_of_a_killed_client_are_free_when_its_process_ends(
     small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child], what: str
 ) -> None:
     client = connect(small)
@@ -190,7 +191,7 @@ def test_a_killed_clients_slots_are_free_when_its_process_is_gone(
     assert pages.put(client, pages.keys(100, 101)) == [PutOutcome.STORED] * 2
 
 
-def test_a_lost_connection_frees_no_slot_while_its_process_may_write(
+def test_lost_connection_keeps_slots_while_its_process_lives(
     small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
     client = connect(small)
@@ -201,7 +202,7 @@ def test_a_lost_connection_frees_no_slot_while_its_process_may_write(
     assert (status.orphan_count, status.orphan_page_count) == (1, 4)
     refill(client, pages)
     assert not owned(small, pages) & set(child.offsets)
-    child.do("write 7")  # as late as it likes
+    child.do("write 7")  # long after the hang-up
     numbers = range(1000 + 192 - 32, 1000 + 192)
     assert pages.get(client, pages.keys(*numbers)) == [True] * 32  # compares every byte
     child.do("same 7")
@@ -212,7 +213,7 @@ def test_a_lost_connection_frees_no_slot_while_its_process_may_write(
     assert owned(small, pages) & set(child.offsets)
 
 
-def test_a_stopped_process_keeps_what_it_reads(
+def test_stopped_process_keeps_the_pages_it_reads(
     small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
     client = connect(small)
@@ -228,23 +229,21 @@ def test_a_stopped_process_keeps_what_it_reads(
     settle(small, sessions=None)
 
 
-def test_a_child_that_was_forked_keeps_no_slots_of_a_dead_parent(
+def test_forked_child_keeps_no_slots_of_a_dead_parent(
     small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
-    """It has the parent's socket, so there is no end of stream; but not its map, so it can not
-    write.
-    """
+    """The child has the parent's socket open, but not its map of the arena, so it cannot write."""
     child = spawn(small, pages, "reserved")
-    child.tell("fork")
+    child.send("fork")
     assert sorted(child.process.stdout.readline() for _ in range(2)) == ["done\n", "unmapped\n"]
     child.kill()
     settle(small, sessions=None)
 
 
-def test_a_fork_has_no_part_in_the_clients_connections(
+def test_forked_child_does_not_use_the_clients_connections(
     small: Node, connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
-    """Two processes that use one stream would take each other's answers; and the child's end ends
+    """Two processes on one stream would take each other's answers. The end of the child ends
     nothing.
     """
     pages.put(connect(small), pages.keys(0, 1, 2, 3))
@@ -256,7 +255,7 @@ def test_a_fork_has_no_part_in_the_clients_connections(
 
 @pytest.fixture
 def stopping_node() -> Iterator[Callable[..., Node]]:
-    """Nodes that the test stops."""
+    """Return a function that starts nodes which the test stops."""
     nodes: list[Node] = []
 
     def start(drain_s: float) -> Node:
@@ -273,7 +272,7 @@ def stopping_node() -> Iterator[Callable[..., Node]]:
             node.stop()
 
 
-def test_a_draining_node_lets_a_writer_finish(
+def test_draining_node_lets_a_writer_finish(
     stopping_node: Callable[..., Node], connect: Connect, pages: Pages
 ) -> None:
     node = stopping_node(drain_s=20.0)
@@ -291,12 +290,10 @@ def test_a_draining_node_lets_a_writer_finish(
         client.lookup(pages.namespace, [key])
 
 
-def test_a_node_stops_without_those_that_do_not_let_go(
+def test_node_stops_while_clients_keep_slots(
     stopping_node: Callable[..., Node], connect: Connect, pages: Pages, spawn: Callable[..., Child]
 ) -> None:
-    """Their slots are not given to anybody while the rest of the node drains; the memory
-    is theirs.
-    """
+    """The kept slots go to no other client during the drain, and their memory stays mapped."""
     node = stopping_node(drain_s=0.1)
     pages.put(connect(node), pages.keys(0, 1, 2, 3))
     spawn(node, pages, "held")
@@ -314,11 +311,11 @@ def test_a_node_stops_without_those_that_do_not_let_go(
 
 
 @pytest.mark.parametrize("what", ["held", "reserved"])
-def test_a_client_that_stood_still_releases_all_the_same(
+def test_delayed_client_still_releases_its_slots(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """A thread that did not run for longer than a release may take: the node would keep the slots
-    for good.
+    """Its thread paused for longer than a release may take. Otherwise the node would keep the
+    slots.
     """
     monkeypatch.setattr("kvstore.transports.mapped_memory.RELEASE_S", -1.0)
     client, keys = connect(node, "shm"), pages.keys(0, 1)

@@ -1,5 +1,6 @@
-"""Many threads over shared memory against a model: every byte that is read is one that was written
-under that key, whatever was removed or evicted meanwhile.
+"""Random calls of many threads over shared memory: every byte read was written under its key.
+
+Meanwhile pages are removed and evicted.
 """
 
 import random
@@ -18,10 +19,8 @@ PAGE = 16 << 10
 KEYS = 96  # the node has room for 64
 
 
-class Mill:
-    """Does one random thing after the other to a space of pages whose contents follow from their
-    keys.
-    """
+class RandomCalls:
+    """Random calls on pages whose contents follow from their keys."""
 
     def __init__(self, client: Client, pages: Pages, seed: int) -> None:
         self._client, self._pages = client, pages
@@ -40,7 +39,7 @@ class Mill:
             try:
                 action(keys)
             except Exhausted:
-                pass  # everything is being read or written by the others
+                pass  # all pages are being read or written by others
 
     def put(self, keys: list[bytes]) -> None:
         self._pages.put(self._client, keys)
@@ -75,35 +74,35 @@ class Mill:
         return checksum(data, key_seed(self._pages.namespace.digest, key))
 
 
-def test_threads_that_do_everything_at_once_never_read_a_wrong_byte(
+def test_random_calls_of_many_threads_read_no_wrong_byte(
     start_node: StartNode, connect: Connect, seed: int
 ) -> None:
     node = start_node(ram_nbytes=1 << 20, extent_nbytes=256 << 10, batch_nbytes_max=256 << 10)
     client, pages = connect(node, "shm"), Pages("storm", PAGE)
-    mills = [Mill(client, pages, seed + number) for number in range(6)]
+    workers = [RandomCalls(client, pages, seed + number) for number in range(6)]
     failures: list[BaseException] = []
 
-    def work(mill: Mill) -> None:
+    def work(worker: RandomCalls) -> None:
         try:
-            mill.run(150)
+            worker.run(150)
         except BaseException as error:  # noqa: BLE001 -- raised again below, in the test's thread
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(mill,)) for mill in mills]
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if failures:
         raise failures[0]
-    assert sum(mill.hits for mill in mills) > 50
+    assert sum(worker.hits for worker in workers) > 50
     assert client.stats == (1, 0, 0, 0)
     settle(node, sessions=None)
     assert node.tier.slots.used_nbytes == node.tier.visible_count * PAGE
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_pages_stored_by_one_wire_are_read_by_another(
+def test_pages_stored_over_one_wire_are_read_over_another(
     node: Node, connect: Connect, wire: str
 ) -> None:
     pages = Pages(f"with {wire}", PAGE)

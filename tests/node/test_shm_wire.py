@@ -1,4 +1,4 @@
-"""The shared-memory wire of a node in this process: pages are written and read in its own arena."""
+"""The shared-memory wire to a node in this process: pages are written and read in its arena."""
 
 import contextlib
 import os
@@ -43,7 +43,7 @@ def fill(slots: Any, pages: Pages, keys: list[bytes]) -> None:
         view[:] = pages.content(key)
 
 
-def test_a_client_on_the_nodes_host_takes_shared_memory_by_itself(
+def test_client_on_the_nodes_host_uses_shared_memory_by_default(
     node: Node, connect: Connect, pages: Pages
 ) -> None:
     client = connect(node, "auto")
@@ -56,9 +56,7 @@ def test_a_client_on_the_nodes_host_takes_shared_memory_by_itself(
     )
 
 
-def test_pages_are_written_and_read_where_the_node_keeps_them(
-    node: Node, client: Client, pages: Pages
-) -> None:
+def test_pages_are_written_and_read_in_the_arena(node: Node, client: Client, pages: Pages) -> None:
     keys = pages.keys(1, 2, 3)
     with client.open_put(pages.namespace, keys) as slots:
         assert slots.verdicts == [pb.WRITE] * 3
@@ -78,9 +76,7 @@ def test_pages_are_written_and_read_where_the_node_keeps_them(
             held.pages[0][0] = 1
 
 
-def test_views_are_dead_when_the_slot_is_not_the_callers_any_more(
-    client: Client, pages: Pages
-) -> None:
+def test_views_are_released_with_their_slots(client: Client, pages: Pages) -> None:
     keys = pages.keys(1)
     with client.open_put(pages.namespace, keys) as slots:
         fill(slots, pages, keys)
@@ -116,9 +112,7 @@ def test_kept_view_of_a_page_is_reported(client: Client, pages: Pages) -> None:
     kept.release()
 
 
-def test_a_put_that_is_not_committed_leaves_nothing(
-    client: Client, pages: Pages, node: Node
-) -> None:
+def test_uncommitted_put_leaves_nothing(client: Client, pages: Pages, node: Node) -> None:
     with client.open_put(pages.namespace, pages.keys(1, 2)) as slots:
         assert len(slots.pages) == 2
         assert node.tier.writing_count == 2
@@ -135,7 +129,7 @@ def test_a_put_that_is_not_committed_leaves_nothing(
 
 
 @pytest.mark.parametrize("wrong", [[], [b"c" * 8], [b"c" * 8] * 3, [b"c" * 7] * 2, [b"c" * 16] * 2])
-def test_a_commit_with_wrong_leaves_stores_nothing(
+def test_commit_with_wrong_leaves_stores_nothing(
     client: Client, pages: Pages, wrong: list[bytes]
 ) -> None:
     keys = pages.keys(1, 2)
@@ -163,7 +157,7 @@ def test_contexts_nest_in_one_thread(client: Client, pages: Pages, node: Node) -
         assert [bytes(view) for view in held.pages] == [pages.content(key) for key in old]
 
 
-def test_contexts_take_turns_for_connections_and_give_up_in_time(
+def test_contexts_wait_for_connections_until_their_deadline(
     node: Node, connect: Connect, pages: Pages
 ) -> None:
     client = connect(node, "shm", connections_max=1)
@@ -176,7 +170,7 @@ def test_contexts_take_turns_for_connections_and_give_up_in_time(
     assert pages.get(client, pages.keys(1)) == [True]
 
 
-def test_a_reader_outlasts_stalls_removal_and_a_node_that_fills_up(
+def test_held_pages_survive_stalls_removal_and_eviction(
     start_node: StartNode, connect: Connect
 ) -> None:
     node = start_node(stall_s=0.1, ram_nbytes=4 << 20)
@@ -192,7 +186,7 @@ def test_a_reader_outlasts_stalls_removal_and_a_node_that_fills_up(
     assert pages.get(client, keys) == [False] * 8
 
 
-def test_a_deadline_that_passes_while_writing_gives_the_slots_back(
+def test_deadline_during_a_write_releases_the_slots(
     client: Client, pages: Pages, node: Node
 ) -> None:
     late = pytest.raises(DeadlineExceeded)
@@ -205,7 +199,7 @@ def test_a_deadline_that_passes_while_writing_gives_the_slots_back(
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_other_wires_map_nothing_and_say_so(
+def test_other_wires_refuse_mapped_access(
     node: Node, connect: Connect, pages: Pages, wire: str
 ) -> None:
     client = connect(node, wire)
@@ -216,7 +210,7 @@ def test_other_wires_map_nothing_and_say_so(
     assert not client.maps_arena
 
 
-def test_a_damaged_slot_is_a_miss_and_goes(node: Node, client: Client, pages: Pages) -> None:
+def test_damaged_page_is_a_miss_and_is_dropped(node: Node, client: Client, pages: Pages) -> None:
     keys = pages.keys(1, 2)
     pages.put(client, keys)
     with client.open_get(pages.namespace, keys) as held:
@@ -232,7 +226,7 @@ def test_a_damaged_slot_is_a_miss_and_goes(node: Node, client: Client, pages: Pa
     assert client.stats.corrupt_pages == 1
 
 
-def test_a_prefix_ends_at_a_page_that_only_its_reader_finds_damaged(
+def test_prefix_ends_at_a_page_found_damaged_by_the_reader(
     node: Node, client: Client, pages: Pages
 ) -> None:
     keys, buffers = pages.keys(1, 2, 3), [bytearray(PAGE) for _ in range(3)]
@@ -242,7 +236,7 @@ def test_a_prefix_ends_at_a_page_that_only_its_reader_finds_damaged(
     assert client.get(pages.namespace, keys, buffers, prefix=True) == [True, False, False]
 
 
-def test_status_tells_socket_and_connections(node: Node, client: Client, pages: Pages) -> None:
+def test_status_reports_socket_and_connections(node: Node, client: Client, pages: Pages) -> None:
     with client.open_put(pages.namespace, pages.keys(1)):
         shm = client.node_status().shm
     assert node.shm is not None
@@ -250,8 +244,8 @@ def test_status_tells_socket_and_connections(node: Node, client: Client, pages: 
     assert shm.client_count >= 2
 
 
-def test_connections_leave_no_descriptor_of_the_arena_behind(client: Client, pages: Pages) -> None:
-    """Each is passed one, and the first one's map is everybody's."""
+def test_connections_leave_no_arena_descriptor_open(client: Client, pages: Pages) -> None:
+    """Each connection receives a descriptor, but all share the map of the first."""
     client.open(pages.namespace)
     wire = client._fan_out.nodes.only._link.wire
     assert isinstance(wire, ShmWire)
@@ -260,9 +254,11 @@ def test_connections_leave_no_descriptor_of_the_arena_behind(client: Client, pag
         wire._connect(Deadline(20.0)).close()
         count = 0
         for path in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # another thread's, closed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # closed by another thread
                 count += "memfd:kvstore-arena" in os.readlink(path)
         return count
 
     first = connected()
-    assert [connected() for _ in range(20)][-1] <= first  # maps of clients before may go meanwhile
+    assert [connected() for _ in range(20)][
+        -1
+    ] <= first  # maps of earlier clients may end meanwhile

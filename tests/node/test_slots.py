@@ -1,4 +1,4 @@
-"""The slot allocator against a naive model: a list of taken byte ranges."""
+"""The slot allocator, compared with a simple model: a list of taken byte ranges."""
 
 import random
 from dataclasses import dataclass, field
@@ -17,13 +17,13 @@ BLOCKS = {
 
 @dataclass
 class Model:
-    """Taken ranges only; whatever is not taken is free."""
+    """A model of taken ranges; all other bytes are free."""
 
     region_nbytes: int
     taken: dict[int, int] = field(default_factory=dict)  # offset -> nbytes
 
     def blocks(self) -> dict[int, int]:
-        """Start and slot size of the blocks that the taken ranges lie in."""
+        """Return the slot sizes of blocks with taken ranges, by the start of the block."""
         return {offset // BLOCKS[size] * BLOCKS[size]: size for offset, size in self.taken.items()}
 
     def take(self, offset: int, nbytes: int) -> None:
@@ -35,7 +35,7 @@ class Model:
             assert offset + nbytes <= other or other + size <= offset, "two slots overlap"
         for other, size in self.blocks().items():
             apart = start + BLOCKS[nbytes] <= other or other + BLOCKS[size] <= start
-            assert apart or (other, size) == (start, nbytes), "two sizes in one block"
+            assert apart or (other, size) == (start, nbytes), "slots of two sizes share a block"
         self.taken[offset] = nbytes
 
     def free_count(self, nbytes: int) -> int:
@@ -51,7 +51,7 @@ class Model:
         return count
 
 
-def test_random_use_equals_a_naive_model(seed: int) -> None:
+def test_random_use_agrees_with_the_model(seed: int) -> None:
     rng = random.Random(seed)
     region = 8 * EXTENT
     slots, model = SlotAllocator(region, EXTENT), Model(region)
@@ -82,7 +82,7 @@ def test_random_use_equals_a_naive_model(seed: int) -> None:
 
 
 def test_claimed_slots_equal_allocated_ones(seed: int) -> None:
-    """After a restart: slots are claimed in any order, the rest is free."""
+    """After a restart slots are claimed in any order, and all others are free."""
     rng = random.Random(seed)
     before, model = SlotAllocator(4 * EXTENT, EXTENT), Model(4 * EXTENT)
     for _ in range(60):
@@ -95,7 +95,7 @@ def test_claimed_slots_equal_allocated_ones(seed: int) -> None:
     slots = SlotAllocator(4 * EXTENT, EXTENT)
     for offset, size in rng.sample(list(model.taken.items()), len(model.taken)):
         assert slots.claim(size, offset, object())
-        assert not slots.claim(size, offset, object()), "it is taken"
+        assert not slots.claim(size, offset, object()), "the slot is already taken"
     slots.claimed()
     assert slots.check() == []
     assert (slots.used_nbytes, slots.extent_free_count) == (
@@ -106,21 +106,21 @@ def test_claimed_slots_equal_allocated_ones(seed: int) -> None:
         assert slots.free_count(size) == model.free_count(size)
 
 
-def test_a_block_of_another_size_is_not_claimed() -> None:
+def test_claim_that_conflicts_with_blocks_is_refused() -> None:
     slots = SlotAllocator(2 * EXTENT, EXTENT)
     assert slots.claim(SIZES[2], SIZES[2], object())  # in the first 16 units
     assert not slots.claim(SIZES[0], 0, object()), "the unit is part of that block"
     assert not slots.claim(SIZES[5], 0, object()), "that block is part of the extent"
     assert not slots.claim(SIZES[2], SIZES[0], object()), "no slot starts there"
-    assert not slots.claim(SIZES[2], 5 * SIZES[2], object()), "it would leave its block"
-    assert not slots.claim(SIZES[0], 2 * EXTENT, object()), "it is outside"
+    assert not slots.claim(SIZES[2], 5 * SIZES[2], object()), "the slot would leave its block"
+    assert not slots.claim(SIZES[0], 2 * EXTENT, object()), "the slot is outside the region"
     assert not slots.claim(SLOT_ALIGN_NBYTES // 2, 0, object()), "no slot is that small"
     assert slots.claim(SIZES[0], BLOCKS[SIZES[2]], object())
     slots.claimed()
     assert slots.check() == []
 
 
-def test_a_block_whose_last_slot_is_freed_serves_another_size() -> None:
+def test_emptied_block_serves_another_size() -> None:
     slots = SlotAllocator(EXTENT, EXTENT)
     small = [slots.allocate(SIZES[0], object()) for _ in range(64)]
     assert slots.allocate(SIZES[1], object()) is None
@@ -134,7 +134,7 @@ def test_a_block_whose_last_slot_is_freed_serves_another_size() -> None:
     assert slots.allocate(SIZES[4], object()) is not None
 
 
-def test_a_page_of_each_of_64_sizes_takes_a_few_pages_of_memory_each() -> None:
+def test_one_page_of_each_of_many_sizes_wastes_little_memory() -> None:
     slots = SlotAllocator(1 << 30, 16 << 20)
     sizes = [128 * 1024 + 4096 * n for n in range(64)]
     assert None not in [slots.allocate(size, object()) for size in sizes]
@@ -146,7 +146,7 @@ def test_a_page_of_each_of_64_sizes_takes_a_few_pages_of_memory_each() -> None:
 @pytest.mark.parametrize(
     ("slot_nbytes", "per_block"), [(4096, 256), (1 << 20, 4), (4 << 20, 4), (32 << 20, 2)]
 )
-def test_a_block_has_as_many_slots_as_are_asked_for_if_an_extent_has(
+def test_block_has_the_minimum_of_slots_if_an_extent_allows(
     slot_nbytes: int, per_block: int
 ) -> None:
     slots = SlotAllocator(1 << 30, 64 << 20, slots_min=4)
@@ -159,15 +159,15 @@ def test_a_block_has_as_many_slots_as_are_asked_for_if_an_extent_has(
 @pytest.mark.parametrize(
     "page_nbytes", [(1 << 20) - 4096, 562_176, 1_124_352, 2_097_152, 2_256_512, 40_016, 4096]
 )
-def test_a_block_leaves_a_sixteenth_unused_at_most(page_nbytes: int) -> None:
+def test_block_wastes_a_sixteenth_at_most(page_nbytes: int) -> None:
     slots = SlotAllocator(1 << 30, 64 << 20)
     size = slot_nbytes(page_nbytes)
     block_nbytes = slots.unit_nbytes << slots.level(size)
     assert block_nbytes % size * 16 <= block_nbytes
 
 
-def test_sizes_that_came_and_went_leave_nothing_behind() -> None:
-    """They once made every placement slower, until a restart."""
+def test_freed_page_sizes_leave_nothing_behind() -> None:
+    """Regression: every size once used made placements slower, until a restart."""
     slots = SlotAllocator(1 << 26, 1 << 25)
     for n in range(1, 4096):
         offset = slots.allocate(SLOT_ALIGN_NBYTES * n, object())
@@ -177,7 +177,7 @@ def test_sizes_that_came_and_went_leave_nothing_behind() -> None:
     assert slots.check() == []
 
 
-def test_new_slots_fill_the_oldest_partial_block_so_that_others_run_empty() -> None:
+def test_new_slots_fill_the_oldest_partial_block() -> None:
     slots = SlotAllocator(2 * EXTENT, EXTENT)
     offsets = [slots.allocate(SIZES[2], object()) for _ in range(10)]
     for offset in (offsets[0], offsets[5]):  # a hole in each block
@@ -186,13 +186,13 @@ def test_new_slots_fill_the_oldest_partial_block_so_that_others_run_empty() -> N
     assert slots.allocate(SIZES[2], object()) == offsets[0]
 
 
-def test_nothing_is_given_out_in_a_closed_area() -> None:
+def test_closed_area_gets_no_new_slot() -> None:
     slots = SlotAllocator(2 * EXTENT, EXTENT)
     offset = slots.allocate(SIZES[2], object())
     assert offset is not None
     area = slots.area(offset, slots.level_max)
     assert slots.close(area)
-    assert not slots.close(slots.area(offset, 0)), "it is closed"
+    assert not slots.close(slots.area(offset, 0)), "the area is already closed"
     others = [slots.allocate(SIZES[2], object()) for _ in range(20)]
     assert None not in others
     assert not {o // EXTENT for o in others if o is not None} & {offset // EXTENT}
@@ -204,15 +204,15 @@ def test_nothing_is_given_out_in_a_closed_area() -> None:
     assert slots.allocate(SIZES[6], object()) == area.start * slots.unit_nbytes
 
 
-def test_a_free_place_is_not_closed() -> None:
+def test_free_area_is_not_closed() -> None:
     slots = SlotAllocator(EXTENT, EXTENT)
     for unit in (0, 4):
         assert slots.is_free(area := slots.area(unit * SIZES[0], 2))
-        assert not slots.close(area), "it is part of a larger free block"
+        assert not slots.close(area), "the area is part of a larger free block"
     assert slots.check() == []
 
 
-def test_a_size_whose_blocks_are_all_closed_has_no_sparse_one() -> None:
+def test_size_with_only_closed_blocks_has_no_sparse_block() -> None:
     slots = SlotAllocator(EXTENT, EXTENT)
     offsets = [
         offset for _ in range(3 * 5) if (offset := slots.allocate(SIZES[2], object())) is not None
@@ -224,7 +224,7 @@ def test_a_size_whose_blocks_are_all_closed_has_no_sparse_one() -> None:
     assert slots.sparse(SIZES[2]) is None
 
 
-def test_a_page_larger_than_an_extent_gets_no_slot() -> None:
+def test_page_larger_than_an_extent_gets_no_slot() -> None:
     assert SlotAllocator(4 * EXTENT, EXTENT).allocate(2 * EXTENT, object()) is None
 
 
@@ -237,7 +237,7 @@ def test_freeing_twice_is_an_error() -> None:
     with pytest.raises(AssertionError):
         slots.free(first)
     slots.free(second)
-    with pytest.raises(AssertionError):  # its extent is gone
+    with pytest.raises(AssertionError):  # its extent is free again
         slots.free(second)
 
 

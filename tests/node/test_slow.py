@@ -1,4 +1,4 @@
-"""Calls that took long: which are kept, and what they waited for."""
+"""The log of slow requests: which calls it keeps, and what they waited for."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ from node.serving.request_metrics import (
 )
 
 
-def test_only_calls_that_took_long_are_kept() -> None:
+def test_only_slow_calls_are_kept() -> None:
     traffic = RequestMetrics()
     edge = traffic.of_wire("bulk")
     edge.answered("get", monotonic_ns())
@@ -45,7 +45,7 @@ def test_slow_request_log_names_its_waits() -> None:
 def test_slow_request_log_excludes_waits_of_others() -> None:
     traffic = RequestMetrics()
     with traffic.waiting(DISK):
-        pass  # of a call before
+        pass  # belongs to an earlier call
     began_ns = monotonic_ns()
 
     def other() -> None:
@@ -67,7 +67,7 @@ def test_slow_request_log_has_the_start_time() -> None:
     assert abs(time.time() - 3600 - call.unix_s) < 600
 
 
-def test_of_many_steps_the_last_are_told() -> None:
+def test_last_steps_of_a_long_call_are_kept() -> None:
     traffic, began_ns = RequestMetrics(), monotonic_ns()
     for _ in range(3 * STEPS_MAX):
         with traffic.waiting(DISK):
@@ -77,7 +77,7 @@ def test_of_many_steps_the_last_are_told() -> None:
     assert (len(steps), rest.name) == (STEPS_MAX, "to the end of its answer")
 
 
-def test_the_newest_are_kept_and_none_that_is_meant_to_take_long() -> None:
+def test_newest_slow_calls_are_kept_without_long_operations() -> None:
     slow = SlowCalls()
     for number in range(KEPT + 5):
         slow.ended("get", str(number), 0, SLOW_NS)

@@ -1,7 +1,7 @@
 """Many random good and bad events against one small node that evicts all the time.
 
-Every byte read is compared with the one that its key demands. Repeat a run with
-KVSTORE_SEED=<printed>, make a longer one with KVSTORE_STORM_EVENTS=100000.
+Each byte read is compared with the one of its key. Repeat a run with KVSTORE_SEED=<printed>, and
+make a longer one with KVSTORE_STORM_EVENTS=100000.
 """
 
 import os
@@ -24,13 +24,13 @@ from node.server import Node
 
 EVENTS = int(os.environ.get("KVSTORE_STORM_EVENTS") or 1000)
 WORKERS = 4
-KEYS = 60  # of each namespace: more than fit
+KEYS = 60  # keys of each namespace: more than fit
 
 
 class Storm:
-    """One worker's events.
+    """The random events of one worker.
 
-    Nothing here may raise but a failed assertion.
+    Only a failed assertion may raise.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Storm:
 
     def get_ranges(self) -> None:
         client, space, keys = self.batch()
-        offset = self.rng.randrange(1, space.nbytes)  # no byte may be asked for twice
+        offset = self.rng.randrange(1, space.nbytes)  # ranges must not overlap
         parts = [(0, 1), (offset, self.rng.randint(1, space.nbytes - offset))]
         buffers = [bytearray(1 + parts[1][1]) for _ in keys]
         ranges = [pb_range(*part) for part in parts]
@@ -113,7 +113,7 @@ class Storm:
         )()
 
     def wrong(self) -> None:
-        """A request that the node refuses."""
+        """Send a request that the node refuses."""
         client, space, keys = self.batch()
         with pytest.raises(KVStoreError):
             self.rng.choice(
@@ -129,7 +129,7 @@ class Storm:
             )()
 
     def broken(self) -> None:
-        """Bytes that are no frames, or frames in the wrong order."""
+        """Send bytes that are no frames, or frames in the wrong order."""
         connection = self.raw()
         if self.rng.random() < 0.5:
             self.begin_put(connection)
@@ -142,7 +142,7 @@ class Storm:
         self.hang_up(connection, self.rng.choice(kinds))
 
     def gone(self) -> None:
-        """A client that dies in the middle of a put or a get."""
+        """Close a connection amid a put or a get."""
         connection = self.raw()
         if self.rng.random() < 0.5:
             wanted = self.begin_put(connection)
@@ -156,7 +156,7 @@ class Storm:
             self.hang_up(connection, b"")
 
     def begin_put(self, connection: Any) -> int:
-        """Reserves pages; returns how many bytes the node now waits for."""
+        """Reserve pages; return the number of bytes that the node waits for."""
         _, space, keys = self.batch()
         request = pb.PutRequest(
             namespace=space.namespace.digest, prefix_hashes=keys, page_nbytes=space.nbytes
@@ -167,7 +167,7 @@ class Storm:
         try:
             connection.send(last)
         except ConnectionError:
-            pass  # the node was faster
+            pass  # the node closed first
         if self.rng.random() < 0.3:
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
@@ -177,7 +177,7 @@ def pb_range(offset: int, nbytes: int) -> Any:
     return pb.ByteRange(offset=offset, nbytes=nbytes)
 
 
-def test_a_storm_of_good_and_bad_events_harms_nobody(
+def test_random_good_and_bad_events_cause_no_harm(
     start_node: StartNode,
     raw: ConnectRaw,
     connect: Connect,

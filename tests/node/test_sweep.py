@@ -1,6 +1,4 @@
-"""Pages that a member owns and others have come to it: when it joins, when it was away, now and
-then.
-"""
+"""Sweeps: a member fetches the pages it owns, after it joined or was away, and at intervals."""
 
 import threading
 import time
@@ -29,7 +27,7 @@ from node.server import Node
 from node.serving.limits import LONG_CALLS
 
 
-def test_a_member_that_joins_fetches_its_share_and_serves_then(
+def test_joining_member_fetches_its_share_before_it_serves(
     fleet: list[Node],
     tell: Callable[..., View],
     connect: Connect,
@@ -42,7 +40,7 @@ def test_a_member_that_joins_fetches_its_share_and_serves_then(
     states: list[State] = []
     fleet[2].membership.announcer = states.append
     view = tell(n2=State.JOINING)
-    # Of those who had them
+    # Served by their former owners
     assert pages.get(connect(fleet[1]), pages.keys(*NUMBERS)) == [True] * len(NUMBERS)
     report = sweep(fleet[2])
     mine = of(view, pages, "n2")
@@ -57,7 +55,7 @@ def test_a_member_that_joins_fetches_its_share_and_serves_then(
     wait_until(lambda: states == [State.SERVING])
 
 
-def test_how_far_a_sweep_is(
+def test_sweep_reports_its_progress(
     fleet: list[Node],
     tell: Callable[..., View],
     connect: Connect,
@@ -77,8 +75,8 @@ def test_how_far_a_sweep_is(
     monkeypatch.setattr(fleet[2].peers.rebalancer._sweep, "_pause", look)
     assert counts(fleet[2]).sweep_age_ms == 0
     sweep(fleet[2])
-    assert all(told.sweeping for told in seen)
-    fetched = [told.sweep_pages_fetched for told in seen if told.sweep_pages_missing == mine]
+    assert all(status.sweeping for status in seen)
+    fetched = [status.sweep_pages_fetched for status in seen if status.sweep_pages_missing == mine]
     assert fetched == sorted(fetched)
     assert {2, mine} <= {*fetched}
     done = counts(fleet[2])
@@ -102,7 +100,7 @@ def test_sweep_does_not_fetch_existing_pages(
     assert sweep(fleet[2]).missing == 0
 
 
-def test_a_replica_that_was_away_gets_what_it_missed(
+def test_replica_fetches_pages_it_missed_while_away(
     fleet: list[Node],
     tell: Callable[..., View],
     connect: Connect,
@@ -120,7 +118,7 @@ def test_a_replica_that_was_away_gets_what_it_missed(
     assert there(alone(fleet[2]), pages) == of(view, pages, "n2")
 
 
-def test_times_to_live_and_pins_come_along(
+def test_sweep_copies_times_to_live_and_pins(
     fleet: list[Node],
     tell: Callable[..., View],
     connect: Connect,
@@ -143,14 +141,14 @@ def test_times_to_live_and_pins_come_along(
     alone(fleet[0]).unpin(pages.namespace, mine[1:2])
 
 
-def test_a_page_does_not_live_longer_because_its_turn_comes_late(
+def test_sweep_subtracts_its_delay_from_times_to_live(
     fleet: list[Node],
     tell: Callable[..., View],
     alone: Callable[[Node], Client],
     pages: Pages,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between the list of what is missing and a page's turn are minutes, where there is much."""
+    """In a large sweep minutes pass between the listing of a page and its fetch."""
     mine = sorted(of(tell(), pages, "n0"))[:3]
     plant(fleet[1], pages, mine[:2], ttl_s=100)
     plant(fleet[1], pages, mine[2:], ttl_s=50)
@@ -171,7 +169,7 @@ def test_a_page_does_not_live_longer_because_its_turn_comes_late(
     assert all(0 < page.ttl_ms <= 40_000 for page in lives[:2])
 
 
-def test_a_damaged_page_is_not_taken(
+def test_sweep_rejects_a_damaged_page(
     fleet: list[Node],
     tell: Callable[..., View],
     connect: Connect,
@@ -187,7 +185,7 @@ def test_a_damaged_page_is_not_taken(
     assert there(alone(fleet[0]), pages) == {mine[0], mine[1], mine[3]}
 
 
-def test_a_member_that_is_away_is_asked_again(
+def test_sweep_asks_an_absent_member_again(
     fleet: list[Node],
     tell: Callable[..., View],
     connect: Connect,
@@ -207,7 +205,7 @@ def test_a_member_that_is_away_is_asked_again(
     wait_until(lambda: fleet[0].peers.rebalancer.report.away == ())
 
 
-def test_members_that_hang_are_waited_for_together(
+def test_sweep_waits_for_hanging_members_in_parallel(
     start_node: StartNode,
     alone: Callable[[Node], Client],
     pages: Pages,
@@ -246,12 +244,14 @@ def test_sweep_repeats_at_intervals(
     mine = of(view, pages, "n0")
     plant(nodes[1], pages, sorted(mine))
     wait_until(lambda: there(alone(nodes[0]), pages) == mine)
-    assert nodes[1].peers.rebalancer.report is first  # only when the view changes
+    assert nodes[1].peers.rebalancer.report is first  # it sweeps only when the view changes
 
 
 def older_beside(start_node: StartNode, count: int) -> tuple[list[Node], Pages, list[bytes]]:
-    """A member with room for four pages, and so many of its own; then the keys of four more, used
-    before those, that another has for it: these come first.
+    """Return two nodes, their pages, and their keys, oldest first.
+
+    The second node has room for four pages and `count` of its own. The first node has four older
+    pages of it.
     """
     large = Pages("large", page_nbytes=1 << 20)
     nodes = [start_node(), start_node(ram_nbytes=4 << 20)]
@@ -269,22 +269,20 @@ def older_beside(start_node: StartNode, count: int) -> tuple[list[Node], Pages, 
     return nodes, large, mine
 
 
-def test_nothing_newer_goes_for_what_is_fetched(
-    start_node: StartNode, alone: Callable[[Node], Client]
-) -> None:
-    """The pages of another one are older than all that fills this one."""
+def test_sweep_evicts_no_newer_page(start_node: StartNode, alone: Callable[[Node], Client]) -> None:
+    """The pages to fetch are older than all pages that fill the node."""
     nodes, large, mine = older_beside(start_node, 4)
     report = sweep(nodes[1])
     assert (report.missing, report.fetched, report.full) == (4, 0, 4)
     assert large.get(alone(nodes[1]), mine) == [False] * 4 + [True] * 4
-    large.get(alone(nodes[0]), mine[:2])  # used later than any of those
+    large.get(alone(nodes[0]), mine[:2])  # now newer than the pages of the full node
     assert sweep(nodes[1]).fetched == 2
 
 
-def test_a_batch_takes_no_more_than_the_free_room(
+def test_sweep_fills_only_free_slots_with_older_pages(
     start_node: StartNode, alone: Callable[[Node], Client]
 ) -> None:
-    """One free slot is no reason to lose pages that were used later than those that are fetched."""
+    """With one free slot a sweep of older pages fetches one, and evicts none."""
     nodes, large, mine = older_beside(start_node, 3)
     report = sweep(nodes[1])
     assert (report.missing, report.fetched, report.full) == (4, 1, 3)
@@ -294,7 +292,7 @@ def test_a_batch_takes_no_more_than_the_free_room(
 @pytest.mark.parametrize(
     "limits", [{"batch_keys_max": 3}, {"batch_nbytes_max": 1 << 16, "extent_nbytes": 1 << 16}]
 )
-def test_the_limits_of_who_has_the_pages_are_kept(
+def test_sweep_respects_the_batch_limits_of_other_members(
     start_node: StartNode, alone: Callable[[Node], Client], pages: Pages, limits: Any
 ) -> None:
     nodes = [start_node(**limits), start_node()]
@@ -312,7 +310,7 @@ def test_the_limits_of_who_has_the_pages_are_kept(
     assert there(alone(nodes[1]), pages) == set(mine)
 
 
-def test_a_dry_one_says_what_is_missing(
+def test_dry_sweep_reports_missing_pages(
     fleet: list[Node],
     tell: Callable[..., View],
     connect: Connect,
@@ -322,14 +320,14 @@ def test_a_dry_one_says_what_is_missing(
     view = tell()
     mine = sorted(of(view, pages, "n0"))
     plant(fleet[1], pages, mine)
-    told = alone(fleet[0]).sweep(dry=True)
-    assert (told.pages_missing, told.nbytes_missing) == (len(mine), len(mine) * pages.nbytes)
+    report = alone(fleet[0]).sweep(dry=True)
+    assert (report.pages_missing, report.nbytes_missing) == (len(mine), len(mine) * pages.nbytes)
     assert alone(fleet[0]).stat(pages.namespace, mine[:1])[0].present is False
     alone(fleet[0]).sweep()
     wait_until(lambda: there(alone(fleet[0]), pages) == set(mine))
 
 
-def test_a_node_that_is_alone_says_so(
+def test_drain_and_sweep_without_a_cluster_are_refused(
     start_node: StartNode, alone: Callable[[Node], Client]
 ) -> None:
     client = alone(start_node())
@@ -341,7 +339,7 @@ def test_a_node_that_is_alone_says_so(
         client.sweep()
 
 
-def test_members_of_a_fixed_list_stay_as_they_are(
+def test_drain_of_a_static_member_is_refused(
     fleet: list[Node], tell: Callable[..., View], alone: Callable[[Node], Client]
 ) -> None:
     tell()
@@ -351,7 +349,7 @@ def test_members_of_a_fixed_list_stay_as_they_are(
         alone(fleet[0]).drain()
 
 
-def test_a_stop_ends_a_sweep(
+def test_stop_ends_a_running_sweep(
     start_node: StartNode, alone: Callable[[Node], Client], pages: Pages
 ) -> None:
     source, node = start_node(), Node(start_node().config)
@@ -366,7 +364,7 @@ def test_a_stop_ends_a_sweep(
         if view.owners.owners(pages.namespace.digest, [k])[0] == ("n1",)
     ]
     plant(source, pages, mine)
-    node.peers.rebalancer._nbytes_per_s = 1  # all of it would take minutes
+    node.peers.rebalancer._nbytes_per_s = 1  # the whole sweep would take minutes
     source.membership.become(view, "n0")
     node.membership.become(view, "n1")
     node.start()
@@ -376,10 +374,9 @@ def test_a_stop_ends_a_sweep(
     assert not node.peers.rebalancer.running
 
 
-def test_a_node_stops_in_its_time_though_whom_it_asks_hangs(
+def test_node_stops_in_time_during_hanging_sweep_and_drain(
     start_node: StartNode, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a sweep and in a drain."""
     hangs = start_node()
     node = Node(replace(start_node().config, drain_s=0.3))
     node.peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.02)
@@ -391,7 +388,7 @@ def test_a_node_stops_in_its_time_though_whom_it_asks_hangs(
         raise Unavailable("it hung")
 
     monkeypatch.setitem(hangs.service._unary, "stat", hang)
-    monkeypatch.setitem(LONG_CALLS, "stat", 8)  # or it would be this peer's turn while it hangs
+    monkeypatch.setitem(LONG_CALLS, "stat", 8)  # so that calls of one peer run in parallel
     members = [Member(f"n{i}", f"127.0.0.1:{n.grpc.port}") for i, n in enumerate((hangs, node))]
     hangs.membership.become(View("fleet", 1, tuple(members)), "n0")
     plant(node, pages, pages.keys(*NUMBERS))
@@ -407,15 +404,15 @@ def test_a_node_stops_in_its_time_though_whom_it_asks_hangs(
     assert asked.acquire(timeout=10.0)
     began = time.monotonic()
     node.stop()
-    assert time.monotonic() - began < 8.0, "of ten that such a call may take"
+    assert time.monotonic() - began < 8.0, "the stop waited for calls that may take 10 s"
     go_on.set()
     wait_until(lambda: not node.peers.rebalancer.running)
 
 
-def test_a_page_that_is_removed_while_it_is_written_does_not_come_back(
+def test_page_removed_while_being_written_stays_removed(
     start_node: StartNode, alone: Callable[[Node], Client], pages: Pages
 ) -> None:
-    """Its bytes may have been on their way from another member before the removal."""
+    """The bytes may have left another member before the removal."""
     node, key = start_node(), pages.key(1)
     client = alone(node)
     client.open(pages.namespace)

@@ -1,6 +1,4 @@
-"""A node whose ports speak TLS: right bytes over every wire, who shows which certificate, and what
-is told of it.
-"""
+"""A node with TLS on all ports: right bytes over every wire, client identities, and status."""
 
 import socket
 import ssl
@@ -34,12 +32,12 @@ SPACE = Namespace(model="anything", layout=opaque_layout(4096))
 
 @pytest.fixture(scope="module")
 def node(start_node: StartNode, ours: Authority) -> Node:
-    """It requires client certificates."""
+    """Start a node that requires client certificates."""
     return start_node(**of_node(ours))
 
 
 @pytest.fixture(scope="module")
-def asking_nobody(start_node: StartNode, ours: Authority) -> Node:
+def open_node(start_node: StartNode, ours: Authority) -> Node:
     return start_node(**pair(ours, "node"))
 
 
@@ -52,7 +50,7 @@ def known(connect: Connect, ours: Authority) -> Callable[..., Client]:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("page_nbytes", [4096, 300_000])
-def test_pages_come_back_as_they_were(
+def test_pages_are_intact_over_tls(
     node: Node,
     known: Callable[..., Client],
     request: pytest.FixtureRequest,
@@ -68,23 +66,23 @@ def test_pages_come_back_as_they_were(
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_pages_over_several_connections_and_ranges_of_pages(
-    asking_nobody: Node, connect: Connect, ours: Authority, wire: str
+def test_parallel_pages_are_intact_over_tls(
+    open_node: Node, connect: Connect, ours: Authority, wire: str
 ) -> None:
-    """A node that asks for no client certificate; the host is called by a name and checked by
-    another.
+    """The node asks for no client certificate, and its name is verified as `tls_name`, not by
+    address.
     """
     client = connect(
-        asking_nobody,
+        open_node,
         wire,
         tls_ca=str(ours.path),
         tls_name="localhost",
-        address=f"127.0.0.1:{asking_nobody.grpc.port}",
+        address=f"127.0.0.1:{open_node.grpc.port}",
     )
     pages = Pages(f"ranges over {wire}", 1 << 20)
     keys = pages.keys(*range(6))
     pages.put(client, keys)
-    pages.flip(asking_nobody, keys[3])
+    pages.flip(open_node, keys[3])
     assert pages.get(client, keys) == [True, True, True, False, True, True]
 
 
@@ -136,9 +134,9 @@ def shown_at_grpc(connect: Connect, node: Node, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("shown", [shown_at_bulk, shown_at_grpc])
-def test_whose_certificate_was_shown_is_known(
+def test_node_knows_the_name_in_a_client_certificate(
     node: Node,
-    asking_nobody: Node,
+    open_node: Node,
     connect: Connect,
     known: Callable[..., Client],
     ours: Authority,
@@ -150,7 +148,7 @@ def test_whose_certificate_was_shown_is_known(
     seen = shown(lambda node, wire: connect(node, wire, **as_node), node, monkeypatch)
     assert seen.common_name == "localhost"
     assert set(seen.alternatives) >= {"localhost", "127.0.0.1"}
-    assert shown(known, asking_nobody, monkeypatch) is None
+    assert shown(known, open_node, monkeypatch) is None
 
 
 def scrape(node: Node, ours: Authority) -> str:
@@ -162,9 +160,7 @@ def scrape(node: Node, ours: Authority) -> str:
         return str(answer.read().decode())
 
 
-def test_metrics_over_https_tell_until_when_certificates_are_valid(
-    node: Node, ours: Authority
-) -> None:
+def test_metrics_report_the_expiry_of_certificates(node: Node, ours: Authority) -> None:
     lines = dict(
         line.rsplit(" ", 1) for line in scrape(node, ours).splitlines() if not line.startswith("#")
     )
@@ -174,20 +170,20 @@ def test_metrics_over_https_tell_until_when_certificates_are_valid(
     assert 'kvstore_certificate_expiry_seconds{setting="tls_client_ca"}' in lines
 
 
-def test_status_tells_of_tls(
-    node: Node, asking_nobody: Node, known: Callable[..., Client], connect: Connect, ours: Authority
+def test_status_describes_tls(
+    node: Node, open_node: Node, known: Callable[..., Client], connect: Connect, ours: Authority
 ) -> None:
     tls = known(node).node_status().tls
     assert tls.client_certificates
     assert [one.setting for one in tls.certificates] == ["tls_cert", "tls_client_ca"]
-    assert not connect(asking_nobody, tls_ca=str(ours.path)).node_status().tls.client_certificates
+    assert not connect(open_node, tls_ca=str(ours.path)).node_status().tls.client_certificates
 
 
-def test_a_node_without_tls_says_so(start_node: StartNode, connect: Connect) -> None:
+def test_status_without_tls_has_no_tls_field(start_node: StartNode, connect: Connect) -> None:
     assert not connect(start_node()).node_status().HasField("tls")
 
 
-def test_a_certificate_near_its_end_is_warned_of(
+def test_expiring_certificate_is_logged(
     ours: Authority, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     ours.node("soon", ["localhost"], 2.0, force=True)
@@ -197,7 +193,7 @@ def test_a_certificate_near_its_end_is_warned_of(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"tls_cert": "a"}, "tls_cert and tls_key are given together"),
         ({"tls_client_ca": "a"}, "tls_client_ca and tls_ca need tls_cert and tls_key"),
@@ -208,14 +204,12 @@ def test_a_certificate_near_its_end_is_warned_of(
         ),
     ],
 )
-def test_settings_of_a_node_that_do_not_go_together(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_conflicting_tls_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         certificates_of(NodeConfig(**settings))
 
 
-def test_a_node_whose_files_are_no_good_does_not_start(
-    ours: Authority, strangers: Authority
-) -> None:
+def test_node_with_a_wrong_key_does_not_start(ours: Authority, strangers: Authority) -> None:
     config = NodeConfig(
         tls_cert=pair(ours, "node")["tls_cert"], tls_key=pair(strangers, "node")["tls_key"]
     )
@@ -225,7 +219,7 @@ def test_a_node_whose_files_are_no_good_does_not_start(
         Node(config)
 
 
-def test_the_standard_health_service_speaks_tls(node: Node, ours: Authority) -> None:
+def test_health_service_uses_tls(node: Node, ours: Authority) -> None:
     files = [ours.path, *reversed(pair(ours, "client").values())]
     credentials = grpc.ssl_channel_credentials(*(Path(path).read_bytes() for path in files))
     with grpc.secure_channel(f"localhost:{node.grpc.port}", credentials) as channel:
@@ -233,10 +227,10 @@ def test_the_standard_health_service_speaks_tls(node: Node, ours: Authority) -> 
         assert check(b"", timeout=20) == b"\x08\x01"  # SERVING
 
 
-def test_members_of_a_cluster_speak_tls_with_each_other(
+def test_cluster_members_use_tls_with_each_other(
     start_node: StartNode, known: Callable[..., Client], ours: Authority
 ) -> None:
-    """Each fetches from the other what it does not own."""
+    """Each member connects to the other over bulk with TLS."""
     ports = free_ports(2)
     members = ",".join(f"n{number}=127.0.0.1:{port}" for number, port in enumerate(ports))
     nodes = [
@@ -253,9 +247,7 @@ def test_members_of_a_cluster_speak_tls_with_each_other(
         assert link.wire_name == "bulk"
 
 
-def test_a_node_that_registers_reaches_itself_by_a_name_of_its_certificate(
-    fleet: Start, ours: Authority
-) -> None:
+def test_advertised_address_must_be_in_the_certificate(fleet: Start, ours: Authority) -> None:
     node = fleet("n1", **of_node(ours))
     assert node.membership.view.members[0].id == "n1"
     ours.node("elsewhere", ["elsewhere.example.org"], 10, force=True)
@@ -267,10 +259,10 @@ def test_a_node_that_registers_reaches_itself_by_a_name_of_its_certificate(
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_a_node_may_be_called_by_what_its_certificate_does_not_name(
+def test_tls_name_replaces_the_address_in_the_check(
     start_node: StartNode, connect: Connect, tmp_path: Path, wire: str
 ) -> None:
-    """As nodes are whose addresses change: gRPC has a mind of its own about whom a call is for."""
+    """Nodes with changing addresses need it, and gRPC derives the name of a call in its own way."""
     authority = Authority.found(tmp_path, "ours", 10)
     certificate, key = authority.node("node", ["fleet.example"], 10)
     node = start_node(tls_cert=str(certificate), tls_key=str(key))

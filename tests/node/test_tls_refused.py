@@ -1,6 +1,4 @@
-"""Who is kept out by TLS is told why and what to do, whatever wire it wanted; no call ever goes on
-in plain text.
-"""
+"""TLS failures name the cause and the remedy on every wire; no call falls back to plain text."""
 
 import shutil
 import socket
@@ -37,8 +35,8 @@ def plain(start_node: StartNode) -> Node:
     return start_node()
 
 
-def told(connect: Connect, node: Node, wire: str, **settings: Any) -> str:
-    """How a call fails."""
+def error_of(connect: Connect, node: Node, wire: str, **settings: Any) -> str:
+    """Return the error message of a failing call."""
     client = connect(node, wire, **settings)
     with pytest.raises(Unavailable) as failed:
         client.node_status()
@@ -46,25 +44,23 @@ def told(connect: Connect, node: Node, wire: str, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_plain_client_is_told_that_the_node_speaks_tls(
+def test_plain_client_is_told_that_the_node_uses_tls(
     node: Node, connect: Connect, wire: str
 ) -> None:
-    assert "the node uses TLS; name the authority of its certificate with tls_ca" in told(
+    assert "the node uses TLS; name the authority of its certificate with tls_ca" in error_of(
         connect, node, wire
     )
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_client_with_tls_does_not_speak_plainly(
+def test_tls_client_refuses_a_plain_node(
     plain: Node, connect: Connect, ours: Authority, wire: str
 ) -> None:
-    said = told(connect, plain, wire, **of_client(ours))
-    assert "the peer does not use TLS; start the node with --tls-cert and --tls-key" in said
+    message = error_of(connect, plain, wire, **of_client(ours))
+    assert "the peer does not use TLS; start the node with --tls-cert and --tls-key" in message
 
 
-def test_bulk_is_not_plain_either_where_the_node_would_have_it_so(
-    plain: Node, ours: Authority
-) -> None:
+def test_bulk_wire_with_tls_refuses_a_plain_node(plain: Node, ours: Authority) -> None:
     wire = BulkWire("127.0.0.1", plain.bulk.port, ClientConfig(**of_client(ours)))
     with pytest.raises(Unavailable, match="the peer does not use TLS"):
         wire.connect(Deadline(20.0))
@@ -72,84 +68,84 @@ def test_bulk_is_not_plain_either_where_the_node_would_have_it_so(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_an_authority_that_the_client_does_not_believe(
+def test_client_names_an_untrusted_node_certificate(
     node: Node, connect: Connect, ours: Authority, strangers: Authority, wire: str
 ) -> None:
-    said = told(connect, node, wire, **pair(ours, "client"), tls_ca=str(strangers.path))
-    assert f"the node's certificate is not from an authority in tls_ca={strangers.path}" in said
+    message = error_of(connect, node, wire, **pair(ours, "client"), tls_ca=str(strangers.path))
+    assert f"the node's certificate is not from an authority in tls_ca={strangers.path}" in message
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_name_that_the_certificate_does_not_have(
+def test_client_names_a_wrong_host_name(
     node: Node, connect: Connect, ours: Authority, wire: str
 ) -> None:
-    said = told(connect, node, wire, **of_client(ours), tls_name="elsewhere")
+    message = error_of(connect, node, wire, **of_client(ours), tls_name="elsewhere")
     assert (
         "the node's certificate does not name elsewhere; call it by a name that it has, or set "
-        "tls_name" in said
+        "tls_name" in message
     )
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_client_that_shows_no_certificate(
+def test_client_without_a_certificate_is_refused(
     node: Node, connect: Connect, ours: Authority, wire: str
 ) -> None:
-    assert "requires client certificates (--tls-client-ca); set tls_cert and tls_key" in told(
+    assert "requires client certificates (--tls-client-ca); set tls_cert and tls_key" in error_of(
         connect, node, wire, tls_ca=str(ours.path)
     )
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_certificate_that_the_node_does_not_believe(
+def test_client_with_an_untrusted_certificate_is_refused(
     node: Node, connect: Connect, ours: Authority, strangers: Authority, wire: str
 ) -> None:
-    said = told(connect, node, wire, **pair(strangers, "client"), tls_ca=str(ours.path))
+    message = error_of(connect, node, wire, **pair(strangers, "client"), tls_ca=str(ours.path))
     assert (
         f"tls_cert={pair(strangers, 'client')['tls_cert']} has expired, or is not from an "
-        "authority in its" in said
+        "authority in its" in message
     )
 
 
 @pytest.mark.parametrize(
-    ("shown", "said"),
+    ("shown", "message"),
     [
         ("nothing", "the node requires a client certificate"),
         ("strange", "the node does not know the authority of tls_cert="),
     ],
 )
-def test_over_bulk_alone_the_node_says_itself_what_is_wrong(
-    node: Node, ours: Authority, strangers: Authority, shown: str, said: str
+def test_bulk_wire_alone_names_a_refused_certificate(
+    node: Node, ours: Authority, strangers: Authority, shown: str, message: str
 ) -> None:
     files = pair(strangers, "client") if shown == "strange" else {}
     wire = BulkWire("127.0.0.1", node.bulk.port, ClientConfig(tls_ca=str(ours.path), **files))
-    with pytest.raises(Unavailable, match=said):
+    with pytest.raises(Unavailable, match=message):
         wire.connect(Deadline(20.0))
     wire.close()
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_node_whose_certificate_has_expired_meanwhile(
+def test_client_names_an_expired_node_certificate(
     start_node: StartNode,
     connect: Connect,
     ours: Authority,
     wire: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It could not start with one; it may grow old."""
+    """A node cannot start with an expired certificate, but one may expire while it runs."""
     ours.node("old", HERE, -0.5, force=True, since_days=1.0)
     with monkeypatch.context() as patch:
         patch.setattr("node.tls.check_dates", lambda *_: None)
         node = start_node(**pair(ours, "old"))
-        said = told(connect, node, wire, tls_ca=str(ours.path))
-    assert "the node's certificate has expired; renew it, or set this host's clock" in said
+        message = error_of(connect, node, wire, tls_ca=str(ours.path))
+    assert "the node's certificate has expired; renew it, or set this host's clock" in message
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_an_expired_client_certificate_is_refused_until_it_is_renewed(
+def test_expired_client_certificate_is_refused_until_renewed(
     node: Node, connect: Connect, ours: Authority, tmp_path: Path, wire: str
 ) -> None:
-    """A client does not look at its dates; the node says what is wrong, and new files are taken at
-    the next call.
+    """A client does not check its own dates. The node names the cause, and the next call uses new
+    files.
     """
     ours.node("spent", HERE, -0.5, force=True, since_days=1.0)
     files: dict[str, Any] = {name: str(tmp_path / name) for name in ("tls_cert", "tls_key")}
@@ -166,9 +162,7 @@ def test_an_expired_client_certificate_is_refused_until_it_is_renewed(
     wait_until(lambda: serves(client), 30.0)
 
 
-def test_an_expired_certificate_of_a_node_does_not_come_into_force(
-    ours: Authority, tmp_path: Path
-) -> None:
+def test_node_does_not_load_an_expired_certificate(ours: Authority, tmp_path: Path) -> None:
     files: dict[str, Any] = {name: str(tmp_path / name) for name in ("tls_cert", "tls_key")}
 
     def place(name: str) -> None:
@@ -178,7 +172,7 @@ def test_an_expired_certificate_of_a_node_does_not_come_into_force(
     place("node")
     config = NodeConfig(tls_client_ca=str(ours.path), **files)
     certificates = Certificates(config)
-    good, told = certificates.pems, certificates.status()
+    good, before = certificates.pems, certificates.status()
     for days, since_days, problem in ((-0.5, 1.0, "expired on"), (3.0, -2.0, "is valid from")):
         ours.node("dated", HERE, days, force=True, since_days=since_days)
         place("dated")
@@ -187,8 +181,8 @@ def test_an_expired_certificate_of_a_node_does_not_come_into_force(
         assert f"tls_cert={files['tls_cert']} {problem}" in certificates.status().problem
         with pytest.raises(ConfigError, match=problem):
             Certificates(config)
-    assert certificates.status().certificates == told.certificates
-    assert {one.setting: one.ends_unix_s for one in told.certificates} == {
+    assert certificates.status().certificates == before.certificates
+    assert {one.setting: one.ends_unix_s for one in before.certificates} == {
         "tls_cert": int(validity(good.chain)[1]),
         "tls_client_ca": int(validity(ours.path.read_bytes())[1]),
     }
@@ -212,10 +206,10 @@ GREETINGS = {
 
 
 @pytest.mark.parametrize("greeting", GREETINGS)
-def test_a_hundred_that_stop_amid_a_handshake_keep_nobody_out(
+def test_unfinished_handshakes_do_not_block_others(
     node: Node, connect: Connect, ours: Authority, greeting: str
 ) -> None:
-    """On all three ports: who greets rightly is served meanwhile, over new connections, too."""
+    """With 100 of them on all three ports, valid clients are served over new connections."""
     ports = [node.bulk.port, node.grpc.port, node.metrics.port]
     hanging = [socket.create_connection(("127.0.0.1", ports[number % 3])) for number in range(100)]
     try:
@@ -255,12 +249,12 @@ def test_silent_connection_is_evicted_for_others(
         sock.close()
 
 
-def test_a_full_node_says_so_before_a_handshake(
+def test_full_node_refuses_before_the_handshake(
     start_node: StartNode, ours: Authority, connect: Connect
 ) -> None:
-    """To who says nothing, too: nobody waits for him.
+    """Silent connections get the refusal, too, so that the node does not wait for them.
 
-    The client takes it for an answer, as without TLS.
+    A client takes it as an answer, as it does without TLS.
     """
     node = start_node(**of_node(ours), sessions_max=2)
     pages = Pages("full")
@@ -275,14 +269,14 @@ def test_a_full_node_says_so_before_a_handshake(
             silent.settimeout(20.0)
             assert (silent.recv(64), silent.recv(64)) == (NO_PLACE, b"")
     busy.close()
-    # No pause: it was no failure of the node
+    # No pause, because a refusal is no failure of the node
     assert client.lookup(pages.namespace, pages.keys(1)).prefix_pages == 0
 
 
-def test_a_certificate_is_asked_for_in_each_connections_own_thread(
+def test_slow_handshake_does_not_delay_other_connections(
     node: Node, ours: Authority, connect: Connect
 ) -> None:
-    """One that greets as slowly as it may holds up nobody who is accepted after it."""
+    """Each connection has its own thread for the handshake."""
     slow = socket.create_connection(("127.0.0.1", node.bulk.port))
     stop = threading.Event()
 

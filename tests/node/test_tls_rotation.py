@@ -1,6 +1,4 @@
-"""Certificates and authorities replaced while a node is used: no call fails, and nobody is kept who
-should not be.
-"""
+"""Certificates and authorities replaced under load: no call fails, and old ones are refused."""
 
 import shutil
 import socket
@@ -25,7 +23,7 @@ PAUSE_S = 0.005
 
 
 class Files:
-    """What a node and its clients are told to use, each replaced as a whole."""
+    """The TLS files of a node and its clients, each replaced atomically."""
 
     def __init__(self, folder: Path, authority: Authority) -> None:
         self._folder = folder
@@ -42,11 +40,11 @@ class Files:
         return str(self._folder / name)
 
     def trust(self, *authorities: Authority) -> None:
-        """On both sides."""
+        """Trust the authorities on both sides."""
         self.put(self.ca, b"".join(authority.path.read_bytes() for authority in authorities))
 
     def show(self, authority: Authority) -> None:
-        """On both sides, certificates of this authority."""
+        """Use certificates of this authority on both sides."""
         for name, side in (("node", self.node), ("client", self.client)):
             for source, target in zip(pair(authority, name).values(), side.values(), strict=True):
                 self.put(target, Path(source).read_bytes())
@@ -69,7 +67,7 @@ def node(start_node: StartNode, files: Files) -> Node:
 
 
 class Load:
-    """Verified puts and gets, over connections that stay and over new ones, until it ends.
+    """Verified puts and gets over kept and new connections, until the block ends.
 
     No call may fail.
     """
@@ -96,7 +94,7 @@ class Load:
             with Client(self._config) as kept:
                 while not self._stop.wait(PAUSE_S):
                     client = Client(self._config) if fresh else kept
-                    # Nobody else is writing them
+                    # Keys that the other thread does not write
                     keys = self._pages.keys(fresh, 2 + 100 * fresh + self.rounds[fresh] % 100)
                     self._pages.put(client, keys)
                     assert all(self._pages.get(client, keys))
@@ -113,7 +111,9 @@ class Load:
         return self
 
     def go_on(self) -> None:
-        """Until both have done more, over connections made from now on."""
+        """Wait until both threads have done three more rounds, over connections made after this
+        call.
+        """
         wanted = [count + 3 for count in self.rounds]
         wait_until(
             lambda: self.failed or all(a >= b for a, b in zip(self.rounds, wanted, strict=True))
@@ -130,7 +130,7 @@ class Load:
 
 
 def serial_at(port: int, authority: Authority, files: Files) -> str:
-    """Of the certificate that a port of the node shows now."""
+    """Return the serial number of the certificate that a port of the node presents."""
     context = client_context(authority, **files.client)
     with context.wrap_socket(
         socket.create_connection(("127.0.0.1", port)), server_hostname="localhost"
@@ -139,7 +139,7 @@ def serial_at(port: int, authority: Authority, files: Files) -> str:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_nodes_certificate_is_renewed_under_load(
+def test_node_certificate_is_renewed_under_load(
     node: Node, files: Files, ours: Authority, wire: str
 ) -> None:
     ports = (node.bulk.port, node.grpc.port, node.metrics.port)
@@ -156,12 +156,10 @@ def test_a_nodes_certificate_is_renewed_under_load(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_an_authority_is_replaced_under_load(
+def test_authority_is_replaced_under_load(
     node: Node, files: Files, ours: Authority, tmp_path: Path, wire: str
 ) -> None:
-    """Both are believed for a while; then who still shows a certificate of the old one
-    is kept out.
-    """
+    """Both authorities are trusted for a while; then certificates of the old one are refused."""
     new = found(tmp_path / "new", "new")
     with Load(node, wire, files, Pages) as load:
         files.trust(ours, new)
@@ -186,7 +184,7 @@ def test_an_authority_is_replaced_under_load(
         client.node_status()
 
 
-def test_a_bad_pair_is_refused_and_the_old_one_serves_on(
+def test_mismatched_key_is_refused_and_the_old_pair_stays(
     node: Node,
     files: Files,
     ours: Authority,
@@ -209,7 +207,7 @@ def test_a_bad_pair_is_refused_and_the_old_one_serves_on(
         load.go_on()
 
 
-def test_connections_that_are_there_outlive_a_renewal(
+def test_open_connections_survive_a_renewal(
     node: Node, files: Files, ours: Authority, connect: Connect
 ) -> None:
     client = connect(node, "bulk", tls_ca=files.ca, **files.client)
@@ -222,9 +220,7 @@ def test_connections_that_are_there_outlive_a_renewal(
     assert client.stats.connects == 1
 
 
-def test_a_client_takes_up_what_it_is_to_show_with_its_next_connection(
-    files: Files, ours: Authority
-) -> None:
+def test_client_uses_renewed_files_for_its_next_connection(files: Files, ours: Authority) -> None:
     tls = ClientTls(ClientConfig(tls_ca=files.ca, **files.client), "localhost")
     first = tls.context()
     assert tls.context() is first

@@ -1,6 +1,4 @@
-"""Time over TLS: who stalls, trickles or hangs loses its connection as without, and nothing of it
-is kept.
-"""
+"""Stalling and trickling clients over TLS lose their connections, as without TLS."""
 
 import random
 import socket
@@ -33,7 +31,7 @@ def node(start_node: StartNode, ours: Authority) -> Node:
 
 
 class Greeted(TlsFrameSocket):
-    """A connection to the bulk port that sends whatever it is told to."""
+    """A connection to the bulk port after its TLS handshake, which sends anything."""
 
     def __init__(self, node: Node, authority: Authority) -> None:
         context = client_context(authority, **pair(authority, "client"))
@@ -57,7 +55,7 @@ def greeted(node: Node, ours: Authority) -> Iterator[Greeted]:
 
 @pytest.fixture
 def space(request: pytest.FixtureRequest, node: Node, connect: Connect, ours: Authority) -> Pages:
-    """Pages 0 to 3 are stored."""
+    """Return a namespace with pages 0 to 3 stored."""
     pages = Pages(request.node.name, PAGE_NBYTES)
     pages.put(connect(node, **of_client(ours)), pages.keys(*range(4)))
     return pages
@@ -71,7 +69,7 @@ def put_of(space: Pages, *numbers: int) -> pb.PutRequest:
 
 
 @pytest.mark.parametrize("crumb_nbytes", [0, 1])
-def test_a_put_that_stalls_or_trickles_is_ended_and_leaves_nothing(
+def test_stalled_or_trickling_put_is_aborted_over_tls(
     node: Node, greeted: Greeted, space: Pages, crumb_nbytes: int
 ) -> None:
     assert list(greeted.ask(put=put_of(space, 10, 11)).put.verdicts) == [pb.WRITE] * 2
@@ -96,19 +94,19 @@ def test_a_put_that_stalls_or_trickles_is_ended_and_leaves_nothing(
     settle(node, sessions=None)
 
 
-def test_a_reader_who_does_not_read_loses_its_connection_and_holds_no_page(
+def test_reader_that_does_not_read_is_disconnected_over_tls(
     node: Node, greeted: Greeted, space: Pages
 ) -> None:
     request = pb.GetRequest(namespace=space.namespace.digest, prefix_hashes=space.keys(0, 1, 2, 3))
     greeted._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    for _ in range(8):  # more than the system keeps for it
+    for _ in range(8):  # more than the kernel buffers
         greeted.send_frame(pb.BulkRequest(get=request).SerializeToString())
     wait_until(lambda: node.tier.held_count)
     wait_until(lambda: not node.tier.held_count)
     settle(node, sessions=None)
 
 
-def test_a_put_in_records_of_any_size_is_stored_as_it_was_sent(
+def test_put_in_records_of_any_size_is_stored_intact(
     node: Node, greeted: Greeted, space: Pages, connect: Connect, ours: Authority, seed: int
 ) -> None:
     assert list(greeted.ask(put=put_of(space, 20)).put.verdicts) == [pb.WRITE]
@@ -123,10 +121,10 @@ def test_a_put_in_records_of_any_size_is_stored_as_it_was_sent(
 
 
 @pytest.mark.parametrize("greets", [False, True])
-def test_a_node_that_hangs_costs_a_call_its_deadline_and_no_more(
+def test_connect_to_a_hanging_tls_node_keeps_its_deadline(
     ours: Authority, by_deadline: Callable[..., None], greets: bool
 ) -> None:
-    """Before its handshake, or after."""
+    """The node hangs before its handshake, or after it."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     kept: list[Any] = []
 

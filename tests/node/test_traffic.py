@@ -1,6 +1,4 @@
-"""What requests took and moved, by operation, wire and tier: counted where it happens, told to
-Prometheus.
-"""
+"""Metrics of requests: times, bytes and errors by operation, wire and tier."""
 
 import sys
 import threading
@@ -35,7 +33,7 @@ def moved(node: Node, wire: str) -> tuple[int, int]:
     return found.get((wire, "in"), 0), found.get((wire, "out"), 0)
 
 
-def test_a_time_is_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
+def test_histogram_bucket_bounds_are_inclusive() -> None:
     histogram = Histogram()
     for ns in (0, 50_000, 50_001, 100_000, 10_000_000_000, 10_000_000_001):
         histogram.add(ns)
@@ -46,8 +44,8 @@ def test_a_time_is_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
     assert list(BOUNDS_S) == sorted(BOUNDS_S)
 
 
-def test_an_edge_counts_as_a_histogram_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the same code once more, which is what a request costs."""
+def test_wire_metrics_count_as_a_histogram(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wire metrics repeat the histogram's code, to save time for each request."""
     now, traffic, wanted = [0], RequestMetrics(), Histogram()
     monkeypatch.setattr("node.serving.request_metrics.monotonic_ns", lambda: now[0])
     for ns in (0, 49_999, 50_000, 50_001, 250_000, 250_001, 7_000_000, 10_000_000_001):
@@ -58,7 +56,7 @@ def test_an_edge_counts_as_a_histogram_does(monkeypatch: pytest.MonkeyPatch) -> 
     assert (found.counts, found.sum_ns) == (wanted.counts, wanted.sum_ns)
 
 
-def test_bytes_and_errors_add_up_and_no_fault_of_ours_is_a_number_too() -> None:
+def test_bytes_and_errors_add_up_with_zero_internal_errors() -> None:
     traffic = RequestMetrics()
     for nbytes in (3, 4):
         traffic.took("bulk", nbytes)
@@ -71,8 +69,8 @@ def test_bytes_and_errors_add_up_and_no_fault_of_ours_is_a_number_too() -> None:
     }
 
 
-def test_no_time_is_lost_between_threads() -> None:
-    """They change as often as the interpreter lets them."""
+def test_concurrent_threads_lose_no_count() -> None:
+    """The switch interval is minimal, so that threads alternate as often as possible."""
     traffic, interval = RequestMetrics(), sys.getswitchinterval()
     start = threading.Barrier(4)
 
@@ -126,7 +124,7 @@ def test_requests_are_timed_and_bytes_counted_on_each_wire(
     assert client.lookup(pages.namespace, keys).prefix_pages == 4
     assert pages.get(client, [*keys, *pages.keys(7)]) == [True] * 4 + [False]
 
-    def all_counted() -> bool:  # behind an answer
+    def all_counted() -> bool:  # counted after the answer is sent
         more = {op: answered(node, op, wire) - count for op, count in before.items()}
         return more == {"lookup": 1, "put": 1, "commit": wire == "shm", "get": 1}
 
@@ -137,7 +135,7 @@ def test_requests_are_timed_and_bytes_counted_on_each_wire(
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_a_refused_request_is_an_error_and_no_time(
+def test_refused_request_counts_as_an_error_without_a_time(
     node: Node, connect: Connect, pages: Pages, wire: str
 ) -> None:
     client = connect(node, wire)
@@ -174,20 +172,20 @@ def test_put_with_a_closed_connection_counts_as_cancelled(
     )
 
 
-def test_gets_that_are_brought_from_other_members_are_told_apart(
+def test_gets_from_other_members_are_counted_separately(
     cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
 ) -> None:
     keys = pages.keys(*NUMBERS)
     pages.put(far(cluster), keys)
     client = near(cluster)
-    for tier in (PEER, RAM):  # the second time they are here
+    for tier in (PEER, RAM):  # the second get finds near copies
         before = gets(cluster[0])
         pages.get(client, keys)
         assert gets(cluster[0]) == {**before, tier: before[tier] + 1}
     assert cluster[0].service.traffic.waiting_gets() == {DISK: 0, PEER: 0}
 
 
-def test_a_member_that_fails_is_told(cluster: list[Node]) -> None:
+def test_failing_member_is_reported(cluster: list[Node]) -> None:
     links = cluster[0].peers.links
     assert set(links.failing()) == {"n1", "n2"}
     assert not any(links.failing().values())

@@ -1,6 +1,4 @@
-"""Replays during which nodes die: the harness of the demo, the benchmarks and the tests
-of faults.
-"""
+"""Replays during which nodes die: the harness of the demo, benchmarks and fault tests."""
 
 import time
 from pathlib import Path
@@ -16,7 +14,7 @@ from kvstore.tools.trace import TraceRequest, conversations
 FLAGS = ("--ram-bytes", "64MiB", "--log-level", "ERROR")
 
 
-def test_a_member_that_dies_is_no_error_and_all_of_them_are(tmp_path: Path) -> None:
+def test_one_dead_member_causes_no_error_and_all_dead_do(tmp_path: Path) -> None:
     requests = conversations(120)
     with Fleet([HERE, HERE], *FLAGS, data=tmp_path) as fleet, fleet.client(timeout_s=5.0) as client:
         dies = Event(0.5, "n1 killed", fleet.nodes["n1"].kill)
@@ -36,7 +34,7 @@ def test_a_member_that_dies_is_no_error_and_all_of_them_are(tmp_path: Path) -> N
         assert fleet.nodes["n1"].running
 
 
-def test_a_call_that_comes_back_late_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_call_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         Fleet([HERE], *FLAGS) as fleet,
         fleet.client(timeout_s=1.0, connect_timeout_s=1.0) as client,
