@@ -12,9 +12,8 @@ import kvstore
 from kvstore import otel
 from kvstore.config import load
 from kvstore.errors import ConfigError
-from kvstore.log_rate import LogRate
 from node.config import NodeConfig, missing
-from node.process import SeldomCollections, formatter
+from node.process import SeldomCollections, set_up_log
 
 if TYPE_CHECKING:
     from node.server import Node
@@ -218,10 +217,7 @@ def main() -> None:
     arguments = vars(_parser().parse_args())
     try:
         config = load(NodeConfig, "KVSTORE_NODE", arguments)
-        handler = logging.StreamHandler()
-        handler.addFilter(LogRate())
-        handler.setFormatter(formatter(config.log_format))
-        logging.basicConfig(level=config.log_level, handlers=[handler])
+        set_up_log(config.log_level, config.log_format)
         otel.set_up("kvstore-node")
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         node = _node_class()(config, _end_if_asked, gateway_processes=True)
@@ -229,6 +225,16 @@ def main() -> None:
         node.start()
     except ConfigError as error:
         print(f"kvstore-node: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    except (MemoryError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "thread" not in str(error):
+            raise
+        said = str(error) or "out of memory"
+        print(
+            f"kvstore-node: this process may not have what it needs: {said}; raise its limits "
+            "(ulimit -a, pids and memory of the container), or give it less --ram-bytes",
+            file=sys.stderr,
+        )
         raise SystemExit(2) from error
     grpc = f"{_reachable(node.grpc.host)}:{node.grpc.port}" if node.grpc.port else "none"
     ports = f"grpc={grpc} bulk={node.bulk.port} metrics={node.metrics.port}"

@@ -1,6 +1,7 @@
 """Set up a node's process: its log, and rare full garbage collections.
 
-Log lines are text, or a JSON object each; both contain the request id.
+Log lines are text, or a JSON object each; both contain the request id. A reader of the log that
+stops reading costs lines, and never holds up the node.
 """
 
 import ctypes
@@ -8,10 +9,17 @@ import datetime
 import gc
 import json
 import logging
+import os
+import select
+import socket
+import stat
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from kvstore.log_rate import LogRate
 from kvstore.tracing import current
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -20,6 +28,92 @@ PAUSE_SHARE = 1e-3  # most of the time that goes to full collections, unless the
 INTERVAL_S_MAX = 120.0
 INTERVAL_S_MIN = 60.0
 _NEVER = 1 << 30  # collections of the middle generation between two full ones
+
+
+STDERR = 2
+PIPE_NBYTES = select.PIPE_BUF  # a pipe that is writable takes so many bytes at once
+
+
+def set_up_log(level: str, form: str = "text") -> None:
+    """Log to stderr. `form` is text or json."""
+    handler = StderrHandler()
+    handler.addFilter(LogRate())
+    handler.setFormatter(formatter(form))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+class StderrHandler(logging.Handler):
+    """Write log lines to stderr without ever waiting for its reader.
+
+    A thread that waited in a write to a full pipe would hold the lock of all threads that log.
+    Lines that stderr does not take are lost; their number is told when it takes lines again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._write, self._close = _writer(STDERR)
+        self._lost = 0
+        self._torn = False  # the last line was written in part
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, or count it as lost."""
+        try:
+            text = self.format(record)
+        except Exception as error:  # noqa: BLE001 a wrong format string must not end a thread
+            text = f"a log line of {record.name} can not be formatted: {error!r}"
+        lines = f"{text}\n".encode(errors="backslashreplace")
+        if self._lost:
+            lines = b"%d log lines were lost: stderr was not read\n%b" % (self._lost, lines)
+        if self._torn:
+            lines = b"\n" + lines
+        count = self._write(lines)
+        if count == len(lines):
+            self._lost, self._torn = 0, False
+        else:
+            self._lost += 1
+            self._torn |= count > 0
+
+    def close(self) -> None:
+        """Close what was opened for this handler; stderr stays open."""
+        self._close()
+        super().close()
+
+
+def _writer(fd: int) -> tuple[Callable[[bytes], int], Callable[[], object]]:
+    """Return a function that writes to `fd` without waiting, and one that ends its use.
+
+    The first one returns the bytes written.
+    """
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISSOCK(mode):
+        connection = socket.socket(fileno=os.dup(fd))
+        return _tried(lambda data: connection.send(data, socket.MSG_DONTWAIT)), connection.close
+    if stat.S_ISREG(mode):
+        return _tried(lambda data: os.write(fd, data)), lambda: None
+    # A description of its own: O_NONBLOCK on the given one would change it for other processes
+    try:
+        own = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # the pipe belongs to another user
+
+        def write(data: bytes) -> int:
+            poll, written = select.poll(), 0
+            poll.register(fd, select.POLLOUT)
+            while written < len(data) and poll.poll(0):
+                written += os.write(fd, data[written : written + PIPE_NBYTES])
+            return written
+
+        return _tried(write), lambda: None
+    return _tried(lambda data: os.write(own, data)), partial(os.close, own)
+
+
+def _tried(write: Callable[[bytes], int]) -> Callable[[bytes], int]:
+    def tried(data: bytes) -> int:
+        try:
+            return write(data)
+        except OSError:  # full, or its reader is gone
+            return 0
+
+    return tried
 
 
 def formatter(form: str) -> logging.Formatter:

@@ -29,6 +29,7 @@ from node.disk import io_protocol
 from node.disk.data_dir import DataDir
 from node.disk.extents import Slot
 from node.disk.io_protocol import Broken, Channel, Kind, Opened, Outcome, Task
+from node.process import set_up_log
 
 log = logging.getLogger(__name__)
 
@@ -126,14 +127,10 @@ def main() -> None:
     """Serve the process that started this one; see `node.disk.io_process`."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
-    os.umask(
-        0o077
-        # RocksDB's files name models, tenants and hashes, and their mode follows the umask
-    )
+    # RocksDB's files name models, tenants and hashes, and their mode follows the umask
+    os.umask(0o077)
     task = Task.from_arguments(sys.argv[1:])
-    logging.basicConfig(
-        level=task.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    set_up_log(task.log_level)
     channel = Channel(socket.socket(fileno=task.orders_fd))
     questions = Channel(socket.socket(fileno=task.questions_fd))
     opened: list[IoWorker] = []

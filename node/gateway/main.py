@@ -15,11 +15,10 @@ import socket
 import threading
 import time
 
-from kvstore.log_rate import LogRate
 from node.gateway import sandbox
 from node.gateway.control import EXIT_MEMORY
 from node.gateway.gateway import Gateway, rss_nbytes, serve
-from node.process import formatter
+from node.process import set_up_log
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +62,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # the node gets them, too, and tells this process when to end
         signal.signal(number, signal.SIG_IGN)
-    handler = logging.StreamHandler()
-    handler.addFilter(LogRate())
-    handler.setFormatter(formatter(arguments.log_format))
-    logging.basicConfig(level=arguments.log_level, handlers=[handler])
+    set_up_log(arguments.log_level, arguments.log_format)
     _end_with_node()
     os.nice(NICENESS)
     _yield_memory_first()

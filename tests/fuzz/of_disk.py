@@ -132,7 +132,7 @@ def rows() -> Target:
             disk.remove_namespace(index.digest)
         disk.store([])
         assert disk.check() == []
-        assert not disk.poisoned, disk.poisoned
+        assert not disk.stop_reason, disk.stop_reason
 
     return Target(once, _rows_of_a_life)
 
