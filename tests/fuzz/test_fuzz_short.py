@@ -1,6 +1,6 @@
-"""A few hundred inputs for every parser, and those that were once found.
+"""Run every parser on a few hundred inputs, and on the inputs of former bugs.
 
-Many more: `make fuzz`.
+`make fuzz` runs many more.
 """
 
 import random
@@ -30,7 +30,7 @@ def make() -> Iterator[Make]:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_no_input_is_more_than_refused(make: Make, seed: int, name: str) -> None:
+def test_random_inputs_cause_no_finding(make: Make, seed: int, name: str) -> None:
     target, chance = make(name), random.Random(seed)
     data = b""
     with Watch() as watch:
@@ -43,8 +43,8 @@ def test_no_input_is_more_than_refused(make: Make, seed: int, name: str) -> None
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_first_seed_is_taken(make: Make, name: str) -> None:
-    """Else what is made of it would all end at the door."""
+def test_first_seed_is_accepted(make: Make, name: str) -> None:
+    """Each target accepts its first seed; otherwise all its mutations would be refused early."""
     target = make(name)
     target.once(target.seeds()[0])
     assert target.check() == []
