@@ -123,7 +123,7 @@ def test_client_without_a_token_uses_tcp_instead_of_shm(
         assert engine.wire_name == "shm"
 
 
-def test_metrics_over_https(node: Node, ours: Authority) -> None:
+def test_metrics_need_a_known_certificate(node: Node, ours: Authority) -> None:
     def scraped(name: str) -> str:
         context = client_context(ours, **pair(ours, name))
         with urllib.request.urlopen(

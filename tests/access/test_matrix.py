@@ -262,7 +262,7 @@ def test_each_method_has_a_rule() -> None:
     assert {op for op, rule in RULES.items() if rule.is_act} == {*OF_NODE, "remove_namespace"}
 
 
-def test_sample_over_grpc(
+def test_sample_is_refused_by_the_rules_over_grpc(
     grpc_wires: dict[str, GrpcWire], refusals: Callable[..., Refusals]
 ) -> None:
     assert refusals(SAMPLED, lambda op, who: asked(grpc_wires[who], op)) == {
@@ -309,7 +309,7 @@ def bulk_wires(node: Node, people: People) -> Iterator[dict[str, BulkWire]]:
         wire.close()
 
 
-def test_sample_over_bulk(
+def test_sample_is_refused_by_the_rules_over_bulk(
     bulk_wires: dict[str, BulkWire], refusals: Callable[..., Refusals]
 ) -> None:
     assert refusals(SAMPLED, lambda op, who: asked(bulk_wires[who], op)) == {
@@ -333,7 +333,7 @@ def shm_wires(node: Node, people: People) -> Iterator[dict[str, ShmWire]]:
         wire.close()
 
 
-def test_sample_over_shared_memory(
+def test_sample_is_refused_by_the_rules_over_shm(
     shm_wires: dict[str, ShmWire], refusals: Callable[..., Refusals]
 ) -> None:
     """Only writers of a trusted tenant or of all tenants may use shared memory.

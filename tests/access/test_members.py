@@ -153,12 +153,14 @@ def test_commands_leave_out_values_a_tenant_may_not_see(
     for command in (("status",), ("cluster",)):
         shown = kvstore(*command)
         assert ("rebalanc" in shown, "copies of others' pages" in shown) == (all_of_it, all_of_it)
-        told = [member["status"] for member in json.loads(kvstore(*command, "--json"))["members"]]
+        shown_statuses = [
+            member["status"] for member in json.loads(kvstore(*command, "--json"))["members"]
+        ]
         assert all(
             (status["ram"] is None, status["pid"] is None) == (not all_of_it,) * 2
-            for status in told
+            for status in shown_statuses
         )
-        assert all(status["totals"]["pages_put"] == len(KEYS) for status in told)
+        assert all(status["totals"]["pages_put"] == len(KEYS) for status in shown_statuses)
     sample = json.loads(kvstore("top", "--once", "-i", "0.05", "--json"))
     assert all(
         (member["peers"] is None) is not all_of_it

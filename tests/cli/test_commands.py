@@ -160,9 +160,7 @@ def test_ls_by_prefix_takes_an_odd_number_of_digits(
     )
 
 
-def test_ls_reports_that_it_stopped_at_its_limit(
-    kvstore: Kvstore, space: Namespace, hashes: list[bytes]
-) -> None:
+def test_ls_reports_its_limit(kvstore: Kvstore, space: Namespace, hashes: list[bytes]) -> None:
     ran = kvstore("ls", "-m", space.model, "--limit", "2", "--json")
     assert len(ran.json) == 2
     assert "--limit 0" in ran.stderr
@@ -380,7 +378,7 @@ def test_get_of_a_layer_and_its_statistics(
 # ---- replay and top --------------------------------------------------------------------------
 
 
-def test_replay_without_an_address_uses_a_node_of_its_own(
+def test_replay_without_an_address_starts_a_node(
     kvstore: Kvstore, trace: Path, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVSTORE_ADDRESS")

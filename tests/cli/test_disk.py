@@ -143,6 +143,6 @@ def test_recover_waits_as_long_as_a_node_may_take(
 
 
 @pytest.mark.parametrize(("direct", "reported"), [(True, False), (False, True)])
-def test_status_says_if_a_file_system_has_no_direct_io(direct: bool, reported: bool) -> None:
+def test_status_reports_missing_direct_io(direct: bool, reported: bool) -> None:
     lines = _disk_lines(pb.DiskStatus(state="SERVING", data_dir="/data", direct_io=direct))
     assert ("no O_DIRECT" in lines[0]) is reported

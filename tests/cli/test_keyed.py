@@ -40,7 +40,7 @@ def test_pages_are_read_and_decoded_with_the_key(
         assert listed["key_id"] == client.key_id
 
 
-def test_commands_without_the_key_report_that_one_is_needed(
+def test_commands_without_the_key_report_its_lack(
     kvstore: Kvstore, space: Namespace, stored: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVSTORE_PAGE_KEY_FILE")

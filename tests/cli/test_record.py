@@ -37,7 +37,7 @@ def small_node() -> Iterator[NodeProcess]:
 def recorded(
     kvstore: Kvstore,
     node: NodeProcess,
-    does: Callable[[Client], object],
+    work: Callable[[Client], object],
     monkeypatch: pytest.MonkeyPatch,
     *arguments: str,
 ) -> Any:
@@ -50,7 +50,7 @@ def recorded(
     def beside() -> None:
         assert begun.wait(30.0)
         with Client(ClientConfig(address=node.address, timeout_s=30.0)) as client:
-            does(client)
+            work(client)
         done.set()
 
     real = Client.record
@@ -80,10 +80,10 @@ def test_plan_of_a_recording_matches_the_node(
     reports: list[ReplayReport] = []
     path = tmp_path / "trace.jsonl"
 
-    def does(client: Client) -> None:
+    def work(client: Client) -> None:
         reports.append(replay(client, requests, replay_namespace(4096)))
 
-    found = recorded(kvstore, small_node, does, monkeypatch, "-o", str(path), "--json").json
+    found = recorded(kvstore, small_node, work, monkeypatch, "-o", str(path), "--json").json
     trace = list(read_trace(path))
     assert (found["requests"], found["dropped"], len(trace)) == (
         300,
@@ -180,11 +180,11 @@ def test_second_recording_is_refused_until_the_first_ends(
 def test_record_ends_at_the_size_limit(
     kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def does(client: Client) -> None:
+    def work(client: Client) -> None:
         replay(client, list(chatting(30)), replay_namespace(4096))
 
     path = tmp_path / "trace.jsonl"
-    ran = recorded(kvstore, small_node, does, monkeypatch, "-o", str(path), "--max-bytes", "1")
+    ran = recorded(kvstore, small_node, work, monkeypatch, "-o", str(path), "--max-bytes", "1")
     assert "--max-bytes 1 were reached" in ran.stderr
     assert path.read_text().count("\n") == 60
 
@@ -264,7 +264,7 @@ def test_record_size_limit_counts_written_lines_only(
     assert 0.8 < recording.nbytes / nbytes < 1.25
 
 
-def test_keys_that_form_a_cycle_end() -> None:
+def test_cyclic_keys_do_not_loop() -> None:
     chains = Chains()
     numbers = [chains.add(ids) for ids in ([1, 2], [2, 1], [3, 3, 1, 3])]
     assert numbers == [[0, 1], [1, 0], [2, 0]]

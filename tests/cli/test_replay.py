@@ -124,7 +124,7 @@ def test_capacities_give_different_hit_rates() -> None:
     assert rates == sorted(set(rates))
 
 
-def test_replay_puts_pages_that_were_only_stored() -> None:
+def test_replay_puts_stored_pages() -> None:
     trace = [TraceRequest(0, 0, 0, (1, 2), stored=True), TraceRequest(0, 0, 0, (1, 2, 3))]
     report = replay(cast(Client, FakeStore()), trace, replay_namespace(PAGE_NBYTES))
     assert (report.requests, report.pages_asked, report.pages_hit, report.pages_stored) == (

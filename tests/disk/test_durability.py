@@ -192,7 +192,7 @@ def test_page_removed_during_its_write_is_gone_after_flush(
     assert [key for key, _ in node.disk.rows.pages()] == [page_key(1, first)]
 
 
-def test_full_disk_that_hangs_keeps_the_list_of_waiting_pages_short(
+def test_deferred_pages_of_a_full_hanging_disk_are_limited(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.writer.LATER_PAGES", 16)

@@ -359,7 +359,7 @@ def test_pages_beyond_the_disk_queue_stay_in_ram_and_are_counted(
     assert status.disk.pages_refused == 40 - 8
     assert pages.get(client, keys) == [True] * 40, "RAM does not wait for the disk"
     layer.writing.set()
-    assert client.flush() == 40, "flush offers again what was refused"
+    assert client.flush() == 40, "flush did not retry the refused pages"
 
 
 def test_durable_put_to_a_hanging_disk_ends_by_the_flush_deadline(

@@ -254,9 +254,7 @@ def durable_put(pages: Pages) -> Iterator[pb.PutFrame]:
     return iter([pb.PutFrame(begin=begin)])
 
 
-def test_cancelled_caller_does_not_wait_for_the_disk(
-    hung: Node, stub: KVStoreStub, pages: Pages
-) -> None:
+def test_cancelled_calls_release_their_places(hung: Node, stub: KVStoreStub, pages: Pages) -> None:
     """Regression: cancelled calls held their places among transfers and flushes for flush_s."""
     transfers, flushes = hung.grpc.calls.transfers, hung.service._long_calls["flush"]
     calls = [

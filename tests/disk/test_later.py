@@ -18,7 +18,7 @@ def page(state: State = State.VISIBLE) -> Page:
     return made
 
 
-def test_delayed_tasks_run_in_order(seed: int) -> None:
+def test_deferred_pages_come_in_order(seed: int) -> None:
     rng, later = random.Random(seed), DeferredWrites()
     came: list[tuple[int, Page]] = []
     for due in range(5000):

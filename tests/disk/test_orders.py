@@ -100,7 +100,7 @@ def test_frame_in_pieces_survives_a_timeout(
         channel.recv(1.0)
 
 
-def test_waiter_of_a_channel_closed_here_returns() -> None:
+def test_closing_a_channel_wakes_its_reader() -> None:
     """Closing a channel wakes its reader although the other end stays open.
 
     The other end may be an I/O process in a disk call that not even SIGKILL ends.

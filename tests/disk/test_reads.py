@@ -75,7 +75,7 @@ def test_hanging_read_makes_disk_pages_misses_and_keeps_ram(
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_read_after_a_given_up_one_is_served_at_once(
+def test_read_after_a_timed_out_one_is_served_soon(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, wire: str
 ) -> None:
     """After a read timed out on a hanging disk, the client soon reads from the node again.

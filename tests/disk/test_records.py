@@ -249,13 +249,13 @@ def test_pinned_and_busy_records_are_not_evicted() -> None:
     assert records.victims(1, 12288, 50) == [], (
         "a block with a pinned page was given to another size"
     )
-    assert records.victims(1, 4096, 100) == [stored[0]], "its pin has ended"
+    assert records.victims(1, 4096, 100) == [stored[0]], "an ended pin still protects its page"
     records.end_use(stored[1])
-    assert records.victims(1, 4096, 100) == [stored[1]], "the older record goes first"
+    assert records.victims(1, 4096, 100) == [stored[1]], "the older record was not evicted first"
     assert records.check() == []
 
 
-def test_a_colder_extent_of_another_size_serves_the_new_one() -> None:
+def test_least_recently_used_pages_of_another_size_make_room() -> None:
     records = PageTable(4 * 8192, 8192)
     for i in range(8):
         records.publish(records.reserve(1, bytes([i]) * 16, 4096), bytes(16), 10 + i)

@@ -38,9 +38,7 @@ def test_new_directory_survives_power_loss(tmp_path: Path) -> None:
     assert synced == ["new", ".", "new/data/extents", "new/data"]
 
 
-def test_graceful_stop_writes_pages_that_are_in_ram_only(
-    nodes: Nodes, layer: FaultyLayer, pages: Pages
-) -> None:
+def test_graceful_stop_writes_pages_in_ram(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     node = nodes.start(disk_queue_nbytes=64 << 10)
     client = nodes.connect(node)
     layer.writing.clear()
@@ -99,7 +97,7 @@ def test_interrupted_write_leaves_its_space_free(
     assert pages.get(client, kept + cut) == [True, True, False, False]
 
 
-def test_start_logs_how_many_rows_it_dropped_and_why(
+def test_start_logs_dropped_rows_by_reason(
     nodes: Nodes, pages: Pages, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Regression: a start dropped most pages of a directory without a log line.

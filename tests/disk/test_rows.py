@@ -263,7 +263,7 @@ def test_flipped_bit_in_the_database_yields_no_changed_row(tmp_path: Path) -> No
     assert refused + fewer > 0, "no flip was noticed"
 
 
-def test_another_extent_size_is_refused_with_both_named(tmp_path: Path) -> None:
+def test_another_extent_size_is_refused(tmp_path: Path) -> None:
     Rows(tmp_path / "rows", EXTENT_NBYTES).close()
     with pytest.raises(ConfigError, match=r"extents of 1048576 bytes.*2097152.*disk_extent_nbytes"):
         Rows(tmp_path / "rows", 2 * EXTENT_NBYTES)

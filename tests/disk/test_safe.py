@@ -62,7 +62,7 @@ def write_between(
 def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 10.0
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "the condition was not met in 10 s"
         threading.Event().wait(0.005)
 
 

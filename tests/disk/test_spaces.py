@@ -37,7 +37,7 @@ def test_pages_of_a_namespace_with_a_new_number_survive_a_restart(
     assert len({message for _, message in rows}) == len(rows) == 2, "one row each"
 
 
-def test_namespace_forgotten_while_rows_fail_is_there_after_a_restart(
+def test_namespace_with_failed_rows_survives_a_restart(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Namespaces survive if the batch with their number failed but reached the log all the same."""

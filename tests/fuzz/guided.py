@@ -46,7 +46,7 @@ class Run:
         if self._count % self._target.batch == 0 or self._count == self._inputs:
             self._note(self._watch.check(self._target, data))
         if self._count == self._inputs:
-            self._tell()
+            self._write_report()
             os._exit(0)
 
     def _note(self, found: Any) -> None:
@@ -57,20 +57,20 @@ class Run:
         (self._folder / "found").mkdir(parents=True, exist_ok=True)
         (self._folder / "found" / name).write_bytes(found.data)
         print(
-            f"{found.kind} of {self._name}: {found.where}\n{found.data[:400]!r}\n{found.told}",
+            f"{found.kind} of {self._name}: {found.where}\n{found.data[:400]!r}\n{found.details}",
             flush=True,
         )
 
-    def _tell(self) -> None:
+    def _write_report(self) -> None:
         kinds = [found.kind for found in self._found.values()]
-        told = {
+        report = {
             "inputs": self._count,
             "seconds": time.monotonic() - self._began,
             "found": {kind: kinds.count(kind) for kind in ("crash", "hang", "memory", "state")},
             "peak_nbytes": self._watch.peak_nbytes,
             "slowest_s": self._watch.slowest_s,
         }
-        (self._folder / f"{_file(self._name)}.json").write_text(json.dumps(told))
+        (self._folder / f"{_file(self._name)}.json").write_text(json.dumps(report))
 
 
 def run_one(name: str, inputs: int, seed: int, folder: Path) -> None:
@@ -127,15 +127,15 @@ def run_all(names: list[str], inputs: int, seed: int, folder: Path) -> bool:
     print(f"{'':18} {columns} {'slowest ms':>11}")
     good, total, began = True, 0, time.monotonic()
     for name in names:
-        told = _run_in_process(name, share, seed, folder)
-        found = told["found"]
+        ran = _run_in_process(name, share, seed, folder)
+        found = ran["found"]
         good = good and not any(found.values())
-        total += told["inputs"]
-        rate = told["inputs"] / told["seconds"]
+        total += ran["inputs"]
+        rate = ran["inputs"] / ran["seconds"]
         print(
-            f"{name:18} {told['inputs']:9,} {rate:8,.0f} {found['crash']:8} {found['hang']:6} "
+            f"{name:18} {ran['inputs']:9,} {rate:8,.0f} {found['crash']:8} {found['hang']:6} "
             f"{found['memory']:7} "
-            f"{found['state']:6} {told['peak_nbytes'] >> 20:9,} {told['slowest_s'] * 1e3:11.1f}",
+            f"{found['state']:6} {ran['peak_nbytes'] >> 20:9,} {ran['slowest_s'] * 1e3:11.1f}",
             flush=True,
         )
     print(f"{'all':18} {total:9,} in {time.monotonic() - began:.0f} s")

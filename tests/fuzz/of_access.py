@@ -18,7 +18,7 @@ from node.auth.access import Access
 from node.memory.inventory import Inventory
 
 TOKEN = "default." + "r" * 43
-SAID_NBYTES = 16  # a value of this length or more must not appear in a message about its line
+VALUE_NBYTES = 16  # a value of this length or more must not appear in a message about its line
 
 
 def identities() -> Target:
@@ -33,7 +33,7 @@ def identities() -> Target:
         found = parse(text)
         for word in text.split():
             value = word.partition("=")[2]
-            assert len(value) < SAID_NBYTES or not any(
+            assert len(value) < VALUE_NBYTES or not any(
                 value in problem for problem in found.problems
             ), "a message quotes the value of a line"
         access = Access("")
@@ -101,7 +101,7 @@ def _of(first: bytes, fits: Any) -> Target:
         assert SECRET[:64] not in scripted.sent, "a page of another tenant"
         assert all(map(fits, replies(scripted.sent))), "a reply that this caller must not get"
         tier = house.node.tier
-        assert tier.visible_count == 2 * STORED, "pages came or went"
+        assert tier.visible_count == 2 * STORED, "a page was stored or removed"
         assert not any(info.pin_ttl_ms for info in Inventory(tier).stat(OTHERS.digest, KEYS)), (
             "a page of another tenant was pinned"
         )

@@ -33,7 +33,7 @@ def console() -> Target:
         assert SECRET[:64] not in answer, "a page of another tenant"
         has_data = ok and (b"application/" in answer or b"event-stream" in answer)
         assert not has_data or TOKEN.encode() in data, "data was sent without a token"
-        assert house.node.tier.visible_count == 2 * STORED, "pages came or went"
+        assert house.node.tier.visible_count == 2 * STORED, "a page was stored or removed"
 
     def close() -> None:
         server.stop()

@@ -86,7 +86,7 @@ def _asked(house: Inside, data: bytes) -> bytearray:
     scripted = Socket(data)
     with contextlib.suppress(ConnectionError, KVStoreError):  # sent as a reply before
         gateway_connection(house, scripted)
-    assert house.node.tier.visible_count == 2 * STORED, "pages came or went"
+    assert house.node.tier.visible_count == 2 * STORED, "a page was stored or removed"
     return scripted.sent
 
 

@@ -38,7 +38,7 @@ def test_random_inputs_cause_no_finding(make: Make, seed: int, name: str) -> Non
             range(INPUTS), inputs(chance, target.seeds(), target.nbytes_max), strict=False
         ):
             found = watch.run(target, data)
-            assert found is None, f"{found.kind} of {name} by {data!r}: {found.told}"
+            assert found is None, f"{found.kind} of {name} by {data!r}: {found.details}"
         assert watch.check(target, data) is None
 
 
@@ -57,4 +57,4 @@ def test_inputs_of_earlier_findings_are_refused(
     target = make(name)
     with Watch() as watch:
         found = watch.run(target, data) or watch.check(target, data)
-    assert found is None, found.told
+    assert found is None, found.details

@@ -54,7 +54,7 @@ class Found:
     kind: str
     where: str
     data: bytes
-    told: str
+    details: str
 
 
 class Hang(BaseException):

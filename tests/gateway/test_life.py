@@ -222,7 +222,7 @@ def test_node_without_grpc_serves_frames_and_starts_no_gateway() -> None:
         assert node.stop() == 0
 
 
-def test_grpc_can_have_an_interface_of_its_own() -> None:
+def test_grpc_can_have_its_own_interface() -> None:
     with NodeProcess(*FLAGS, "--grpc-host", "127.0.0.2") as node:
         host, _, port = node.address.partition(":")
         assert host == "127.0.0.2"

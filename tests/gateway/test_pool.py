@@ -135,9 +135,11 @@ class Storm:
             assert list(pb.GetFrame.FromString(first).begin.checksums) == [plan.said]
             assert b"".join(frames) == (b"" if plan.miss else framed(plan.page))
         else:
-            said = [pb.PutFrameReply.FromString(one) for one in context.written]
-            assert list(said[0].begin.verdicts) == [pb.EXISTS if plan.miss else pb.WRITE]
-            assert [one.commit.stored for one in said[1:]] == ([] if plan.miss else [plan.number])
+            replies = [pb.PutFrameReply.FromString(one) for one in context.written]
+            assert list(replies[0].begin.verdicts) == [pb.EXISTS if plan.miss else pb.WRITE]
+            assert [one.commit.stored for one in replies[1:]] == (
+                [] if plan.miss else [plan.number]
+            )
 
 
 class _Details:

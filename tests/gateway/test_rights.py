@@ -169,7 +169,7 @@ def storm(node: Node, actors: list[Any], monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         GatewayConnection,
         "_take_caller",
-        lambda self, told: (taken.append(told), take(self, told))[1],
+        lambda self, caller: (taken.append(caller), take(self, caller))[1],
     )
     with ThreadPoolExecutor(len(actors)) as pool:
         running = [

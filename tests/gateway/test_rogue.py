@@ -122,8 +122,8 @@ def test_address_like_a_tenant_name_does_not_use_its_share(
     shares: list[str] = []
     real = GatewayConnection._take_caller
 
-    def spied(connection: GatewayConnection, told: pb.OnBehalfRequest) -> None:
-        real(connection, told)
+    def spied(connection: GatewayConnection, request: pb.OnBehalfRequest) -> None:
+        real(connection, request)
         shares.append(connection.peer)
 
     monkeypatch.setattr(GatewayConnection, "_take_caller", spied)

@@ -44,7 +44,7 @@ WORD = r"[a-zA-Z_][a-zA-Z0-9_]*"
 @pytest.fixture(scope="module")
 def text(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Yield the metrics of the node as text."""
-    folder = tmp_path_factory.mktemp("told")
+    folder = tmp_path_factory.mktemp("metrics")
     operator, engine = new_token("*"), new_token("team-a")
     add(folder / "identities", token_line("operator", operator, tenant="*", role="admin"))
     add(folder / "identities", token_line("engine", engine, tenant="team-a", role="write"))

@@ -60,7 +60,7 @@ def test_hashed_packages_have_the_versions_of_constraints(file: str) -> None:
     }, "run docker/lock.py"
 
 
-def test_hashed_packages_are_all_that_the_image_gets() -> None:
+def test_hashed_packages_are_those_of_the_image() -> None:
     found = entries(IMAGE)
     assert set(found) == packages_of_the_image() - {"kvstore-llm"}, "run docker/lock.py"
     assert set(found) <= set(pinned())

@@ -20,7 +20,7 @@ from node.disk.rows import FORMAT_VERSION
 ROOT = Path(__file__).parents[2]
 
 
-def test_version_has_three_numbers_and_the_build_finds_it() -> None:
+def test_version_has_three_numbers_and_is_found_by_the_build() -> None:
     assert str(Version(__version__)) == __version__
     assert len(Version(__version__).release) == 3
     assert re.findall(

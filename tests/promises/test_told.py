@@ -16,7 +16,7 @@ PROMISED = json.loads((Path(__file__).parents[1] / "golden" / "names" / "json.js
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return told(tmp_path_factory.mktemp("told"))
+    return told(tmp_path_factory.mktemp("commands"))
 
 
 @pytest.mark.parametrize("command", PROMISED)
