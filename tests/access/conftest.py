@@ -1,4 +1,4 @@
-"""Nodes that ask who you are."""
+"""Fixtures for nodes with authentication."""
 
 from collections.abc import Iterator
 
@@ -13,8 +13,8 @@ from node.server import Node
 
 @pytest.fixture(scope="session")
 def people(tmp_path_factory: pytest.TempPathFactory) -> People:
-    """Of tenant team-a one of each role; `other` is an administrator of team-b,
-    `operator` of all.
+    """Return identities: one of each role in team-a, an administrator `other` of team-b, an
+    administrator `operator` of all tenants, and invalid ones.
     """
     people = People(tmp_path_factory.mktemp("access") / "identities")
     people.join("revoked", "team-a", "admin")

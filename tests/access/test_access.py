@@ -1,4 +1,4 @@
-"""What is in force while a node runs: tokens revoked, expired and changed under it."""
+"""Tokens that expire, are revoked or change while a node runs."""
 
 import logging
 import os
@@ -43,7 +43,7 @@ def access(tmp_path: Path) -> Access:
 TOKEN = new_token("team-a")
 
 
-def test_a_file_that_gets_wrong_changes_nothing(
+def test_invalid_identities_file_changes_nothing(
     access: Access, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "identities"
@@ -65,8 +65,8 @@ def test_a_file_that_gets_wrong_changes_nothing(
     assert "line 1: begin it with token" in caplog.text
 
 
-def test_a_change_that_keeps_size_and_time_is_taken(access: Access, tmp_path: Path) -> None:
-    """As `rsync --inplace --times` and `cp -p` write it."""
+def test_change_with_equal_size_and_time_is_noticed(access: Access, tmp_path: Path) -> None:
+    """A change with equal size and time is noticed, as of `rsync --inplace --times` or `cp -p`."""
     path = tmp_path / "identities"
     before = path.stat()
     with path.open("r+") as file:
@@ -78,8 +78,8 @@ def test_a_change_that_keeps_size_and_time_is_taken(access: Access, tmp_path: Pa
     assert access.of_token(TOKEN).tenant == "team-b"
 
 
-def test_a_file_that_is_being_written_keeps_nobody_out(access: Access, tmp_path: Path) -> None:
-    """As editors and `scp` write it, in its place."""
+def test_incomplete_identities_file_is_not_used(access: Access, tmp_path: Path) -> None:
+    """A file that an editor or `scp` is writing in place is not read before it is complete."""
     path = tmp_path / "identities"
     whole = path.read_text()
     line = (
@@ -90,7 +90,7 @@ def test_a_file_that_is_being_written_keeps_nobody_out(access: Access, tmp_path:
         path.write_text(text)
         access.poll()
         assert access.of_token(TOKEN).name == "ci"
-        assert len(access.identities.tokens) == 1, "half a line may say more than all of it"
+        assert len(access.identities.tokens) == 1, "a cut line, which may grant more, was read"
     path.write_text(whole + line)
     access.poll()
     assert len(access.identities.tokens) == 2
@@ -98,12 +98,12 @@ def test_a_file_that_is_being_written_keeps_nobody_out(access: Access, tmp_path:
     access.poll()
     access.poll()
     assert [who.name for who in access.identities.tokens.values()] == ["narrow"], (
-        "it is as long as it will be"
+        "a file of constant size, without a last newline, was not read"
     )
 
 
 def soon_changed(path: Path, before: os.stat_result) -> None:
-    """The file system's clock has a grain."""
+    """Touch the file until its change time differs, as the file system's clock is coarse."""
 
     def later() -> bool:
         path.chmod(before.st_mode & 0o777)
@@ -132,10 +132,10 @@ def test_identities_file_not_regular_blocks_no_request(
     assert access.of_token(TOKEN).name == "ci"
 
 
-def test_a_tenant_is_a_peer_where_there_are_several_or_it_has_a_quota(
+def test_tenant_has_a_share_beside_other_tenants_or_with_a_quota(
     access: Access, tmp_path: Path
 ) -> None:
-    """One that has the node alone is not held to half of it."""
+    """A tenant that is alone on a node is not limited to a share of it."""
     path = tmp_path / "identities"
     alone = path.read_text()
     operator = token_line("op", new_token("*"), tenant="*", role="admin") + "\n"
@@ -152,19 +152,19 @@ def test_a_tenant_is_a_peer_where_there_are_several_or_it_has_a_quota(
         assert access.share(access.of_token(TOKEN)) == share
 
 
-@pytest.mark.parametrize(("mode", "said"), [(0o666, "chmod o-w"), (None, "can not be read")])
-def test_a_node_does_not_start_with_such_a_file(
-    tmp_path: Path, mode: int | None, said: str
+@pytest.mark.parametrize(("mode", "message"), [(0o666, "chmod o-w"), (None, "can not be read")])
+def test_writable_or_missing_identities_file_is_refused_at_start(
+    tmp_path: Path, mode: int | None, message: str
 ) -> None:
     path = tmp_path / "identities"
     if mode is not None:
         path.touch()
         path.chmod(mode)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         Access(str(path))
 
 
-def test_a_token_ends_with_its_time(tmp_path: Path) -> None:
+def test_token_is_refused_after_its_expiry(tmp_path: Path) -> None:
     path = tmp_path / "identities"
     path.write_text(
         token_line("ci", TOKEN, tenant="team-a", role="read", expires="2031-01-01T00:00:00Z") + "\n"
@@ -178,13 +178,11 @@ def test_a_token_ends_with_its_time(tmp_path: Path) -> None:
             known()
         with pytest.raises(Unauthenticated, match="has expired"):
             access.of_token(TOKEN)
-    assert known().name == "ci", "the clock was wrong"
+    assert known().name == "ci", "the token stays refused after the clock was set back"
 
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
-def test_a_token_that_is_revoked_ends_what_was_opened_with_it(
-    node: Node, people: People, wire: str
-) -> None:
+def test_revoked_token_ends_open_connections(node: Node, people: People, wire: str) -> None:
     token = people.join(f"leaver-{wire}", "team-a", "write")
     taken_up(node, lambda: token_hash(token) in node.access.identities.tokens)
     with client(node, token, wire=wire) as leaver:
@@ -196,8 +194,13 @@ def test_a_token_that_is_revoked_ends_what_was_opened_with_it(
 
 
 @pytest.mark.parametrize("wire", ["bulk", "shm"])
-def test_a_connection_is_of_one_tenant(node: Node, people: People, wire: str) -> None:
-    """It counts to its tenant, and over shared memory maps what that tenant is trusted with."""
+def test_connection_ends_when_its_token_changes_tenant(
+    node: Node, people: People, wire: str
+) -> None:
+    """A connection ends when its token moves to another tenant.
+
+    Its resources are counted for the old tenant, and over shared memory it maps the arena.
+    """
     token = people.join(f"mover-{wire}", "team-a", "write")
     taken_up(node, lambda: token_hash(token) in node.access.identities.tokens)
     config = ClientConfig(token=token, connect_timeout_s=5.0)
@@ -215,7 +218,7 @@ def test_a_connection_is_of_one_tenant(node: Node, people: People, wire: str) ->
     connection.close()
 
 
-def test_shm_client_without_trust_any_more_uses_tcp(node: Node, people: People) -> None:
+def test_shm_client_that_lost_its_trust_uses_tcp(node: Node, people: People) -> None:
     token = people.join("lowered", "team-a", "write")
     taken_up(node, lambda: token_hash(token) in node.access.identities.tokens)
     with client(node, token) as lowered:
@@ -229,10 +232,10 @@ def test_shm_client_without_trust_any_more_uses_tcp(node: Node, people: People) 
 
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
-def test_a_token_is_changed_under_load_and_no_call_fails(
+def test_token_rotation_fails_no_call(
     node: Node, people: People, tmp_path: Path, wire: str
 ) -> None:
-    """The new one is added, clients are given it, the old one goes."""
+    """A token is rotated without a failed call: add the new one, deploy it, revoke the old one."""
     file = tmp_path / "token"
     file.write_text(people.join(f"old-{wire}", "team-a", "write"))
     file.chmod(0o600)
@@ -259,28 +262,26 @@ def test_refused_client_does_not_connect_for_each_call(node: Node) -> None:
     with client(node, "team-a." + "y" * 43) as stranger:
         with pytest.raises(Unauthenticated):
             stranger.lookup(namespace(), [KEY])
-        said = []
+        errors = []
         for _ in range(20):
             with pytest.raises(
                 (Unauthenticated, Unavailable), match="does not know this token"
             ) as caught:
                 stranger.lookup(namespace(), [KEY])
-            said.append(caught.type)
-        assert Unavailable in said, "it pauses"
+            errors.append(caught.type)
+        assert Unavailable in errors, "the client connects for each call"
 
 
-def test_another_tenants_namespace_is_not_opened_and_the_remedy_is_told(
-    node: Node, people: People
-) -> None:
+def test_namespace_of_another_tenant_is_refused_with_a_remedy(node: Node, people: People) -> None:
     with client(node, people.tokens["other"]) as other:
         with pytest.raises(Forbidden, match="set KVSTORE_TENANT=team-b"):
             other.lookup(namespace("team-a"), [KEY])
         assert other.lookup(namespace("team-b"), [KEY]).prefix_pages == 0, (
-            "its own are there all the same"
+            "the tenant's own namespace was refused"
         )
 
 
-def test_the_file_has_no_token_and_the_log_neither(
+def test_token_is_in_neither_file_nor_log(
     node: Node, people: People, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG), client(node, people.tokens["read"]) as reader:
@@ -288,13 +289,13 @@ def test_the_file_has_no_token_and_the_log_neither(
             reader.remove(namespace(), [KEY])
         with client(node, people.tokens["wrong"]) as wrong, pytest.raises(Unauthenticated):
             wrong.lookup(namespace(), [KEY])
-    said = caplog.text + people.path.read_text() + repr(reader.config)
-    assert "forbidden" in said.lower() or "refused" in said
-    assert not [name for name, token in people.tokens.items() if token and token in said]
+    text = caplog.text + people.path.read_text() + repr(reader.config)
+    assert "forbidden" in text.lower() or "refused" in text
+    assert not [name for name, token in people.tokens.items() if token and token in text]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "::ffff:10.0.0.1", "node7"])
-def test_a_node_that_others_reach_asks_who_they_are(host: str) -> None:
+def test_node_reachable_by_others_needs_authentication_and_tls(host: str) -> None:
     with pytest.raises(ConfigError, match="--insecure if anyone on the network may do everything"):
         NodeConfig(host=host)
     with pytest.raises(ConfigError, match="--insecure if anyone on the network may do everything"):
@@ -305,14 +306,12 @@ def test_a_node_that_others_reach_asks_who_they_are(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1", "localhost"])
-def test_a_node_for_its_own_host_need_not(host: str) -> None:
+def test_loopback_node_needs_no_authentication(host: str) -> None:
     assert not NodeConfig(host=host).insecurity
 
 
-def test_an_interface_of_grpc_alone_that_others_reach_counts_as_well() -> None:
-    """A node on loopback with --grpc-host 0.0.0.0 and without identities let everybody do
-    everything, unasked.
-    """
+def test_reachable_grpc_host_needs_authentication_and_tls() -> None:
+    """Regression: a loopback node with --grpc-host 0.0.0.0 started without identities."""
     with pytest.raises(ConfigError, match=r"grpc_host=0\.0\.0\.0, lets others reach this node"):
         NodeConfig(grpc_host="0.0.0.0")
     with pytest.raises(ConfigError, match="--insecure if anyone on the network may do everything"):
@@ -332,7 +331,7 @@ def test_an_interface_of_grpc_alone_that_others_reach_counts_as_well() -> None:
     assert not NodeConfig(grpc_host="127.0.0.2").insecurity
 
 
-def test_trust_is_of_tenants() -> None:
+def test_shm_trust_names_tenants_of_a_node_with_identities() -> None:
     with pytest.raises(ConfigError, match="which only a node with identities has"):
         NodeConfig(shm_trust="team-a")
     for wrong in ("*", "team-a;team-b", "team-a,team b"):

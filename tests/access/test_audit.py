@@ -1,4 +1,4 @@
-"""What was refused and what administrators did, and a log of it that can not be written."""
+"""The audit log of refused calls and administrators' actions, even when it can not be written."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_refusal_and_an_act_are_lines(
+def test_refusal_and_action_are_audit_lines(
     start_node: StartNode, people: People, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit"
@@ -46,9 +46,7 @@ def test_a_refusal_and_an_act_are_lines(
         "namespace": space.digest.hex()[:8],
     }  # fmt: skip
     assert (refused["what"], refused["op"], refused["who"]) == ("refused", "put", "read")
-    assert refused["peer"] == act["peer"] == "127.0.0.1", (
-        "an address, also where a peer is a tenant"
-    )
+    assert refused["peer"] == act["peer"] == "127.0.0.1", "the peer is not an address"
     assert "role read" in refused["why"]
     assert node.service.call("node_status", pb.NodeStatusRequest(), THE_NODE).refused_calls == 1
 
@@ -81,7 +79,7 @@ def test_audit_records_refused_memory_and_foreign_pages(
     )
 
 
-def test_a_flood_is_counted_and_hides_no_act(tmp_path: Path) -> None:
+def test_flood_of_refusals_is_counted_and_hides_no_action(tmp_path: Path) -> None:
     path, now = tmp_path / "audit", [0.0]
     audit = Audit(str(path), lambda: now[0])
     for _ in range(1000):
@@ -96,7 +94,7 @@ def test_a_flood_is_counted_and_hides_no_act(tmp_path: Path) -> None:
     assert lines[-1]["omitted"] == 1000 - LINES_AT_ONCE
 
 
-def test_a_file_that_is_moved_away_is_begun_anew(tmp_path: Path) -> None:
+def test_moved_audit_log_is_created_again(tmp_path: Path) -> None:
     path = tmp_path / "audit"
     audit = Audit(str(path))
     audit.refused("get", "a", "", "1")
@@ -106,7 +104,7 @@ def test_a_file_that_is_moved_away_is_begun_anew(tmp_path: Path) -> None:
     assert [line["why"] for line in lines_of(path)] == ["2"]
 
 
-def test_one_whose_directory_goes_costs_lines_and_no_request(
+def test_audit_log_without_its_directory_loses_lines_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "logs"
@@ -123,46 +121,44 @@ def test_one_whose_directory_goes_costs_lines_and_no_request(
 
 
 @pytest.mark.parametrize("reader", [False, True])
-def test_a_pipe_in_its_place_that_nobody_reads_holds_nobody_up(
-    tmp_path: Path, reader: bool
-) -> None:
+def test_pipe_in_place_of_the_audit_log_blocks_no_request(tmp_path: Path, reader: bool) -> None:
     path = tmp_path / "audit"
     audit = Audit(str(path), lambda: 0.0)
     path.unlink()
     os.mkfifo(path)
     end = os.open(path, os.O_RDONLY | os.O_NONBLOCK) if reader else -1
 
-    def knocks() -> None:
+    def write_lines() -> None:
         for _ in range(2 * int(LINES_AT_ONCE)):
             audit.refused("get", "a", "", "x" * WHY_LENGTH_MAX)
             audit.acted("flush", "a", "x" * 600, object())
         audit.close()
 
-    knocking = threading.Thread(target=knocks, daemon=True)
-    knocking.start()
-    knocking.join(30.0)
-    assert not knocking.is_alive()
+    writing = threading.Thread(target=write_lines, daemon=True)
+    writing.start()
+    writing.join(30.0)
+    assert not writing.is_alive()
     if reader:
         os.close(end)
 
 
-def test_a_pipe_that_nobody_reads_ends_the_start(tmp_path: Path) -> None:
+def test_pipe_without_reader_as_audit_log_fails_the_start(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "audit")
-    said: list[str] = []
+    errors: list[str] = []
 
     def start() -> None:
         try:
             Audit(str(tmp_path / "audit"))
         except ConfigError as error:
-            said.append(str(error))
+            errors.append(str(error))
 
     starting = threading.Thread(target=start, daemon=True)
     starting.start()
     starting.join(30.0)
-    assert [error.partition("=")[0] for error in said] == ["audit_log"]
+    assert [error.partition("=")[0] for error in errors] == ["audit_log"]
 
 
-def test_a_full_disk_costs_lines_and_neither_a_request_nor_a_stop(
+def test_full_disk_loses_audit_lines_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     audit = Audit("/dev/full")
@@ -172,23 +168,24 @@ def test_a_full_disk_costs_lines_and_neither_a_request_nor_a_stop(
     assert caplog.text.count("the audit log can not be written; lines are lost") == 1
 
 
-def test_in_the_nodes_log_a_flood_hides_no_act_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log's own rate knows a statement by its place, and all lines of the audit log come from
-    one.
+def test_flood_hides_no_action_in_the_log_of_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate limit of the node's log, which counts per statement, does not drop audit lines.
+
+    All audit lines come from one statement.
     """
-    handler, said = logging.StreamHandler(), io.StringIO()
-    handler.setStream(said)
+    handler, output = logging.StreamHandler(), io.StringIO()
+    handler.setStream(output)
     handler.addFilter(LogRate())
     monkeypatch.setattr(logging.getLogger("kvstore.audit"), "handlers", [handler])
     audit = Audit()
     for _ in range(1000):
         audit.refused("get", "10.0.0.1", "", "nobody")
     audit.acted("drain", "10.0.0.2", "op", object())
-    lines = [json.loads(line) for line in said.getvalue().splitlines()]
+    lines = [json.loads(line) for line in output.getvalue().splitlines()]
     assert len(lines) >= LINES_AT_ONCE + 1
     assert lines[-1]["op"] == "drain"
 
 
-def test_one_that_can_not_be_written_ends_the_start(tmp_path: Path) -> None:
+def test_unwritable_audit_log_fails_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="audit_log="):
         Audit(str(tmp_path / "none" / "audit"))

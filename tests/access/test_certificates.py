@@ -1,4 +1,4 @@
-"""Who is known by a client certificate, on every port."""
+"""Identities of client certificates, on every port."""
 
 import urllib.error
 import urllib.request
@@ -24,7 +24,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> People:
     people = People(tmp_path_factory.mktemp("certificates") / "identities")
     people.join("operator", ALL, "admin")
     people.join("engine", "team-a", "write")
-    # The name in the certificate of `authorities`
+    # The name in the client certificate of `authorities`
     people.say("certificate team-a tenant=team-a role=write")
     people.say("certificate fd00::1 tenant=team-a role=read")
     return people
@@ -48,7 +48,7 @@ def client(node: Node, wire: str, **settings: Any) -> Client:
 
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk"])
-def test_a_certificate_is_an_identity(node: Node, ours: Authority, wire: str) -> None:
+def test_certificate_is_an_identity(node: Node, ours: Authority, wire: str) -> None:
     with client(node, wire, **of_client(ours)) as engine:
         assert engine.put(namespace(salt=wire), [KEY], [PAGE]) == [PutOutcome.STORED]
         with pytest.raises(Forbidden):
@@ -58,7 +58,7 @@ def test_a_certificate_is_an_identity(node: Node, ours: Authority, wire: str) ->
 
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk"])
-def test_a_certificate_that_the_file_does_not_name_is_nobodys(
+def test_certificate_not_in_the_identities_file_is_refused(
     node: Node, ours: Authority, wire: str
 ) -> None:
     settings = {**pair(ours, "node"), "tls_ca": str(ours.path)}
@@ -71,11 +71,12 @@ def test_a_certificate_that_the_file_does_not_name_is_nobodys(
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk"])
 @pytest.mark.parametrize("where", ["common name", "alternative name"])
-def test_a_name_does_not_end_where_it_has_a_nul(
+def test_name_in_a_certificate_is_not_cut_at_a_nul(
     node: Node, ours: Authority, wire: str, where: str
 ) -> None:
-    """Python's gRPC says `team-a` of it, and an authority may give its users all names that end in
-    `.example`.
+    """A name with a NUL is not cut at the NUL.
+
+    Python's gRPC cuts it to `team-a`. An authority might issue any name that ends in `.example`.
     """
     name, file = "team-a\0.example", f"cut-{where[:6]}-{wire}"
     if where == "common name":
@@ -91,7 +92,7 @@ def test_a_name_does_not_end_where_it_has_a_nul(
 
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk"])
-def test_an_address_is_one_name_however_it_is_written(
+def test_address_in_a_certificate_is_known_in_any_notation(
     node: Node, ours: Authority, wire: str
 ) -> None:
     ours.node(f"address-{wire}", ["elsewhere", "fd00::1"], 10)
@@ -99,12 +100,14 @@ def test_an_address_is_one_name_however_it_is_written(
         assert engine.lookup(namespace(), [KEY]).prefix_pages == 0
 
 
-def test_a_token_comes_before_a_certificate(node: Node, ours: Authority, crew: People) -> None:
+def test_token_takes_precedence_over_a_certificate(
+    node: Node, ours: Authority, crew: People
+) -> None:
     with client(node, "bulk", token=crew.tokens["operator"], **of_client(ours)) as operator:
         assert operator.node_status().HasField("ram")
 
 
-def test_shared_memory_asks_for_a_token_and_who_has_none_gets_tcp(
+def test_client_without_a_token_uses_tcp_instead_of_shm(
     node: Node, ours: Authority, crew: People
 ) -> None:
     with client(node, "auto", **of_client(ours)) as engine:
@@ -120,7 +123,7 @@ def test_shared_memory_asks_for_a_token_and_who_has_none_gets_tcp(
         assert engine.wire_name == "shm"
 
 
-def test_metrics_over_https(node: Node, ours: Authority) -> None:
+def test_metrics_need_a_known_certificate(node: Node, ours: Authority) -> None:
     def scraped(name: str) -> str:
         context = client_context(ours, **pair(ours, name))
         with urllib.request.urlopen(
@@ -135,7 +138,7 @@ def test_metrics_over_https(node: Node, ours: Authority) -> None:
     caught.value.close()
 
 
-def test_strangers_do_not_come_as_far_as_the_gate(
+def test_certificate_of_another_authority_fails_the_tls_handshake(
     node: Node, strangers: Authority, ours: Authority, tmp_path: Path
 ) -> None:
     settings = {**pair(strangers, "client"), "tls_ca": str(ours.path)}

@@ -1,6 +1,4 @@
-"""A tenant's rate of bytes bounds what the node reads and hashes for it, not only what crosses the
-wire.
-"""
+"""A tenant's quota of bytes per second also limits what the node reads and hashes for it."""
 
 import contextlib
 import random
@@ -27,12 +25,14 @@ PAGES = 4
 RATE = MB
 STEP_S = 0.1
 SPACE = Namespace("m", opaque_layout(PAGE_NBYTES), "loud")
-SMALL = Namespace("m", opaque_layout(64 << 10), "loud")  # pages of one leaf, which are hashed whole
+SMALL = Namespace(
+    "m", opaque_layout(64 << 10), "loud"
+)  # pages of one leaf, always hashed as a whole
 WHO = Caller("tenant loud", who=lambda: Principal("loud", "loud", Role.WRITE))
 
 
 class Counted:
-    """Page bytes that this process hashes and reads from disk."""
+    """Counters of the page bytes that this process hashes and reads from disk."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.hashed = self.read = 0
@@ -61,7 +61,7 @@ class Counted:
 
 
 class Bench:
-    """A node of a tenant whose clock is moved by hand."""
+    """A node with one tenant; the clock of its rates is set by the test."""
 
     def __init__(self, node: Node, counted: Counted) -> None:
         self.node, self.counted, self.now_s = node, counted, 1000.0
@@ -102,7 +102,7 @@ class Bench:
         self.service.call("verify", request, WHO)
 
     def to_disk_only(self) -> None:
-        """All pages are on disk, and none is in RAM."""
+        """Write all pages to disk and drop them from RAM."""
         assert self.node.disk is not None
         self.service.durability.flush(self.service.durability.begin_wait())
         for index in self.node.tier.namespaces.all():
@@ -111,7 +111,7 @@ class Bench:
                     self.node.tier._forget(page, "evicted")
 
     def charged(self, work: Callable[[], object]) -> int:
-        """Bytes that the tenant is charged for it; no time goes by."""
+        """Return the bytes that `work` charges to the tenant while its clock stands still."""
         self.limit(1 << 40)
         self.rates.take("loud")
         before = self.rates._buckets["loud", "bytes"].left
@@ -136,7 +136,7 @@ def node_with_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 @pytest.fixture
 def bench(node_with_disk: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """The node asks nobody who he is, and takes what callers say of themselves."""
+    """Yield a bench on a node without authentication, which trusts its callers' names."""
     monkeypatch.setattr(node_with_disk.access, "open", False)
     monkeypatch.setattr(node_with_disk.access, "sees", lambda *_: True)
     bench = Bench(node_with_disk, Counted(monkeypatch))
@@ -149,7 +149,7 @@ def bench(node_with_disk: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ben
 
 
 def scattered(space: Namespace) -> list[tuple[int, int]]:
-    """One byte of each leaf."""
+    """Return ranges of one byte in each leaf."""
     return [(offset, 1) for offset in range(0, space.stored_nbytes, MB)]
 
 
@@ -180,15 +180,15 @@ def test_bytes_rate_charges_read_and_hashed_bytes(bench: Bench, name: str, where
     charged = bench.charged(lambda: ask(bench))
     most = max(counted.hashed, counted.read, bench.moved)
     assert charged >= max(counted.hashed, bench.moved) > 0
-    assert charged + 4096 * 2 * PAGES >= counted.read, "sectors are read whole"
-    assert charged <= most * 2, "no more than is done for it: bytes that are read are hashed, too"
+    assert charged + 4096 * 2 * PAGES >= counted.read, (
+        "more was read than charged, except for whole sectors"
+    )
+    assert charged <= most * 2, "charged more than was done; bytes may be both read and hashed"
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_tenant_at_its_rate_has_no_more_read_or_hashed_than_that(bench: Bench, name: str) -> None:
-    """It asks without a pause for half a minute of the clock: what is over is one batch, and a
-    second of the rate.
-    """
+def test_rate_limits_the_bytes_read_and_hashed(bench: Bench, name: str) -> None:
+    """Requests without a pause for 30 s of the clock exceed the rate by at most a batch and 1 s."""
     bench.limit()
     refused, seconds = 0, 30
     for _ in range(int(seconds / STEP_S)):
@@ -197,24 +197,24 @@ def test_a_tenant_at_its_rate_has_no_more_read_or_hashed_than_that(bench: Bench,
             REQUESTS[name](bench)
         except Exhausted:
             refused += 1
-    batch = 2 * PAGES * PAGE_NBYTES  # of a verify: in RAM and on disk
+    batch = 2 * PAGES * PAGE_NBYTES  # a verify reads pages in RAM and on disk
     for nbytes in (bench.counted.hashed, bench.counted.read, bench.moved):
         assert nbytes <= RATE * (seconds + 1) + batch
     assert refused
 
 
-def test_a_plain_get_costs_its_bytes_and_a_miss_costs_nothing(bench: Bench) -> None:
+def test_get_is_charged_its_bytes_and_a_miss_nothing(bench: Bench) -> None:
     bench.get(SPACE, [])
     assert bench.charged(lambda: bench.get(SPACE, [])) == PAGES * PAGE_NBYTES == bench.moved
     assert bench.charged(lambda: bench.get(SPACE, [], 99)) == 0
-    assert bench.charged(lambda: bench.put(SPACE)) == 0, "it is there"
+    assert bench.charged(lambda: bench.put(SPACE)) == 0, "a put of present pages was charged"
     bench.to_disk_only()
     assert bench.charged(lambda: bench.get(SPACE, [])) == PAGES * PAGE_NBYTES, (
-        "read once, moved once"
+        "bytes read and moved were not charged once"
     )
 
 
-def test_a_request_that_finds_damage_or_fails_is_charged_all_the_same(
+def test_request_that_finds_damage_or_fails_is_charged(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.put(SPACE, 7)
@@ -240,7 +240,7 @@ def test_a_request_that_finds_damage_or_fails_is_charged_all_the_same(
     assert bench.charged(lambda: bench.verify(SPACE)) == PAGES * PAGE_NBYTES
 
 
-def test_a_charge_is_the_larger_of_what_is_moved_and_worked_on() -> None:
+def test_charge_is_the_larger_of_bytes_moved_and_processed() -> None:
     randomly, taken = random.Random(1), [0]
 
     def take(nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Test the console of a node with authentication: each caller sees and does only what it may."""
+"""The console of a node with authentication shows and allows each caller only what it may."""
 
 from itertools import islice
 from typing import Any
@@ -39,7 +39,7 @@ def history_of(node: Node) -> History:
     return history
 
 
-def test_the_page_is_for_everybody_and_says_nothing(stored: Node) -> None:
+def test_console_page_needs_no_identity(stored: Node) -> None:
     refused = stored.audit.refused_count
     assert visit(stored, "/console/")[0] == 200
     assert all(visit(stored, f"/console/{name}")[0] == 200 for name in NAMES[1:])
@@ -57,14 +57,14 @@ def test_console_without_identity_shows_nothing(
     assert stored.audit.refused_count == refused + 1
 
 
-def test_a_token_is_taken_from_the_header_alone(stored: Node, people: People) -> None:
+def test_token_is_accepted_in_the_header_only(stored: Node, people: People) -> None:
     token = people.tokens["operator"]
     assert visit(stored, "/console/events", {"token": token}, Cookie=f"token={token}")[0] == 401
     assert visit(stored, f"/console/events?token={token}", {})[0] == 404
     assert visit(stored, "/console/events", {}, Authorization=f"Basic {token}")[0] == 401
 
 
-def test_the_operator_is_told_of_the_node_and_of_all_tenants(stored: Node, people: People) -> None:
+def test_operator_sees_the_node_and_all_tenants(stored: Node, people: People) -> None:
     values = first(stored, people.tokens["operator"])
     assert {space["tenant"] for space in values["namespaces"]} >= {"team-a", "team-b"}
     assert values["ram"]["used_nbytes"] >= 2 * PAGE_NBYTES
@@ -82,7 +82,7 @@ def test_the_operator_is_told_of_the_node_and_of_all_tenants(stored: Node, peopl
     }
 
 
-def test_a_tenant_is_told_of_its_own(stored: Node, people: People) -> None:
+def test_tenant_sees_its_own_data_only(stored: Node, people: People) -> None:
     values = first(stored, people.tokens["read"])
     assert {space["tenant"] for space in values["namespaces"]} == {"team-a"}
     assert [use["tenant"] for use in values["tenants"]] == ["team-a"]
@@ -106,10 +106,10 @@ def test_a_tenant_is_told_of_its_own(stored: Node, people: People) -> None:
     assert "team-b" not in str(values)
 
 
-def test_the_bytes_of_all_its_namespaces_are_told_also_of_those_that_are_not(
+def test_sum_of_bytes_covers_unlisted_namespaces(
     stored: Node, people: People, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are listed were added up: a tenant of many was told that it had less."""
+    """Regression: the sum of bytes covered only the listed namespaces of a tenant with many."""
     monkeypatch.setattr("node.console.snapshot.NAMESPACES_MAX", 3)
     people.join("many", "team-many", "write")
     taken_up(
@@ -124,7 +124,7 @@ def test_the_bytes_of_all_its_namespaces_are_told_also_of_those_that_are_not(
     assert values["page_nbytes"] == {"ram": 5 * PAGE_NBYTES, "disk": 0}
 
 
-def test_an_identity_of_some_models_is_not_told_of_others(stored: Node, people: People) -> None:
+def test_identity_limited_to_models_does_not_see_other_models(stored: Node, people: People) -> None:
     for who in ("narrow", "modeller"):
         values = first(stored, people.tokens[who])
         assert (values["namespaces"], values["hot"], values["history"], values["samples"]) == (
@@ -136,7 +136,7 @@ def test_an_identity_of_some_models_is_not_told_of_others(stored: Node, people: 
         assert "ram" not in values
 
 
-def test_pages_of_others_are_not_there(stored: Node, people: People) -> None:
+def test_pages_of_another_tenant_are_not_found(stored: Node, people: People) -> None:
     for path, more in (("look-up", {}), ("bytes", {"offset": 0, "nbytes": 4})):
         for space, status in ((OURS, 200), (THEIRS, 404)):
             asked = {"namespace": space.digest.hex(), "key": KEY.hex(), **more}
@@ -149,7 +149,7 @@ def test_pages_of_others_are_not_there(stored: Node, people: People) -> None:
 
 
 @pytest.mark.parametrize("act", ["flush", "scrub", "recover", "remove"])
-def test_only_an_administrator_acts(stored: Node, people: People, act: str) -> None:
+def test_action_needs_an_administrator(stored: Node, people: People, act: str) -> None:
     asked: dict[str, Any] = {"act": act, "namespace": OURS.digest.hex(), "key": (b"\1" * 32).hex()}
     for who in ("read", "write"):
         status, values = told(stored, "/console/act", asked, people.tokens[who])
@@ -160,11 +160,11 @@ def test_only_an_administrator_acts(stored: Node, people: People, act: str) -> N
     others = {**asked, "namespace": THEIRS.digest.hex()}
     if act == "remove":
         assert told(stored, "/console/act", others, people.tokens["admin"])[0] == 404
-    else:  # this node has no disk: it is let in, and told so
+    else:  # allowed, but an error, as this node has no disk
         assert told(stored, "/console/act", asked, people.tokens["operator"])[0] not in (401, 403)
 
 
-def test_a_stream_ends_when_its_token_does(stored: Node, people: People) -> None:
+def test_stream_ends_when_its_token_is_revoked(stored: Node, people: People) -> None:
     token = people.join("leaver", "team-a", "read")
     taken_up(
         stored, lambda: any(p.name == "leaver" for p in stored.access.identities.tokens.values())
@@ -184,7 +184,7 @@ def test_a_stream_ends_when_its_token_does(stored: Node, people: People) -> None
 
 
 @pytest.mark.parametrize(("tenant", "role"), [("team-b", "read"), ("team-a", "admin")])
-def test_a_stream_ends_when_its_token_is_of_another_tenant_or_role(
+def test_stream_ends_when_its_token_changes_tenant_or_role(
     stored: Node, people: People, tenant: str, role: str
 ) -> None:
     def are(*wanted: str) -> bool:
@@ -203,9 +203,7 @@ def test_a_stream_ends_when_its_token_is_of_another_tenant_or_role(
     people.leave("mover")
 
 
-def test_a_name_with_a_domain_is_as_good_as_any_where_a_token_is_asked_for(
-    stored: Node, people: People
-) -> None:
+def test_host_with_a_domain_is_accepted_with_authentication(stored: Node, people: People) -> None:
     token = people.tokens["read"]
     assert visit(stored, "/console/", Host="node7.example.com")[0] == 200
     asked = {"namespace": OURS.digest.hex(), "key": KEY.hex()}

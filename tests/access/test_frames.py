@@ -1,5 +1,5 @@
-"""Tokens at addresses of frames: who is let in, what is said to who is not, and where a token does
-not go.
+"""Tokens on frame addresses (bulk:// and unix:): accepted and refused clients, and targets to which
+a client sends no token.
 """
 
 import socket
@@ -41,7 +41,7 @@ def client(address: str, token: str, **settings: Any) -> Client:
     ("at", "wire", "taken"),
     [(by_frames, "bulk", "bulk"), (by_frames, "auto", "shm"), (by_socket, "auto", "shm")],
 )
-def test_a_token_is_known_at_addresses_of_frames(
+def test_token_is_accepted_at_frame_addresses(
     node: Node, people: People, at: Any, wire: str, taken: str
 ) -> None:
     space = namespace(revision=f"{taken} {wire} {at.__name__}")
@@ -76,7 +76,7 @@ def test_untrusted_shm_client_gets_the_tcp_address(node: Node, people: People) -
 
 
 @pytest.mark.parametrize("address", ["192.0.2.7:7440", "bulk://192.0.2.7:7441"])
-def test_a_token_does_not_leave_this_host_unencrypted(address: str) -> None:
+def test_token_is_not_sent_unencrypted_to_another_host(address: str) -> None:
     with (
         client(address, "team-a.secret") as abroad,
         pytest.raises(ConfigError, match="cross the network unencrypted"),
@@ -84,16 +84,16 @@ def test_a_token_does_not_leave_this_host_unencrypted(address: str) -> None:
         abroad.node_status()
 
 
-def test_a_token_goes_to_a_socket_of_this_host(
+def test_token_is_sent_over_a_local_socket(
     start_node: StartNode, people: People, ours: Authority
 ) -> None:
-    """Whatever the node's TCP ports speak."""
+    """A client sends its token over a local socket, whether or not the node's TCP ports use TLS."""
     node = start_node(identities=str(people.path), shm_trust="team-a", **pair(ours, "node"))
     with client(by_socket(node), people.tokens["write"]) as writer:
         assert writer.put(namespace(revision="by socket"), [KEY], [PAGE]) == [PutOutcome.STORED]
 
 
-def test_a_token_over_tls_at_an_address_of_frames(
+def test_token_is_accepted_over_tls_at_a_frame_address(
     start_node: StartNode, people: People, ours: Authority
 ) -> None:
     node = start_node(identities=str(people.path), **of_node(ours))
@@ -102,9 +102,10 @@ def test_a_token_over_tls_at_an_address_of_frames(
         assert writer.put(namespace(revision="over tls"), [KEY], [PAGE]) == [PutOutcome.STORED]
 
 
-def test_follow_without_role_is_refused(node: Node, people: People) -> None:
-    """The frame passes the gate as every request does; this node is in no cluster, which only who
-    is known hears.
+def test_follow_without_identity_is_refused(node: Node, people: People) -> None:
+    """A follow frame is authorized like any request.
+
+    Only a known caller gets the error that the node is in no cluster.
     """
     with socket.create_connection(("127.0.0.1", node.bulk.port)) as sock:
         stranger = FrameSocket(sock)
@@ -129,8 +130,8 @@ def test_follow_without_role_is_refused(node: Node, people: People) -> None:
         assert reply.error.code == Code.INVALID_ARGUMENT
 
 
-def test_a_unix_socket_wants_a_process_to_show_itself(node: Node) -> None:
-    """Frames alone, without the descriptor that shared memory asks for, are no way in."""
+def test_unix_socket_needs_a_process_descriptor(node: Node) -> None:
+    """Frames on the Unix socket are refused without the process descriptor of shared memory."""
     assert node.shm is not None
     with connected(node.shm.path, 10.0) as sock:
         bare = FrameSocket(sock)

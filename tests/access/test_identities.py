@@ -1,4 +1,4 @@
-"""The file of identities: what is in force, what is left out and how that is told."""
+"""The identities file: valid lines, refused lines and their messages, and edits by commands."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ def only(text: str) -> Identities:
     return found
 
 
-def test_a_token_is_known_by_its_hash() -> None:
+def test_token_is_found_by_its_hash() -> None:
     token = new_token("team-a")
     found = only(
         "# engines\n\n"
@@ -49,14 +49,14 @@ def test_a_token_is_known_by_its_hash() -> None:
     assert "." not in new_token(ALL)
 
 
-def test_an_expiry_is_written_as_it_is_read() -> None:
+def test_expiry_is_written_as_it_is_read() -> None:
     for text in ("2027-01-01T00:00:00Z", "9999-12-31T23:59:59Z", ""):
         line = token_line("ci", new_token("team-a"), tenant="team-a", role="write", expires=text)
         [principal] = only(line).tokens.values()
         assert expiry_text(principal.expires_s) == text
 
 
-def test_a_certificate_is_known_by_its_name() -> None:
+def test_certificate_is_found_by_its_name() -> None:
     found = only(
         "certificate spiffe://prod/gpu-7 tenant=* role=node expires=2027-01-01T00:00:00+01:00"
     )
@@ -68,7 +68,7 @@ def test_a_certificate_is_known_by_its_name() -> None:
     )
 
 
-def test_models_narrow_what_is_reached() -> None:
+def test_models_limit_an_identity() -> None:
     principal = only(f"token ci tenant=team-a role=read models=llama-*,qwen hash={HASH}").tokens[
         bytes.fromhex(HASH)
     ]
@@ -82,7 +82,7 @@ def test_models_narrow_what_is_reached() -> None:
     assert not principal.of_all
 
 
-def test_a_share_lets_others_read() -> None:
+def test_share_lets_another_tenant_read() -> None:
     found = only(
         f"share team-a models=prompts-* with=team-b\ntoken b tenant=team-b role=read hash={HASH}"
     )
@@ -93,12 +93,12 @@ def test_a_share_lets_others_read() -> None:
     narrow = replace(reader, models=("prompts-2",))
     assert share.lets(narrow, "team-a", "prompts-2")
     assert not share.lets(narrow, "team-a", "prompts-1"), (
-        "its own models narrow also what it is let"
+        "the models of an identity do not limit what is shared with it"
     )
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("password ci", "begin it with token"),
         ("token", "begin it with token"),
@@ -128,19 +128,19 @@ def test_a_share_lets_others_read() -> None:
         ("tenant a/b ram=1GiB", "a tenant's name is"),
     ],
 )
-def test_a_wrong_line_is_told_by_number_and_not_by_content(line: str, said: str) -> None:
+def test_invalid_line_is_reported_by_number_without_its_content(line: str, message: str) -> None:
     good = f"token good tenant=team-a role=read hash={'cd' * 32}"
     found = parse(f"{good}\n\n{line}\n")
     [problem] = found.problems
     assert problem.startswith("line 3: ")
-    assert said in problem
+    assert message in problem
     assert not [
         word for word in ("SECRET", "king", "tomorrow", "gé", "a/b", HASH) if word in problem
     ]
     assert [principal.name for principal in found.tokens.values()] == ["good"]
 
 
-def test_names_and_hashes_stand_once() -> None:
+def test_duplicate_names_and_hashes_are_refused() -> None:
     line = f"token a tenant=team-a role=read hash={HASH}"
     found = parse(
         f"{line}\ntoken a tenant=team-a role=admin hash={'cd' * 32}\ntoken b tenant=x role=admin "
@@ -153,7 +153,7 @@ def test_names_and_hashes_stand_once() -> None:
     assert found.tokens[bytes.fromhex(HASH)].role is Role.READ
 
 
-def test_quotas_are_checked_by_who_knows_them() -> None:
+def test_quotas_are_checked_by_a_given_function() -> None:
     def check(fields: object) -> None:
         raise ConfigError("ram must be a size")
 
@@ -162,7 +162,7 @@ def test_quotas_are_checked_by_who_knows_them() -> None:
     assert only("tenant team-a ram=1GiB").quotas == {"team-a": {"ram": "1GiB"}}
 
 
-def test_lines_are_added_and_taken_away_and_the_rest_stays(tmp_path: Path) -> None:
+def test_adding_and_revoking_lines_keeps_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "identities"
     add(path, token_line("a", new_token("x"), tenant="x", role="read"))
     path.write_text("# mine\n" + path.read_text() + "nonsense\n")
@@ -181,20 +181,23 @@ def test_lines_are_added_and_taken_away_and_the_rest_stays(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["a b", "a#b", "", "a\nb"])
-def test_no_name_makes_another_line(name: str) -> None:
+def test_name_that_breaks_the_line_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest, match="can not be an identity"):
         token_line(name, new_token("x"), tenant="x", role="read")
 
 
 @pytest.mark.parametrize("field", ["x role=admin", "x\nshare y models=* with=*", "*,x"])
-def test_no_field_makes_another_line(field: str) -> None:
+def test_field_that_breaks_the_line_is_refused(field: str) -> None:
     with pytest.raises(InvalidRequest, match="can not be an identity"):
         token_line("a", new_token("x"), tenant=field, role="read")
 
 
 @pytest.mark.parametrize("mark", ["\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028"])
 def test_commented_identity_stays_disabled_when_a_line_is_added(tmp_path: Path, mark: str) -> None:
-    """Such a mark ends a line for Python, and none for a node."""
+    """A line added to the file does not enable an identity in a comment.
+
+    Python's `splitlines` ends a line at such a mark; a node does not.
+    """
     path = tmp_path / "identities"
     hidden = token_line("old", new_token(ALL), tenant=ALL, role="admin")
     path.write_text(f"# until spring:{mark}{hidden}\n", newline="")
@@ -205,8 +208,11 @@ def test_commented_identity_stays_disabled_when_a_line_is_added(tmp_path: Path, 
     assert path.read_bytes().decode() == f"# until spring:{mark}{hidden}\n"
 
 
-def test_through_a_link_the_file_is_changed_and_the_link_stays(tmp_path: Path) -> None:
-    """Or a node that reads the file by its own name would go on with who was revoked."""
+def test_change_through_a_link_changes_its_target(tmp_path: Path) -> None:
+    """A change through a link changes its target, which a node may read by its own name.
+
+    Replacing the link would leave revoked identities in the target.
+    """
     path, link = tmp_path / "identities", tmp_path / "link"
     link.symlink_to(path)
     add(link, certificate_line("a", tenant="x", role="read"))
@@ -216,7 +222,7 @@ def test_through_a_link_the_file_is_changed_and_the_link_stays(tmp_path: Path) -
     assert link.is_symlink()
 
 
-def test_lines_beyond_the_last_that_counts_are_told() -> None:
+def test_lines_beyond_the_limit_are_reported() -> None:
     line = certificate_line("a", tenant="x", role="read")
     assert parse(f"{line}\n" + "\n" * (LINES_MAX - 1)).problems == []
     problems = parse("\n" * LINES_MAX + line).problems
@@ -225,7 +231,7 @@ def test_lines_beyond_the_last_that_counts_are_told() -> None:
     ]
 
 
-def test_a_file_that_can_not_be_had_is_named(tmp_path: Path) -> None:
+def test_unreadable_file_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         add(tmp_path / "nowhere" / "identities", certificate_line("a", tenant="x", role="read"))
     with pytest.raises(ConfigError, match="absent can not be read"):

@@ -1,4 +1,4 @@
-"""What a running node does by itself: it takes up its files, and says what strangers may do."""
+"""A running node reloads its files by itself, and warns if it is insecure."""
 
 import logging
 import threading
@@ -24,15 +24,13 @@ KEYS = [b"k" * 32]
 
 @pytest.fixture
 def open_node() -> Iterator[Node]:
-    """One that everybody may reach."""
+    """Yield an insecure node on all interfaces."""
     node = Node(NodeConfig(**{**SMALL, "host": "0.0.0.0"}, insecure=True))
     yield node
     node.stop()
 
 
-def test_a_node_takes_up_who_joined_and_who_left_by_itself(
-    start_node: StartNode, people: People
-) -> None:
+def test_node_reloads_added_and_revoked_identities(start_node: StartNode, people: People) -> None:
     node = start_node(identities=str(people.path), shm_socket="none")
     token = people.join("by-itself", "team-a", "read")
     wait_until(lambda: "by-itself" in {who.name for who in node.access.identities.tokens.values()})
@@ -50,7 +48,7 @@ def test_a_node_takes_up_who_joined_and_who_left_by_itself(
         wait_until(is_refused)
 
 
-def test_a_file_that_breaks_its_reader_keeps_no_other_from_being_read(
+def test_failing_reload_of_one_file_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(access, "EVERY_S", 0.01)
@@ -66,19 +64,19 @@ def test_a_file_that_breaks_its_reader_keeps_no_other_from_being_read(
     assert "a file could not be polled" in caplog.text
 
 
-def test_a_node_that_is_open_to_all_says_so(
+def test_insecure_node_warns_in_log_status_and_metrics(
     open_node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         open_node.start()
-    said = "anyone who reaches 0.0.0.0 may read, change and remove all"
-    assert f"insecure: {said}" in caplog.text
+    warning = "anyone who reaches 0.0.0.0 may read, change and remove all"
+    assert f"insecure: {warning}" in caplog.text
     status = CliRunner().invoke(app, ["status", "-a", f"127.0.0.1:{open_node.grpc.port}"])
-    assert f"INSECURE: {said}" in " ".join(status.stdout.split())
+    assert f"INSECURE: {warning}" in " ".join(status.stdout.split())
     assert "kvstore_insecure 1.0" in metrics(open_node)
 
 
-def test_a_node_for_its_own_host_is_not_insecure(start_node: StartNode) -> None:
+def test_loopback_node_is_not_insecure(start_node: StartNode) -> None:
     node = start_node()
     assert (
         "INSECURE"

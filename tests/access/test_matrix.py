@@ -1,11 +1,9 @@
-"""Who may send which request: an RPC without a rule fails here.
+"""Which identity may send which request; an RPC without a rule fails here.
 
-matrix    each identity sends each request of the schema to the service of a node, in this process.
-          Callers are made
-          as connections make them; no byte travels
-sample    32 of these over each wire: each request refused, each kind of rule and of refusal. Who a
-          caller is, and
-          whether it may be on that wire, is decided where the wire is
+matrix    each identity sends each request of the schema to the service of a node in this process.
+          Callers are made as connections make them; no byte is sent
+sample    32 of these over each wire: each request is refused once, with each kind of rule and of
+          refusal. Each wire decides by itself who a caller is and whether it may use that wire
 """
 
 import socket
@@ -37,10 +35,10 @@ REQUESTS = {
     for field in pb.BulkRequest.DESCRIPTOR.fields
     if field.message_type
 }
-# Nobody but a gateway of the node may send them, on a socket of its own
+# Only a gateway of the node may send these, on a socket of its own
 GATEWAYS_OPS = ("admit", "on_behalf")
 OPS = [op for op in REQUESTS.values() if op not in GATEWAYS_OPS]
-PARTS = ("commit", "release")  # of a put and a get that were let in
+PARTS = ("commit", "release")  # follow a put or get that was allowed
 KEY = b"k" * 32
 WHO = (
     "nobody",
@@ -65,7 +63,7 @@ ROLES = {
     "member": Role.NODE,
     "operator": Role.ADMIN,
 } | {role.name.lower(): role for role in Role}
-# Once more, not from `RULES`: who is let in by a mistake there is found here.
+# The rules once more, independent of `RULES`, to find mistakes there
 NEEDS = {
     Role.READ: "hello follow open_namespace list_namespaces node_status metrics lookup get verify "
     "list stat release",
@@ -96,7 +94,7 @@ def op_of(method: Any) -> str:
 
 
 def request(op: str) -> Any:
-    """One about a namespace of team-a, if it is about one."""
+    """Return a request; if it names a namespace, it is one of team-a."""
     kind = pb.BulkRequest.DESCRIPTOR.fields_by_name[op].message_type.name
     made = getattr(pb, kind)()
     fields = made.DESCRIPTOR.fields_by_name
@@ -128,7 +126,7 @@ def expected(op: str, who: str) -> type[KVStoreError] | None:
 
 
 def refusal(call: Callable[[], Any]) -> type[KVStoreError] | None:
-    """What the gate said; other errors are of what was let in."""
+    """Return the type of the refusal, or None; other errors come from an allowed call."""
     try:
         call()
     except REFUSALS as error:
@@ -138,8 +136,8 @@ def refusal(call: Callable[[], Any]) -> type[KVStoreError] | None:
     return None
 
 
-# Of each identity, requests that go over each wire. Each request is refused to one of them, so that
-# none goes round the gate on a wire; behind the bar are those that are served.
+# Requests of each identity over each wire: refused before the bar, served after it. Each request
+# is refused to some identity, to show that none bypasses the check on a wire
 SAMPLE = {
     "nobody": "node_status |",
     "wrong": "follow |",
@@ -171,9 +169,9 @@ def grpc_wires(node: Node, people: People) -> Iterator[dict[str, GrpcWire]]:
 
 @pytest.fixture
 def refusals(node: Node, people: People) -> Callable[..., Refusals]:
-    """What each case is answered.
+    """Return a function that sends all cases and returns the refusal of each.
 
-    Each finds the namespace, whoever has removed it before.
+    It opens the namespace again before each case, as an earlier one may have removed it.
     """
     writer = caller_of(node, people, "write")
 
@@ -188,16 +186,16 @@ def refusals(node: Node, people: People) -> Callable[..., Refusals]:
 
 
 def caller_of(node: Node, people: People, who: str) -> Caller:
-    """One as a connection makes it of a token."""
+    """Return a caller as a connection makes it from a token."""
     return Caller(
         f"the address of {who}", who=node.access.credential(people.tokens[who], ()), wire="bulk"
     )
 
 
 def direct(node: Node, caller: Caller, op: str) -> None:
-    """A request as connections give it to the service.
+    """Send a request to the service as connections do.
 
-    What they answer by themselves is admitted only.
+    A request that connections answer themselves is only authorized.
     """
     if op in ("follow", "reflection", "metrics"):
         node.service.authorizer.admit(op, request(op) if op == "follow" else None, caller)
@@ -210,7 +208,7 @@ def direct(node: Node, caller: Caller, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", [op for op in RULES if op not in PARTS])
-def test_each_identity_is_let_in_or_refused_as_the_rules_say(
+def test_each_identity_is_served_or_refused_by_the_rules(
     node: Node, people: People, refusals: Callable[..., Refusals], op: str
 ) -> None:
     callers = {who: caller_of(node, people, who) for who in WHO}
@@ -233,7 +231,7 @@ def test_sample_refuses_each_request_and_has_each_kind_of_rule() -> None:
 
 
 def moved(wire: Any, op: str, deadline: Deadline) -> None:
-    """A put or get as that wire has it."""
+    """Send a put or a get in the way of the wire."""
     message = request(op)
     if isinstance(wire, ShmWire):
         if op == "put":
@@ -264,7 +262,7 @@ def test_each_method_has_a_rule() -> None:
     assert {op for op, rule in RULES.items() if rule.is_act} == {*OF_NODE, "remove_namespace"}
 
 
-def test_sample_over_grpc(
+def test_sample_is_refused_by_the_rules_over_grpc(
     grpc_wires: dict[str, GrpcWire], refusals: Callable[..., Refusals]
 ) -> None:
     assert refusals(SAMPLED, lambda op, who: asked(grpc_wires[who], op)) == {
@@ -273,7 +271,7 @@ def test_sample_over_grpc(
 
 
 @pytest.mark.parametrize("who", ["nobody", "write", "member", "admin"])
-def test_the_schema_is_told_to_administrators(node: Node, people: People, who: str) -> None:
+def test_schema_is_for_administrators_only(node: Node, people: People, who: str) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         ask = channel.stream_stream(
             "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
@@ -311,7 +309,7 @@ def bulk_wires(node: Node, people: People) -> Iterator[dict[str, BulkWire]]:
         wire.close()
 
 
-def test_sample_over_bulk(
+def test_sample_is_refused_by_the_rules_over_bulk(
     bulk_wires: dict[str, BulkWire], refusals: Callable[..., Refusals]
 ) -> None:
     assert refusals(SAMPLED, lambda op, who: asked(bulk_wires[who], op)) == {
@@ -335,11 +333,12 @@ def shm_wires(node: Node, people: People) -> Iterator[dict[str, ShmWire]]:
         wire.close()
 
 
-def test_sample_over_shared_memory(
+def test_sample_is_refused_by_the_rules_over_shm(
     shm_wires: dict[str, ShmWire], refusals: Callable[..., Refusals]
 ) -> None:
-    """Who maps the memory may all in it: writers of the tenant that is trusted, and who writes in
-    all tenants.
+    """Only writers of a trusted tenant or of all tenants may use shared memory.
+
+    A process that maps the memory can read and write everything in it.
     """
     wanted = {case: expected(*case) for case in SAMPLED}
     for op, who in SAMPLED:
@@ -354,7 +353,7 @@ def test_sample_over_shared_memory(
 
 
 @pytest.mark.parametrize("op", ["lookup", "put", "follow", "flush"])
-def test_no_request_comes_before_a_hello(node: Node, op: str) -> None:
+def test_request_before_hello_is_refused(node: Node, op: str) -> None:
     with socket.create_connection(("127.0.0.1", node.bulk.port), timeout=10.0) as sock:
         frames = FrameSocket(sock)
         frames.arm(10.0)
@@ -363,12 +362,12 @@ def test_no_request_comes_before_a_hello(node: Node, op: str) -> None:
         assert (
             pb.BulkReply.FromString(header).error.code == grpc.StatusCode.UNAUTHENTICATED.value[0]
         )
-        with pytest.raises(ConnectionError):  # it is over
+        with pytest.raises(ConnectionError):  # the node has closed the connection
             frames.recv_frame(1 << 20)
 
 
 def test_large_first_frame_without_identity_is_refused(node: Node) -> None:
-    """A hello is small: nothing more is received of a stranger."""
+    """A first frame larger than a hello can be is refused before it is received."""
     with socket.create_connection(("127.0.0.1", node.bulk.port), timeout=10.0) as sock:
         frames = FrameSocket(sock)
         frames.arm(10.0)
@@ -377,7 +376,7 @@ def test_large_first_frame_without_identity_is_refused(node: Node) -> None:
         assert "at most 4096" in pb.BulkReply.FromString(header).error.message
 
 
-def test_of_two_authorizations_the_first_counts(node: Node, people: People) -> None:
+def test_first_of_two_authorizations_counts(node: Node, people: People) -> None:
     right, wrong = (("authorization", f"Bearer {people.tokens[who]}") for who in ("read", "wrong"))
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         hello = KVStoreStub(channel).Hello  # type: ignore[no-untyped-call]
@@ -402,7 +401,7 @@ def test_reservation_of_a_connection_counts_for_its_tenant(node: Node, people: P
         assert list(node.sessions.reserved._by_peer) == ["tenant team-a"]
 
 
-def test_a_hello_over_grpc_says_whose_it_is(grpc_wires: dict[str, GrpcWire]) -> None:
+def test_hello_over_grpc_returns_tenant_and_role(grpc_wires: dict[str, GrpcWire]) -> None:
     hello = grpc_wires["write"].call(
         "hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), Deadline(20.0)
     )

@@ -1,6 +1,4 @@
-"""A cluster whose nodes ask who you are: members know each other by tokens, and clients
-by theirs.
-"""
+"""A cluster with authentication: members and clients identify themselves by tokens."""
 
 import json
 from pathlib import Path
@@ -57,7 +55,7 @@ def client(node: Node, token: str) -> Client:
     return Client(config)
 
 
-def test_pages_cross_from_member_to_member(fleet: Start, crew: People, etcd: FakeEtcd) -> None:
+def test_pages_are_replicated_between_members(fleet: Start, crew: People, etcd: FakeEtcd) -> None:
     one, two = started(fleet, crew, "n1"), started(fleet, crew, "n2")
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
     wait_until(lambda: all(node.membership.view.settled for node in (one, two)))  # type: ignore[union-attr]
@@ -79,9 +77,7 @@ def test_pages_cross_from_member_to_member(fleet: Start, crew: People, etcd: Fak
     wait_until(lambda: not any(node.tier.visible_count for node in (one, two)))
 
 
-def test_a_members_token_may_lie_in_a_file_and_be_changed(
-    fleet: Start, crew: People, tmp_path: Path
-) -> None:
+def test_token_file_of_a_member_can_be_changed(fleet: Start, crew: People, tmp_path: Path) -> None:
     file = tmp_path / "member.token"
     file.write_text(crew.tokens["member"] + "\n")
     file.chmod(0o600)
@@ -107,32 +103,32 @@ def known(crew: People) -> set[bytes]:
     return set(read(crew.path).tokens)
 
 
-@pytest.mark.parametrize(("mode", "said"), [(None, "can not be read"), (0o644, "chmod o-r")])
-def test_a_node_does_not_start_with_a_token_file_that_it_can_not_use(
-    tmp_path: Path, mode: int | None, said: str
+@pytest.mark.parametrize(("mode", "message"), [(None, "can not be read"), (0o644, "chmod o-r")])
+def test_unusable_token_file_fails_the_start(
+    tmp_path: Path, mode: int | None, message: str
 ) -> None:
     file = tmp_path / "member.token"
     if mode is not None:
         file.write_text("secret-of-a-member")
         file.chmod(mode)
-    with pytest.raises(ConfigError, match=said) as told:
+    with pytest.raises(ConfigError, match=message) as raised:
         Node(NodeConfig(**{**SMALL, "token_file": str(file)}))
-    assert "secret-of-a-member" not in str(told.value)
+    assert "secret-of-a-member" not in str(raised.value)
     with pytest.raises(ConfigError, match="token and token_file are both set"):
         NodeConfig(token="x", token_file=str(file))
 
 
-def test_a_member_that_nobody_knows_does_not_join(fleet: Start, crew: People) -> None:
+def test_node_without_a_member_token_does_not_join(fleet: Start, crew: People) -> None:
     started(fleet, crew, "n1")
     with pytest.raises(ConfigError, match="does not reach itself"):
         fleet("n2", identities=str(crew.path), replicas=2)
 
 
 @pytest.mark.parametrize(("who", "all_of_it"), [("engine", False), ("operator", True)])
-def test_a_tenant_is_shown_nothing_that_it_was_not_told(
+def test_commands_leave_out_values_a_tenant_may_not_see(
     fleet: Start, crew: People, monkeypatch: pytest.MonkeyPatch, who: str, all_of_it: bool
 ) -> None:
-    """Not as zeros either."""
+    """The commands leave out values that a tenant may not see, rather than print zeros."""
     one, two = started(fleet, crew, "n1"), started(fleet, crew, "n2")
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
     with client(one, crew.tokens["engine"]) as engine:
@@ -157,12 +153,14 @@ def test_a_tenant_is_shown_nothing_that_it_was_not_told(
     for command in (("status",), ("cluster",)):
         shown = kvstore(*command)
         assert ("rebalanc" in shown, "copies of others' pages" in shown) == (all_of_it, all_of_it)
-        told = [member["status"] for member in json.loads(kvstore(*command, "--json"))["members"]]
+        shown_statuses = [
+            member["status"] for member in json.loads(kvstore(*command, "--json"))["members"]
+        ]
         assert all(
             (status["ram"] is None, status["pid"] is None) == (not all_of_it,) * 2
-            for status in told
+            for status in shown_statuses
         )
-        assert all(status["totals"]["pages_put"] == len(KEYS) for status in told)
+        assert all(status["totals"]["pages_put"] == len(KEYS) for status in shown_statuses)
     sample = json.loads(kvstore("top", "--once", "-i", "0.05", "--json"))
     assert all(
         (member["peers"] is None) is not all_of_it
@@ -176,7 +174,7 @@ def test_a_tenant_is_shown_nothing_that_it_was_not_told(
     assert (json.loads(kvstore("status", "--json"))["ram"] is None) is not all_of_it
 
 
-def test_strangers_are_told_of_no_member(fleet: Start, crew: People) -> None:
+def test_view_needs_an_identity(fleet: Start, crew: People) -> None:
     one = started(fleet, crew, "n1")
     with (
         client(one, "") as stranger,

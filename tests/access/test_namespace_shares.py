@@ -1,4 +1,4 @@
-"""Each tenant's share of the namespaces that a node has open, also after a restart."""
+"""Each tenant's share of a node's open namespaces, before and after a restart."""
 
 import contextlib
 from collections import Counter
@@ -21,7 +21,7 @@ KEY = b"k" * 32
 
 
 class House:
-    """A node with a disk and three tenants, which can be started anew."""
+    """A node with a disk and three tenants, which can be restarted."""
 
     def __init__(self, folder: Path, start: Callable[..., Node], stop: Callable[[], None]) -> None:
         self.people = People(folder / "identities")
@@ -53,7 +53,7 @@ class House:
         return self.clients[-1]
 
     def fill(self, name: str, tenant: str, run: str, most: int = SPACES) -> int:
-        """Puts a page into new namespaces of this tenant until it is refused; how many."""
+        """Put a page into new namespaces of a tenant until one is refused; return their number."""
         who = self.client(name)
         for number in range(most):
             try:
@@ -69,7 +69,7 @@ class House:
         return most
 
     def counts(self) -> Counter[str]:
-        """Namespaces that have pages, by tenant."""
+        """Return the number of namespaces with pages on disk, by tenant."""
         who = self.node.service
         return Counter(
             index.value.tenant
@@ -93,33 +93,40 @@ def house(tmp_path: Path) -> Iterator[House]:
         house.leave()
 
 
-def test_tenants_after_restarts_have_the_share_of_namespaces_that_they_had(house: House) -> None:
+def test_shares_of_namespaces_survive_restarts(house: House) -> None:
     assert house.fill("small", "small", "first", 3) == 3
     assert house.fill("loud", "loud", "first") == HALF
     for run in ("second", "third"):
         house.restart()
-        assert house.fill("loud", "loud", run) == 0, "what was restored counts to its tenant"
+        assert house.fill("loud", "loud", run) == 0, (
+            "restored namespaces do not count for their tenant"
+        )
         assert house.fill("quiet", "quiet", run, 2) == 2
         assert house.fill("small", "small", run, 2) == 2
-        assert house.fill("loud", "loud", "first", HALF) == HALF, "what is there is not refused"
+        assert house.fill("loud", "loud", "first", HALF) == HALF, "an open namespace was refused"
     assert house.counts() == {"loud": HALF, "quiet": 4, "small": 7}
 
 
-def test_namespaces_opened_by_an_operator_count_to_their_tenant(house: House) -> None:
-    """As those that come from other members of a cluster do, whose role is of all tenants, too."""
+def test_namespaces_opened_by_an_operator_count_for_their_tenant(house: House) -> None:
+    """A namespace that an operator opens counts for its tenant.
+
+    This also holds for other members of a cluster, whose role covers all tenants, too.
+    """
     assert house.fill("operator", "loud", "first") == HALF
     assert house.fill("loud", "loud", "second") == 0
     assert house.fill("operator", "quiet", "first", 5) == 5
 
 
-def test_a_shared_namespace_counts_to_its_reader_until_its_owner_opens_it(house: House) -> None:
+def test_shared_namespace_counts_for_its_reader_until_its_owner_opens_it(house: House) -> None:
     house.people.say("share loud models=* with=quiet")
     house.restart()
     assert house.fill("loud", "loud", "first", HALF - 1) == HALF - 1
     shared = namespace("loud", "shared")
     house.client("quiet").open(shared)
-    assert house.fill("quiet", "quiet", "first") == HALF, "an empty one makes room"
-    house.client("quiet").open(namespace("loud", "first-0"))  # it is there: no more to its reader
+    assert house.fill("quiet", "quiet", "first") == HALF, "an empty namespace did not make room"
+    house.client("quiet").open(
+        namespace("loud", "first-0")
+    )  # open already, so not counted for its reader
     house.restart()
     house.client("quiet").open(namespace("loud", "first-1"))
     assert house.client("loud").put(shared, [KEY], [bytes(PAGE_NBYTES)]) == [PutOutcome.STORED]
@@ -127,9 +134,10 @@ def test_a_shared_namespace_counts_to_its_reader_until_its_owner_opens_it(house:
     assert house.counts()["quiet"] == HALF
 
 
-def test_a_peer_of_an_open_node_after_restarts_leaves_namespaces_to_others(house: House) -> None:
-    """Nobody knows whose the restored ones are: they count to who opens them, and what is left is
-    shared as before.
+def test_peer_of_an_open_node_leaves_namespaces_to_others_after_restarts(house: House) -> None:
+    """A peer of an open node gets half of the free namespaces after each restart.
+
+    The tenant of a restored namespace is unknown, so it counts for the peer that opens it again.
     """
     house.restart(identities="")
     assert house.fill("anybody", "default", "first") == HALF
@@ -137,5 +145,5 @@ def test_a_peer_of_an_open_node_after_restarts_leaves_namespaces_to_others(house
     assert house.fill("anybody", "default", "second") == HALF // 2
     house.restart(identities="")
     assert house.fill("anybody", "default", "third") == HALF // 4
-    assert house.fill("anybody", "default", "first", HALF) == HALF, "what is there is not refused"
+    assert house.fill("anybody", "default", "first", HALF) == HALF, "an open namespace was refused"
     assert house.fill("anybody", "default", "fourth") == 0

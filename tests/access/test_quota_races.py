@@ -1,6 +1,5 @@
-"""Quotas while many connections of a tenant ask at once: each limit holds at every moment, and what
-was counted is given back. Also while tokens are revoked and new ones are given. `SEEDS=100` for a
-longer run.
+"""Quotas under many concurrent connections of a tenant: each limit holds at every moment, and all
+counters return to zero, even while tokens are rotated. Set `SEEDS=100` for a longer run.
 """
 
 import contextlib
@@ -38,7 +37,7 @@ def contents(space: Namespace, some: list[bytes]) -> list[bytes]:
 
 
 class Storm:
-    """Threads of one tenant, each with a client of its own."""
+    """Random calls from many threads of one tenant, each with clients of its own."""
 
     def __init__(self, node: Node, people: People, seed: int) -> None:
         self.node, self.people, self.seed = node, people, seed
@@ -54,7 +53,7 @@ class Storm:
             except (Exhausted, Unauthenticated):
                 self.refused += 1
             except KVStoreError:
-                pass  # a connection that made room for another
+                pass  # the node closed the connection to make room for another
             except BaseException as error:
                 self.wrong.append(repr(error))
                 raise
@@ -86,14 +85,14 @@ class Storm:
                 self.wrong.append("wrong bytes")
 
     def rotate(self) -> None:
-        """The token is replaced under calls."""
+        """Replace the token while calls run."""
         old = self.people.tokens["loud"]
         self.people.tokens["loud"] = self.people.join("loud-2", "loud", "write")
         self.people.leave("loud")
         taken_up(self.node, lambda: _refused(self.node, old))
 
     def watch(self) -> None:
-        """Limits are looked at as long as the others ask."""
+        """Check the limits while the other threads make calls."""
         account, tenants = (
             self.node.tier.eviction.order.accounts.of("loud"),
             self.node.sessions.tenants,
@@ -133,7 +132,7 @@ def test_quotas_over_many_connections_hold_at_every_moment(
             for thread in threads:
                 thread.join()
         assert storm.wrong == []
-        assert storm.done, "a storm in which nothing is done shows nothing"
+        assert storm.done, "no call succeeded"
         buffers = [bytearray(PAGE_NBYTES) for _ in kept]
         assert quiet.get(QUIET, kept, buffers) == [True] * len(kept)
         assert buffers == contents(QUIET, kept)

@@ -1,5 +1,5 @@
-"""Two tenants at one node, over its wires: one floods, pins, holds and asks without end, the other
-notices nothing.
+"""Quotas of two tenants on one node: a flood of puts, pins, leases or calls of one tenant costs the
+other no page.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ MB = 1 << 20
 PAGE_NBYTES = 16 << 10
 QUIET = Namespace("m", opaque_layout(PAGE_NBYTES), "quiet")
 LOUD = Namespace("m", opaque_layout(PAGE_NBYTES), "loud")
-PAGES = 300  # of the quiet one, who has room for 448
+PAGES = 300  # pages of the quiet tenant, which has room for 448
 
 
 def keys(*numbers: int) -> list[bytes]:
@@ -52,7 +52,7 @@ def put(who: Client, space: Namespace, some: Sequence[bytes]) -> list[PutOutcome
 
 
 def get(who: Client, space: Namespace, some: Sequence[bytes]) -> list[bool]:
-    """Every byte of every hit is compared."""
+    """Get pages, compare the bytes of each hit, and return the hits."""
     buffers = [bytearray(space.layout.page_nbytes) for _ in some]
     hits = who.get(space, some, buffers)
     for content, hit, buffer in zip(contents(space, some), hits, buffers, strict=True):
@@ -61,7 +61,7 @@ def get(who: Client, space: Namespace, some: Sequence[bytes]) -> list[bool]:
 
 
 class Town:
-    """A node with two tenants, and their clients."""
+    """A node with two tenants and their clients."""
 
     def __init__(self, start_node: StartNode, folder: Path, **loud: str) -> None:
         self.people = People(folder / "identities")
@@ -124,7 +124,7 @@ def sizes(town: Town) -> None:
 def holds(town: Town) -> None:
     with contextlib.ExitStack() as held:
         for start in range(0, 640, 64):
-            # Each has a few connections
+            # Each client has a few connections
             loud, some = town.client("loud", "shm"), keys(*range(start, start + 64))
             with contextlib.suppress(Exhausted):
                 put(loud, LOUD, some)
@@ -133,7 +133,7 @@ def holds(town: Town) -> None:
 
 
 def descriptions(town: Town) -> None:
-    """Each of 32 KiB at most, until they are refused."""
+    """Open namespaces with long descriptions until they are refused."""
     loud = town.client("loud")
     for number in range(100):
         space = dataclasses.replace(LOUD, salt="s" * 1000 + str(number), revision="r" * 1000)
@@ -142,7 +142,7 @@ def descriptions(town: Town) -> None:
 
 
 def silence(town: Town) -> None:
-    """Connections that say nothing."""
+    """Open connections that send nothing."""
     with contextlib.ExitStack() as open_sockets:
         for _ in range(300):
             with contextlib.suppress(OSError):
@@ -158,7 +158,7 @@ def ask_often(who: Client) -> None:
 
 
 def asking(town: Town) -> None:
-    """Of many clients at a time; what is the operator's is refused."""
+    """Send calls from many clients at a time, of which the operator's calls are refused."""
 
     def ask() -> None:
         loud = town.client("loud")
@@ -188,7 +188,9 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_the_other_keeps_all_of_his_pages(town: Callable[..., Town], attack: str) -> None:
+def test_attack_of_one_tenant_costs_the_other_no_page(
+    town: Callable[..., Town], attack: str
+) -> None:
     where = town()
     quiet = where.client("quiet")
     kept = keys(*range(PAGES))
@@ -196,7 +198,7 @@ def test_the_other_keeps_all_of_his_pages(town: Callable[..., Town], attack: str
     ATTACKS[attack](where)
     assert get(quiet, QUIET, kept) == [True] * PAGES
     more = keys(*range(1000, 1100))
-    assert set(put(quiet, QUIET, more)) == {PutOutcome.STORED}, "what is his he can have"
+    assert set(put(quiet, QUIET, more)) == {PutOutcome.STORED}, "a put within the quota failed"
     assert get(quiet, QUIET, kept + more) == [True] * (PAGES + 100)
     assert where.use("loud").ram_nbytes <= 7 * MB
 
@@ -229,11 +231,12 @@ def test_request_over_a_quota_is_refused_and_counted(town: Callable[..., Town]) 
 @pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
 @pytest.mark.parametrize("op", ["put", "get"])
 @pytest.mark.parametrize("quota", ["requests", "bytes"])
-def test_puts_and_gets_are_requests_and_move_bytes(
+def test_puts_and_gets_count_for_the_rates(
     town: Callable[..., Town], wire: str, op: str, quota: str
 ) -> None:
-    """So many that they are several requests: another than the first is refused, unless they come
-    seconds apart.
+    """Puts and gets that the client splits into several requests count for both rates.
+
+    A request after the first is refused, unless they are seconds apart.
     """
     where, many = town(**{quota: "1/s"}), keys(*range(2048))
     put(where.client("operator"), LOUD, many[:2])
@@ -249,8 +252,10 @@ def test_puts_and_gets_are_requests_and_move_bytes(
 
 @pytest.mark.parametrize("op", ["put", "get"])
 @pytest.mark.parametrize("quota", ["requests", "bytes"])
-def test_a_put_or_get_alone_is_refused_too(town: Callable[..., Town], op: str, quota: str) -> None:
-    """Before which a client asks what is there: a stranger's need not."""
+def test_put_or_get_without_a_lookup_counts_for_the_rates(
+    town: Callable[..., Town], op: str, quota: str
+) -> None:
+    """A put or get without the lookup that our client sends before it counts for both rates."""
     where = town(**{quota: "1/s"})
     put(where.client("operator"), LOUD, keys(0))
     wire = BulkWire(
@@ -278,10 +283,11 @@ def test_a_put_or_get_alone_is_refused_too(town: Callable[..., Town], op: str, q
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
 @pytest.mark.parametrize("op", ["verify", "range"])
-def test_bytes_that_a_node_only_hashes_count_for_the_rate(
-    town: Callable[..., Town], wire: str, op: str
-) -> None:
-    """A tenant with 1 MiB/s had 461 MiB/s verified, and 2,870 MiB/s read for ranges of one byte."""
+def test_hashed_bytes_count_for_the_rate(town: Callable[..., Town], wire: str, op: str) -> None:
+    """Regression: at a quota of 1 MiB/s, a tenant got 461 MiB/s verified and 2,870 MiB/s read.
+
+    The latter was for ranges of one byte.
+    """
     where, many = town(bytes="64KiB/s"), keys(*range(64))
     put(where.client("operator"), LOUD, many)
     loud, buffers = where.client("loud", wire=wire), [bytearray(1) for _ in many]
@@ -297,16 +303,16 @@ def test_bytes_that_a_node_only_hashes_count_for_the_rate(
     assert where.use("loud").refused_bytes == 1
 
 
-def test_connections_of_a_tenant_are_as_many_as_its_quota_says(town: Callable[..., Town]) -> None:
+def test_quota_limits_the_connections_of_a_tenant(town: Callable[..., Town]) -> None:
     where = town(connections="3")
     loud = [where.client("loud", connect_timeout_s=5.0, timeout_s=10.0) for _ in range(6)]
     for one in loud:
         put(one, LOUD, keys(1))
-    wait_until(lambda: where.node.bulk.count <= 3)  # the longest idle left
+    wait_until(lambda: where.node.bulk.count <= 3)  # the longest idle connections were closed
     assert put(where.client("quiet"), QUIET, keys(1)) == [PutOutcome.STORED]
 
 
-def test_quotas_change_while_the_node_serves_and_metrics_tell(town: Callable[..., Town]) -> None:
+def test_changed_quotas_apply_at_once_and_are_in_the_metrics(town: Callable[..., Town]) -> None:
     where = town()
     loud = where.client("loud")
     flood(where, loud, LOUD, 640)
@@ -322,6 +328,6 @@ def test_quotas_change_while_the_node_serves_and_metrics_tell(town: Callable[...
         address, headers={"Authorization": f"Bearer {where.people.tokens['quiet']}"}
     )
     with urllib.request.urlopen(request, timeout=20.0) as reply:
-        told = reply.read().decode()
-    assert 'kvstore_tenant_ram_quota_bytes{tenant="quiet"} 7.340032e+06' in told
-    assert "loud" not in told
+        metrics = reply.read().decode()
+    assert 'kvstore_tenant_ram_quota_bytes{tenant="quiet"} 7.340032e+06' in metrics
+    assert "loud" not in metrics

@@ -1,5 +1,5 @@
-"""Certificates, identities and tokens in a volume as a kubelet makes it of secrets: all links are
-replaced at once.
+"""Certificates, identities and tokens in a Kubernetes secret volume, whose links a kubelet replaces
+all at once.
 """
 
 import os
@@ -26,12 +26,13 @@ from node.server import Node
 
 KEYS = [number.to_bytes(32, "big") for number in range(8)]
 PAGES = [bytes([number]) * PAGE_NBYTES for number in range(8)]
-NAME = "fleet.example"  # of all members, whatever their addresses
+NAME = "fleet.example"  # in the certificates of all members, which have no addresses
 
 
 class SecretVolume:
-    """`folder/tls.crt` -> `..data/tls.crt`, `..data` -> `..N`; a change makes `..N+1` and turns
-    `..data` over.
+    """A folder with links `tls.crt` -> `..data/tls.crt` and `..data` -> `..N`.
+
+    A change creates `..N+1` and replaces `..data`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,7 +44,7 @@ class SecretVolume:
         return str(self._folder / name)
 
     def write(self, **files: bytes) -> None:
-        """All there are from now on, `tls_crt` for tls.crt."""
+        """Replace all files by the given ones; `tls_crt` stands for tls.crt."""
         old, data = self._folder / f"..{self._number}", self._folder / "..data"
         self._number += 1
         new, turned = self._folder / f"..{self._number}", self._folder / "..data_tmp"
@@ -62,7 +63,7 @@ class SecretVolume:
 
 
 class Deployment:
-    """What an operator has made, and what nodes see of it."""
+    """An operator's certificates and identities, and the volume in which nodes see them."""
 
     def __init__(self, folder: Path) -> None:
         self.volume = SecretVolume(folder / "volume")
@@ -73,7 +74,7 @@ class Deployment:
         self.publish()
 
     def publish(self) -> None:
-        """With a certificate that was never seen before."""
+        """Write the files to the volume, with a new certificate."""
         certificate, key = self.authority.node("node", [NAME], 10, force=True)
         self.volume.write(
             tls_crt=certificate.read_bytes(),
@@ -106,7 +107,7 @@ class Deployment:
         return Client(config)
 
     def serial(self, port: int) -> str:
-        """Of the certificate that is shown there now."""
+        """Return the serial number of the certificate that a port presents now."""
         dialled = socket.create_connection(("127.0.0.1", port), 20.0)
         with client_context(self.authority).wrap_socket(dialled, server_hostname=NAME) as greeted:
             return str((greeted.getpeercert() or {})["serialNumber"])
@@ -117,11 +118,10 @@ def deployment(tmp_path: Path) -> Deployment:
     return Deployment(tmp_path)
 
 
-def test_all_is_taken_up_that_a_kubelet_turns_over_at_once(
-    fleet: Start, deployment: Deployment
-) -> None:
-    """Also tokens of members, who then go on handing pages to each other; their addresses are in no
-    certificate.
+def test_nodes_reload_a_replaced_secret_volume(fleet: Start, deployment: Deployment) -> None:
+    """Nodes reload all files of a replaced volume, and members go on replicating with new tokens.
+
+    The certificates do not have the members' addresses.
     """
     one, two = fleet("n1", **deployment.settings), fleet("n2", **deployment.settings)
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
@@ -161,14 +161,12 @@ def lets_in(node: Node, token: str) -> bool:
     return True
 
 
-def test_a_member_without_the_name_of_all_certificates_does_not_join(
-    fleet: Start, deployment: Deployment
-) -> None:
+def test_member_without_tls_name_does_not_join(fleet: Start, deployment: Deployment) -> None:
     with pytest.raises(ConfigError, match=r"does not name 127\.0\.0\.1"):
         fleet("n1", **{**deployment.settings, "tls_name": ""})
 
 
-def test_a_name_of_certificates_needs_certificates() -> None:
+def test_tls_name_needs_a_certificate() -> None:
     with pytest.raises(
         ConfigError, match="tls_name, of the other members' certificates, needs tls_cert"
     ):

@@ -1,4 +1,4 @@
-"""What a tenant is told, what tenants share, and what only members may say."""
+"""Data that a tenant can see, shares between tenants, and requests that only members may send."""
 
 import urllib.error
 import urllib.request
@@ -23,7 +23,7 @@ OURS, THEIRS = namespace(salt="tenants"), namespace("team-b", "their-model", sal
 
 @pytest.fixture(scope="module")
 def both(node: Node, people: People) -> Iterator[dict[str, Client]]:
-    """Clients of all identities, after each tenant has put a page."""
+    """Yield clients by identity, after each tenant has put a page."""
     clients = {
         name: client(node, people.tokens[name], wire="bulk")
         for name in ("read", "write", "other", "operator")
@@ -35,7 +35,7 @@ def both(node: Node, people: People) -> Iterator[dict[str, Client]]:
         some.close()
 
 
-def test_each_is_told_of_its_own(both: dict[str, Client]) -> None:
+def test_tenant_lists_its_own_namespaces_only(both: dict[str, Client]) -> None:
     def names(name: str) -> set[str]:
         return {space.tenant for space, _ in both[name].namespaces()}
 
@@ -44,13 +44,13 @@ def test_each_is_told_of_its_own(both: dict[str, Client]) -> None:
     assert names("operator") >= {"team-a", "team-b"}
 
 
-def test_a_status_says_nothing_of_others(both: dict[str, Client]) -> None:
+def test_status_has_no_data_of_other_tenants(both: dict[str, Client]) -> None:
     status, whole = both["other"].node_status(), both["operator"].node_status()
     assert "team-a" not in MessageToJson(status)
     assert {info.namespace.tenant for info in status.namespaces} == {"team-b"}
     assert status.totals.pages_put == sum(info.counters.pages_put for info in status.namespaces)
-    said = {field.name for field, _ in status.ListFields()}
-    assert said <= {
+    shown = {field.name for field, _ in status.ListFields()}
+    assert shown <= {
         *("version", "instance_id", "state", "uptime_ms", "namespaces", "totals", "limits"),
         *("bulk_port", "metrics_port", "tenants", "now_unix_ms"),
     }
@@ -67,7 +67,7 @@ def metrics(node: Node, authorization: str = "") -> str:
         return str(reply.read().decode())
 
 
-def test_metrics_are_told_to_who_is_known_and_of_his_own(
+def test_metrics_need_an_identity_and_show_its_tenant_only(
     node: Node, both: dict[str, Client], people: People
 ) -> None:
     their, all_of_it = (
@@ -93,7 +93,7 @@ def test_metrics_are_told_to_who_is_known_and_of_his_own(
 def test_answer_for_one_tenant_is_not_given_to_another(
     node: Node, both: dict[str, Client], people: People
 ) -> None:
-    """Scrapes are answered from one text for a while."""
+    """The cached metrics text of one tenant is not sent to another."""
     for name in ("operator", "other", "operator"):
         assert ("kvstore_ram_pages" in metrics(node, f"Bearer {people.tokens[name]}")) is (
             name == "operator"
@@ -133,7 +133,7 @@ def test_shared_namespace_is_readable_and_not_writable(
     assert prompts in [space for space, _ in both["other"].namespaces()]
 
 
-def test_only_members_hand_on_what_others_gave(node: Node, people: People) -> None:
+def test_forwarded_put_needs_a_member(node: Node, people: People) -> None:
     request = pb.PutRequest(
         namespace=OURS.digest, prefix_hashes=[b"f" * 32], page_nbytes=PAGE_NBYTES, forwarded_by="n1"
     )
@@ -146,10 +146,10 @@ def test_only_members_hand_on_what_others_gave(node: Node, people: People) -> No
         return caught.type
 
     assert forward("admin") is Forbidden
-    assert forward("member") is InvalidRequest, "let in; but this node has no members"
+    assert forward("member") is InvalidRequest, "allowed, but this node is in no cluster"
 
 
-def test_health_is_told_to_everybody(node: Node) -> None:
+def test_health_needs_no_identity(node: Node) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         reply = health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(), timeout=20.0

@@ -1,4 +1,4 @@
-"""Running `kvstore` commands in this process, against the shared node."""
+"""Fixtures that run `kvstore` commands in this process, against the shared node."""
 
 import gc
 import uuid
@@ -16,9 +16,9 @@ PAGE_TOKENS = 4
 
 @pytest.fixture
 def kvstore(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Kvstore:
-    """Runs a command whose address is that of the shared node unless it names another."""
-    gc.collect()  # what a node of an earlier test left says something on stderr when it goes
-    gc.freeze()  # the next collection need not look at what this one kept
+    """Return a function that runs a command, by default at the address of the shared node."""
+    gc.collect()  # leftovers of a node of an earlier test write to stderr when they are freed
+    gc.freeze()  # keeps the next collection fast
     monkeypatch.setenv("KVSTORE_ADDRESS", shared_node.address)
     monkeypatch.setenv("KVSTORE_CONNECT_TIMEOUT_S", "5")
     return run_kvstore
@@ -26,22 +26,22 @@ def kvstore(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Kvstor
 
 @pytest.fixture
 def client(shared_node: NodeProcess) -> Iterator[Client]:
-    """To prepare and inspect what commands work on; one wire is enough for that."""
+    """Yield a client to prepare and inspect pages of the shared node."""
     with Client(ClientConfig(address=shared_node.address, connect_timeout_s=5.0)) as client:
         yield client
 
 
 @pytest.fixture
 def space() -> Namespace:
-    """A namespace that no other test uses; pages of 4 tokens."""
+    """Return a namespace that no other test uses, with pages of 4 tokens."""
     return Namespace(f"model-{uuid.uuid4().hex}", opaque_layout(PAGE_NBYTES, PAGE_TOKENS))
 
 
 @pytest.fixture
 def hashes(client: Client, space: Namespace) -> list[bytes]:
-    """Keys of three stored pages of `space`: of the tokens 100 to 111.
+    """Store three pages of `space` for the tokens 100 to 111; return their keys.
 
-    Page i is full of byte i.
+    All bytes of page i are i.
     """
     made = prefix_hashes(range(100, 112), PAGE_TOKENS)
     client.put(space, made, [bytes([i]) * PAGE_NBYTES for i in range(3)])

@@ -1,4 +1,4 @@
-"""Commands at every form of address."""
+"""Commands with every form of address."""
 
 import json
 
@@ -24,9 +24,11 @@ def addresses(shared_node: NodeProcess) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("form", ["grpc", "bulk", "unix"])
-def test_status_and_measurements(kvstore: Kvstore, addresses: dict[str, str], form: str) -> None:
-    told = kvstore("status", "--address", addresses[form], "--json")
-    assert (told.code, told.json["address"]) == (0, addresses[form])
+def test_status_and_bench_work_at_each_address(
+    kvstore: Kvstore, addresses: dict[str, str], form: str
+) -> None:
+    shown = kvstore("status", "--address", addresses[form], "--json")
+    assert (shown.code, shown.json["address"]) == (0, addresses[form])
     measured = kvstore(
         "bench", "--address", addresses[form], "--seconds", "0.2", "--page-nbytes", "4KiB", "--json"
     )
@@ -34,7 +36,7 @@ def test_status_and_measurements(kvstore: Kvstore, addresses: dict[str, str], fo
 
 
 @pytest.mark.parametrize("form", ["bulk", "unix"])
-def test_the_doctor_cleans_up_behind_itself(
+def test_doctor_removes_its_pages_at_each_address(
     kvstore: Kvstore, addresses: dict[str, str], form: str
 ) -> None:
     found = kvstore("doctor", "--address", addresses[form], "--json")
@@ -43,7 +45,7 @@ def test_the_doctor_cleans_up_behind_itself(
     assert "not all could be" not in found.stdout
 
 
-def test_the_environment_names_one(
+def test_address_and_wire_are_read_from_the_environment(
     kvstore: Kvstore, addresses: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_ADDRESS", addresses["bulk"])
@@ -55,19 +57,19 @@ def test_the_environment_names_one(
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
         ("bulk://host", "names no port"),
         ("unix:sock", "no absolute path"),
         ("http://host", "is a URL, not host:port"),
     ],
 )
-def test_a_bad_address_is_told_with_what_to_write(
-    kvstore: Kvstore, address: str, said: str
+def test_invalid_address_is_refused_with_an_example(
+    kvstore: Kvstore, address: str, message: str
 ) -> None:
     refused = kvstore("status", "--address", address)
     assert refused.code == 2
-    assert said in refused.stderr
+    assert message in refused.stderr
     assert "write" in refused.stderr
 
 
@@ -82,5 +84,5 @@ def test_a_bad_address_is_told_with_what_to_write(
         ("a:1,unix:/x", "auto"),
     ],
 )
-def test_the_wire_for_one_small_request(address: str, wire: str) -> None:
+def test_light_wire_of_an_address(address: str, wire: str) -> None:
     assert light_wire(address) == wire

@@ -1,4 +1,4 @@
-"""Bench: leaves nothing behind, notices wrong bytes, refuses nonsense."""
+"""`kvstore bench` leaves no pages behind, notices wrong bytes and refuses invalid options."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def pages_of_bench(client: Client) -> int:
     )
 
 
-def test_everything_read_is_verified_and_nothing_stays_on_the_node(client: Client) -> None:
+def test_bench_verifies_all_reads_and_removes_its_pages(client: Client) -> None:
     seen: list[float] = []
     report = bench(client, QUICK, seen.append)
     assert report.bytes_verified == report.get.calls * QUICK.batch * QUICK.page_nbytes > 0
@@ -33,7 +33,7 @@ def test_everything_read_is_verified_and_nothing_stays_on_the_node(client: Clien
 
 
 class LyingClient(Client):
-    """Says that it read pages, and did not."""
+    """A client whose gets return hits without reading."""
 
     def get(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], *_: Any, **__: Any
@@ -41,7 +41,7 @@ class LyingClient(Client):
         return [True] * len(prefix_hashes)
 
 
-def test_a_get_that_reads_nothing_is_noticed(client: Client) -> None:
+def test_get_that_reads_nothing_is_a_mismatch(client: Client) -> None:
     with LyingClient(client.config) as liar:
         report = bench(liar, QUICK)
     assert report.mismatches == report.get.calls * QUICK.batch > 0
@@ -49,7 +49,7 @@ def test_a_get_that_reads_nothing_is_noticed(client: Client) -> None:
 
 
 class TiringClient(Client):
-    """Reads once, and later only says so."""
+    """A client whose gets read once, and return hits without reading afterwards."""
 
     reads = 0
 
@@ -64,7 +64,7 @@ class TiringClient(Client):
         )
 
 
-def test_bytes_left_over_from_the_round_before_do_not_pass_for_a_read(client: Client) -> None:
+def test_bytes_of_an_earlier_round_do_not_pass_for_a_read(client: Client) -> None:
     with TiringClient(client.config) as tiring:
         report = bench(tiring, dataclasses.replace(QUICK, threads=1, seconds=0.5))
     assert report.bytes_verified == QUICK.batch * QUICK.page_nbytes
@@ -76,7 +76,7 @@ class BrokenClient(Client):
         raise Unavailable("gone")
 
 
-def test_an_error_ends_the_bench_and_its_pages_are_removed(client: Client) -> None:
+def test_error_ends_the_bench_and_removes_its_pages(client: Client) -> None:
     with BrokenClient(client.config) as broken, pytest.raises(Unavailable, match="gone"):
         bench(broken, BenchOptions(page_nbytes=4096, batch=4, threads=2, seconds=60))
     assert pages_of_bench(client) == 0
@@ -91,7 +91,7 @@ def test_options_out_of_range_are_named(values: dict[str, Any]) -> None:
         BenchOptions(**values)
 
 
-def test_percentiles_are_those_of_the_nearest_rank() -> None:
+def test_percentiles_use_the_nearest_rank() -> None:
     assert latency_ms([n / 1000 for n in range(100, 0, -1)]) == {
         "p50": 50.0,
         "p90": 90.0,

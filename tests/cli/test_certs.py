@@ -1,6 +1,4 @@
-"""`kvstore certs`: what it makes works between a node and a command, and is for nobody
-else's eyes.
-"""
+"""`kvstore certs` makes certificates for nodes and clients, with keys for their owner only."""
 
 import stat
 import sys
@@ -20,7 +18,7 @@ DAY_S = 86400
 
 @pytest.fixture
 def folder(kvstore: Kvstore, tmp_path: Path) -> Path:
-    """With an authority."""
+    """Return a folder with an authority."""
     assert kvstore("certs", "ca", "--dir", str(tmp_path / "certs")).code == 0
     return tmp_path / "certs"
 
@@ -29,7 +27,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_node_and_a_command_use_what_was_made(
+def test_node_and_command_use_the_certificates(
     kvstore: Kvstore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = ("--dir", str(folder))
@@ -57,9 +55,9 @@ def test_a_node_and_a_command_use_what_was_made(
         )
         for name, file in (("CA", "ca.pem"), ("CERT", "team-a.pem"), ("KEY", "team-a.key")):
             monkeypatch.setenv(f"KVSTORE_TLS_{name}", str(folder / file))
-        told = kvstore("status", "-a", node.address)
-        assert told.code == 0, told.stderr
-        assert "TLS on, with certificates of clients  tls_cert until " in told.stdout
+        shown = kvstore("status", "-a", node.address)
+        assert shown.code == 0, shown.stderr
+        assert "TLS on, with certificates of clients  tls_cert until " in shown.stdout
         found = kvstore("status", "-a", node.address, "--json").json["tls"]["certificates"]
         assert [one["setting"] for one in found] == ["tls_cert", "tls_client_ca"]
         monkeypatch.setenv("KVSTORE_TLS_KEY", str(folder / "node.key"))
@@ -68,14 +66,14 @@ def test_a_node_and_a_command_use_what_was_made(
         assert "is not the key of the certificate in tls_cert=" in mixed.stderr
 
 
-def test_a_node_without_tls_is_told_of(kvstore: Kvstore) -> None:
+def test_status_warns_of_a_node_without_tls(kvstore: Kvstore) -> None:
     assert (
         "TLS off: anyone on the network path can read and change all traffic"
         in kvstore("status").stdout
     )
 
 
-def test_keys_are_their_owners_alone_and_certificates_say_what_was_asked_for(
+def test_keys_are_private_and_certificates_have_the_given_names(
     kvstore: Kvstore, folder: Path
 ) -> None:
     assert (
@@ -96,7 +94,7 @@ def test_keys_are_their_owners_alone_and_certificates_say_what_was_asked_for(
 
 
 @pytest.mark.parametrize("words", [("ca",), ("node", "team-a"), ("client", "team-a")])
-def test_nothing_is_overwritten_unless_asked_for(
+def test_files_are_overwritten_with_force_only(
     kvstore: Kvstore, folder: Path, words: tuple[str, ...]
 ) -> None:
     at = ("--dir", str(folder))
@@ -110,7 +108,7 @@ def test_nothing_is_overwritten_unless_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("node", "no host"), "'no host' is no name of a file"),
         (("node", "nöde", "--file", "node"), "neither a host's name in ASCII nor an address"),
@@ -126,16 +124,16 @@ def test_nothing_is_overwritten_unless_asked_for(
         ),
     ],
 )
-def test_certs_impossible_values_are_refused(
-    kvstore: Kvstore, folder: Path, words: tuple[str, ...], said: str
+def test_certs_with_invalid_values_is_refused(
+    kvstore: Kvstore, folder: Path, words: tuple[str, ...], message: str
 ) -> None:
     ran = kvstore("certs", *words, "--dir", str(folder))
     assert ran.code == 2
-    assert said in ran.stderr
+    assert message in ran.stderr
     assert sorted(path.name for path in folder.iterdir()) == ["ca.key", "ca.pem"]
 
 
-def test_without_an_authority_there_is_nothing_to_sign_with(
+def test_certs_without_an_authority_is_refused(
     kvstore: Kvstore, tmp_path: Path, folder: Path
 ) -> None:
     ran = kvstore("certs", "node", "localhost", "--dir", str(tmp_path / "nowhere"))
@@ -149,7 +147,7 @@ def test_without_an_authority_there_is_nothing_to_sign_with(
     )
 
 
-def test_without_cryptography_it_says_what_is_missing(
+def test_certs_without_cryptography_names_the_extra(
     kvstore: Kvstore, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "kvstore.cli.authority", raising=False)
@@ -159,7 +157,7 @@ def test_without_cryptography_it_says_what_is_missing(
     assert "cryptography is not installed; it comes with the extra cli of kvstore-llm" in ran.stderr
 
 
-def test_a_throwaway_node_is_spoken_to_plainly_whatever_others_speak(
+def test_throwaway_node_is_used_without_tls(
     kvstore: Kvstore, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace = tmp_path / "trace.jsonl"

@@ -1,4 +1,4 @@
-"""Every command against a real node: what it prints, what it does, how it exits."""
+"""Every command against a real node: its output, effect and exit code."""
 
 import dataclasses
 import hashlib
@@ -53,8 +53,8 @@ def test_every_command_prints_one_json_value_with_json(
         "replay": [str(trace)],
         "plan": [str(trace)],
     }
-    on_disk = {"flush", "scrub", "recover"}  # these need a node with a data directory: test_disk.py
-    with_others = {"record"}  # needs somebody who asks meanwhile: test_record.py
+    on_disk = {"flush", "scrub", "recover"}  # need a node with a data directory: test_disk.py
+    with_others = {"record"}  # needs calls of other clients: test_record.py
     assert set(arguments) | on_disk | with_others == {
         command.name for command in app.registered_commands
     }
@@ -62,7 +62,7 @@ def test_every_command_prints_one_json_value_with_json(
         ran = kvstore(name, *given, "--json")
         assert (ran.code, ran.stderr) == (0, ""), name
         assert isinstance(ran.json, dict | list), name
-        # 1: already removed, not pinned any more
+        # 1 if the page is already removed or no longer pinned
         assert kvstore("--json", name, *given).code in (0, 1), name
 
 
@@ -75,13 +75,13 @@ def test_every_command_has_help_with_an_example(kvstore: Kvstore) -> None:
         assert "--json" in ran.stdout
 
 
-def test_help_documents_the_exit_codes_and_version_is_told(kvstore: Kvstore) -> None:
+def test_help_lists_exit_codes_and_version_is_printed(kvstore: Kvstore) -> None:
     ran = kvstore("--help")
     assert all(f"\n    {code}    " in ran.stdout for code in range(6))
     assert kvstore("--version").stdout.startswith("kvstore 0.")
 
 
-def test_every_command_without_json_shows_something_for_people(
+def test_every_command_without_json_prints_text(
     kvstore: Kvstore, space: Namespace, hashes: list[bytes], trace: Path
 ) -> None:
     named = ["--model", space.model]
@@ -160,9 +160,7 @@ def test_ls_by_prefix_takes_an_odd_number_of_digits(
     )
 
 
-def test_ls_says_when_it_stops_early(
-    kvstore: Kvstore, space: Namespace, hashes: list[bytes]
-) -> None:
+def test_ls_reports_its_limit(kvstore: Kvstore, space: Namespace, hashes: list[bytes]) -> None:
     ran = kvstore("ls", "-m", space.model, "--limit", "2", "--json")
     assert len(ran.json) == 2
     assert "--limit 0" in ran.stderr
@@ -180,7 +178,7 @@ def test_ls_of_nothing_exits_1(kvstore: Kvstore, client: Client, space: Namespac
 # ---- stat, lookup, pin, verify, rm -----------------------------------------------------------
 
 
-def test_stat_takes_the_start_of_a_key_and_exits_1_if_nothing_is_there(
+def test_stat_accepts_the_start_of_a_key_and_exits_1_without_a_page(
     kvstore: Kvstore, space: Namespace, hashes: list[bytes]
 ) -> None:
     (page,) = kvstore("stat", "-m", space.model, hashes[0].hex()[:11], "--json").json
@@ -190,7 +188,7 @@ def test_stat_takes_the_start_of_a_key_and_exits_1_if_nothing_is_there(
     assert kvstore("stat", "-m", space.model, "00" * 32).code == 1
 
 
-def test_lookup_tells_the_tokens_covered(
+def test_lookup_prints_the_tokens_covered(
     kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]
 ) -> None:
     client.remove(space, [hashes[1]])
@@ -236,7 +234,7 @@ def test_verify_counts_pages(kvstore: Kvstore, space: Namespace, hashes: list[by
     assert (ran.code, ran.json["absent"]) == (1, 1)
 
 
-def test_rm_removes_what_is_named_and_nothing_else(
+def test_rm_removes_named_pages_only(
     kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]
 ) -> None:
     ran = kvstore("rm", "-m", space.model, hashes[1].hex(), "00" * 32, "--json")
@@ -245,7 +243,7 @@ def test_rm_removes_what_is_named_and_nothing_else(
     assert kvstore("rm", "-m", space.model, hashes[1].hex()).code == 1
 
 
-def test_rm_all_needs_a_name_and_a_yes(
+def test_rm_all_needs_a_namespace_and_yes(
     kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]
 ) -> None:
     assert "add --yes" in kvstore("rm", "-m", space.model, "--all").stderr
@@ -256,7 +254,7 @@ def test_rm_all_needs_a_name_and_a_yes(
     assert client.lookup(space, hashes).present == (False, False, False)
 
 
-def test_forget_needs_a_yes_and_erases_one_tenant(
+def test_forget_needs_yes_and_erases_one_tenant(
     kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]
 ) -> None:
     gone = dataclasses.replace(space, tenant="gone")
@@ -269,14 +267,14 @@ def test_forget_needs_a_yes_and_erases_one_tenant(
         in refused.stderr
     )
     assert client.lookup(gone, hashes).prefix_pages == 3
-    told = kvstore("forget", "--tenant", "gone", "--yes", "--json").json
-    assert told["ram_nbytes"] > 0
-    assert told == {
+    reply = kvstore("forget", "--tenant", "gone", "--yes", "--json").json
+    assert reply["ram_nbytes"] > 0
+    assert reply == {
         **{
             "tenant": "gone",
             "namespaces": 1,
             "pages": 3,
-            "ram_nbytes": told["ram_nbytes"],
+            "ram_nbytes": reply["ram_nbytes"],
             "plain_disk": False,
         },
         **{"keys_destroyed": 0, "left": 0, "why": []},
@@ -293,7 +291,7 @@ def test_forget_needs_a_yes_and_erases_one_tenant(
 # ---- get and put -----------------------------------------------------------------------------
 
 
-def test_put_and_get_keep_every_byte(kvstore: Kvstore, tmp_path: Path, space: Namespace) -> None:
+def test_get_returns_the_bytes_of_put(kvstore: Kvstore, tmp_path: Path, space: Namespace) -> None:
     data = hashlib.shake_128(space.model.encode()).digest(10_000)
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_bytes(data)
@@ -340,7 +338,7 @@ def test_get_of_a_missing_page_writes_no_file(
     assert not target.exists()
 
 
-def test_get_does_not_count_as_the_engines_lookups(
+def test_get_does_not_count_as_a_lookup(
     kvstore: Kvstore, client: Client, space: Namespace, hashes: list[bytes]
 ) -> None:
     kvstore("get", "-m", space.model, "--tokens", IDS, "--json")
@@ -380,7 +378,7 @@ def test_get_of_a_layer_and_its_statistics(
 # ---- replay and top --------------------------------------------------------------------------
 
 
-def test_replay_without_an_address_uses_a_node_of_its_own(
+def test_replay_without_an_address_starts_a_node(
     kvstore: Kvstore, trace: Path, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVSTORE_ADDRESS")
@@ -430,7 +428,7 @@ def test_top_prints_one_object_per_sample(kvstore: Kvstore) -> None:
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_the_wire_of_the_environment_is_taken_by_every_command(
+def test_commands_use_the_wire_of_the_environment(
     kvstore: Kvstore,
     space: Namespace,
     hashes: list[bytes],

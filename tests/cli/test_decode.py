@@ -1,4 +1,4 @@
-"""`get --decode`: every data type against values worked out by hand or by torch."""
+"""`get --decode`: every data type, compared with values computed by hand or by torch."""
 
 import math
 import struct
@@ -38,13 +38,13 @@ def test_statistics_of_float16() -> None:
     assert s.mean == pytest.approx(65503.5 / 5)
 
 
-def test_the_standard_deviation_is_the_populations() -> None:
+def test_standard_deviation_is_of_the_population() -> None:
     s = plane_statistics("float16", halves(2, 4, 4, 4, 5, 5, 7, 9))
     assert (s.mean, s.std) == (5.0, 2.0)
 
 
 def test_statistics_of_bfloat16() -> None:
-    # 1.0, -3.0, 0.0, 2^-126 and 3.3895e38 (the largest): sign, 8 bits of exponent, 7 of mantissa
+    # 1.0, -3.0, 0.0, 2^-126 and 3.3895e38, the largest (1 bit of sign, 8 exponent, 7 mantissa)
     s = plane_statistics(
         "bfloat16", memoryview(struct.pack("<5H", 0x3F80, 0xC040, 0x0000, 0x0080, 0x7F7F))
     )
@@ -99,13 +99,13 @@ def test_statistics_of_wide_types(dtype: str, form: str, values: list[float]) ->
 
 
 @pytest.mark.parametrize(("dtype", "form"), [("float16", "e"), ("float32", "f")])
-def test_values_that_are_not_finite_are_counted_and_left_out(dtype: str, form: str) -> None:
+def test_non_finite_values_are_counted_and_left_out(dtype: str, form: str) -> None:
     data = struct.pack(f"<5{form}", math.nan, math.inf, -math.inf, 1.0, 3.0)
     s = plane_statistics(dtype, memoryview(data))
     assert (s.nan_count, s.inf_count, s.min, s.max, s.mean, s.count) == (1, 2, 1.0, 3.0, 2.0, 5)
 
 
-def test_a_plane_without_a_finite_value_has_no_statistics() -> None:
+def test_plane_without_finite_values_has_no_statistics() -> None:
     s = plane_statistics("float16", halves(math.nan, math.inf))
     assert (s.min, s.max, s.mean, s.std, s.nan_count, s.inf_count) == (None, None, None, None, 1, 1)
 
@@ -116,7 +116,7 @@ def test_every_type_of_a_layout_can_be_decoded(dtype: str) -> None:
     assert (s.count, s.zero_count, s.min, s.max) == (8, 8, 0, 0)
 
 
-def test_planes_come_in_page_order_with_their_shapes() -> None:
+def test_planes_are_in_page_order_with_their_shapes() -> None:
     page = memoryview(bytearray(LAYOUT.page_nbytes))
     planes = list(decode(layer_slices(LAYOUT, None), page))
     assert [(p.group, p.layer, p.plane, p.shape) for p in planes] == [

@@ -26,7 +26,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def node(data_dir: Path) -> Iterator[NodeProcess]:
-    """For all tests here: each finds the page of `on_disk` and no other, and a disk that works."""
+    """Yield a node with a disk for all tests here; each leaves it working and without pages."""
     flags = ("--ram-bytes", "16MiB", "--data-dir", str(data_dir), "--disk-bytes", "64MiB")
     with NodeProcess(*flags, "--disk-extent-bytes", "16MiB", "--scrub-bytes-per-s", "0") as node:
         yield node
@@ -36,7 +36,7 @@ def node(data_dir: Path) -> Iterator[NodeProcess]:
 def on_disk(
     node: NodeProcess, kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Kvstore]:
-    """Runs commands on a node that has one durable page of 8 KiB of model `m`, tokens 1."""
+    """Yield a runner of commands on a node with one durable page of 8 KiB: model `m`, token 1."""
     monkeypatch.setenv("KVSTORE_ADDRESS", node.address)
     page = tmp_path / "page"
     page.write_bytes(bytes(range(256)) * 32)
@@ -45,7 +45,7 @@ def on_disk(
     assert kvstore("rm", "-m", "m", "--all", "--yes").code == 0
 
 
-def test_flush_scrub_and_recover_tell_what_they_did(on_disk: Kvstore) -> None:
+def test_flush_scrub_and_recover_print_their_results(on_disk: Kvstore) -> None:
     assert on_disk("flush", "--json").json == {"pages_on_disk": 1}
     assert on_disk("scrub", "--json").json == {"intact": 1, "damaged": 0, "nbytes": 8192}
     assert on_disk("recover", "--json").json == {"recovered": True}
@@ -54,7 +54,7 @@ def test_flush_scrub_and_recover_tell_what_they_did(on_disk: Kvstore) -> None:
     assert on_disk("recover").code == 0
 
 
-def test_status_and_listings_say_where_pages_are(on_disk: Kvstore, data_dir: Path) -> None:
+def test_status_ls_and_stat_show_the_tiers_of_pages(on_disk: Kvstore, data_dir: Path) -> None:
     status = on_disk("status").stdout
     assert "disk 8.0 KiB of 64.0 MiB" in status
     assert str(data_dir) in status
@@ -74,7 +74,7 @@ def test_scrub_finds_a_flipped_bit_and_exits_5(on_disk: Kvstore, data_dir: Path)
     assert on_disk("status", "--json").json["disk"]["pages_corrupt"] == 1
 
 
-def test_a_ttl_is_shown(on_disk: Kvstore, tmp_path: Path) -> None:
+def test_stat_shows_a_ttl(on_disk: Kvstore, tmp_path: Path) -> None:
     page = tmp_path / "page"
     assert on_disk("put", str(page), "-m", "m", "--tokens", "2", "--ttl", "1h").code == 0
     stat = on_disk("stat", "-m", "m", "--tokens", "2", "--json").json
@@ -82,7 +82,7 @@ def test_a_ttl_is_shown(on_disk: Kvstore, tmp_path: Path) -> None:
     assert 3_500_000 < page_stat["ttl_ms"] <= 3_600_000
 
 
-def test_disk_commands_of_a_node_without_a_disk_say_so(kvstore: Kvstore) -> None:
+def test_disk_commands_on_a_node_without_a_disk_are_refused(kvstore: Kvstore) -> None:
     for name in ("flush", "scrub", "recover"):
         ran = kvstore(name)
         assert ran.code == 2
@@ -90,7 +90,7 @@ def test_disk_commands_of_a_node_without_a_disk_say_so(kvstore: Kvstore) -> None
 
 
 def io_process_of(node_pid: int) -> int:
-    """The node's only child beside its gateway."""
+    """Return the process id of a node's I/O process."""
     found = [
         pid
         for path in Path(f"/proc/{node_pid}/task").glob("*/children")
@@ -104,11 +104,12 @@ def io_process_of(node_pid: int) -> int:
     return io_process
 
 
-def test_commands_on_a_stopped_disk_say_why_and_what_to_do(
+def test_commands_on_a_stopped_disk_name_the_reason_and_the_remedy(
     on_disk: Kvstore, data_dir: Path, tmp_path: Path
 ) -> None:
-    """Its I/O process is killed; what stands where a trial wants to write keeps the disk from being
-    believed in.
+    """Commands on a stopped disk name the reason and the remedy.
+
+    The I/O process is killed, and a directory in place of the test file of recover makes it fail.
     """
     obstacle = data_dir / "extents" / "trial"
     obstacle.mkdir()
@@ -128,10 +129,12 @@ def test_commands_on_a_stopped_disk_say_why_and_what_to_do(
     assert "SERVING" in on_disk("status").stdout
 
 
-def test_recover_waits_for_as_long_as_a_node_may_take(
+def test_recover_waits_as_long_as_a_node_may_take(
     kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wait for the writer's current call, and for the old I/O process to release its lock."""
+    """The default timeout of recover covers the writer's current call and the lock of the old I/O
+    process.
+    """
     given: list[float] = []
     monkeypatch.setattr(Client, "recover", lambda client, timeout_s: given.append(timeout_s))
     assert kvstore("recover").code == kvstore("recover", "--timeout", "7").code == 0
@@ -139,7 +142,7 @@ def test_recover_waits_for_as_long_as_a_node_may_take(
     assert given[1] == 7
 
 
-@pytest.mark.parametrize(("direct", "said"), [(True, False), (False, True)])
-def test_status_says_if_a_file_system_has_no_direct_io(direct: bool, said: bool) -> None:
+@pytest.mark.parametrize(("direct", "reported"), [(True, False), (False, True)])
+def test_status_reports_missing_direct_io(direct: bool, reported: bool) -> None:
     lines = _disk_lines(pb.DiskStatus(state="SERVING", data_dir="/data", direct_io=direct))
-    assert ("no O_DIRECT" in lines[0]) is said
+    assert ("no O_DIRECT" in lines[0]) is reported

@@ -1,4 +1,4 @@
-"""`kvstore doctor` as it is typed: what it shows, JSON, exit status."""
+"""The command `kvstore doctor`: its output, JSON and exit code."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ Kvstore = Callable[..., Any]
 NOBODY = "127.0.0.1:1"
 
 
-def test_all_is_well(kvstore: Kvstore) -> None:
+def test_doctor_of_a_healthy_node_exits_0(kvstore: Kvstore) -> None:
     ran = kvstore("doctor", "--timeout", "20")
     assert ran.code == 0, ran.stdout
     for line in (
@@ -27,7 +27,7 @@ def test_all_is_well(kvstore: Kvstore) -> None:
     assert "kvstore-doctor" not in kvstore("ls").stdout
 
 
-def test_doctor_failure_is_shown_with_its_remedy_and_in_the_last_line(kvstore: Kvstore) -> None:
+def test_doctor_failure_has_a_remedy_and_is_in_the_last_line(kvstore: Kvstore) -> None:
     ran = kvstore("doctor", "-a", NOBODY)
     assert ran.code == 1
     assert "  fail     TCP" in ran.stdout
@@ -35,7 +35,7 @@ def test_doctor_failure_is_shown_with_its_remedy_and_in_the_last_line(kvstore: K
     assert ran.stdout.splitlines()[-1].endswith(": failed TCP")
 
 
-def test_json(kvstore: Kvstore, shared_node: NodeProcess) -> None:
+def test_doctor_prints_json(kvstore: Kvstore, shared_node: NodeProcess) -> None:
     ran = kvstore("doctor", "--json", "--timeout", "20")
     assert ran.code == 0
     found = ran.json
@@ -57,7 +57,7 @@ def test_json(kvstore: Kvstore, shared_node: NodeProcess) -> None:
     assert (nobody.code, nobody.json["fail"]) == (1, 1)
 
 
-def test_a_data_directory(kvstore: Kvstore, tmp_path: Path) -> None:
+def test_doctor_checks_a_data_directory(kvstore: Kvstore, tmp_path: Path) -> None:
     found = kvstore("doctor", "--json", "--timeout", "20", "--data-dir", str(tmp_path)).json[
         "checks"
     ]
@@ -66,7 +66,7 @@ def test_a_data_directory(kvstore: Kvstore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--wire", "pigeon"], "wire"),
         (["-a", "host:port"], "host:port"),
@@ -74,8 +74,8 @@ def test_a_data_directory(kvstore: Kvstore, tmp_path: Path) -> None:
     ],
 )
 def test_doctor_without_a_valid_address_ends_with_an_error(
-    kvstore: Kvstore, arguments: list[str], said: str
+    kvstore: Kvstore, arguments: list[str], message: str
 ) -> None:
     ran = kvstore("doctor", *arguments)
     assert (ran.code, ran.stdout) == (2, "")
-    assert said in ran.stderr
+    assert message in ran.stderr

@@ -1,4 +1,4 @@
-"""What can go wrong, and the one line and exit code that tell of it."""
+"""Failures of commands: each is one line on stderr and an exit code."""
 
 import os
 import shlex
@@ -22,7 +22,7 @@ NOBODY = "127.0.0.1:1"  # nothing listens on port 1
 
 
 def one_line(ran: Any) -> str:
-    """The whole of stderr, which must be one line that names the program; nothing on stdout."""
+    """Return stderr, which must be one line that begins with the program's name, without stdout."""
     assert ran.stdout == ""
     assert ran.stderr.startswith("kvstore: ")
     assert ran.stderr.count("\n") == 1
@@ -30,7 +30,7 @@ def one_line(ran: Any) -> str:
 
 
 @pytest.mark.parametrize("place", ["before", "after", "environment"])
-def test_a_node_that_is_down_exits_3_wherever_its_address_was_given(
+def test_command_without_a_running_node_exits_3(
     kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     if place == "environment":
@@ -46,7 +46,7 @@ def test_a_node_that_is_down_exits_3_wherever_its_address_was_given(
     assert "--address" in ran.stderr
 
 
-def test_the_address_of_the_command_line_wins_over_the_environment(
+def test_address_option_overrides_the_environment(
     kvstore: Kvstore, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSTORE_ADDRESS", NOBODY)
@@ -54,7 +54,7 @@ def test_the_address_of_the_command_line_wins_over_the_environment(
     assert kvstore("-a", client.config.address, "status").code == 0
 
 
-def test_every_command_that_talks_to_a_node_exits_3_without_one(
+def test_every_command_that_needs_a_node_exits_3_without_one(
     kvstore: Kvstore, tmp_path: Path
 ) -> None:
     page = tmp_path / "page"
@@ -67,7 +67,7 @@ def test_every_command_that_talks_to_a_node_exits_3_without_one(
         "forget": ["--tenant", "t", "--yes"],
     }
     positional["record"] = ["-o", str(tmp_path / "recorded")]
-    others = ("plan", "doctor")  # which asks no node; whose findings are its answer
+    others = ("plan", "doctor")  # plan calls no node; doctor reports it as a finding
     for command in (some for some in app.registered_commands if some.name not in others):
         ran = kvstore(
             str(command.name), *positional.get(str(command.name), []), "-a", NOBODY, "--json"
@@ -76,7 +76,7 @@ def test_every_command_that_talks_to_a_node_exits_3_without_one(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         ([], 2, "Missing command"),
         (["stauts"], 2, "Did you mean 'status'"),
@@ -110,19 +110,19 @@ def test_every_command_that_talks_to_a_node_exits_3_without_one(
         (["pin", "ab", "--ttl", "soon"], 2, "'soon' is not a duration"),
     ],
 )
-def test_bad_usage_is_told_in_one_line(
-    kvstore: Kvstore, arguments: list[str], code: int, said: str
+def test_invalid_usage_is_reported_in_one_line(
+    kvstore: Kvstore, arguments: list[str], code: int, message: str
 ) -> None:
     ran = kvstore(*arguments)
     assert ran.code == code
-    assert said in one_line(ran)
+    assert message in one_line(ran)
     ran = kvstore(*arguments, "--json")
     assert (ran.code, ran.stdout, set(ran.error)) == (code, "", {"error", "kind"})
-    assert said in ran.error["error"]
+    assert message in ran.error["error"]
 
 
 @pytest.mark.parametrize(
-    ("key", "code", "said"),
+    ("key", "code", "message"),
     [
         ("xyz", 2, "key 'xyz' is not hexadecimal"),
         ("ab" * 65, 2, "at most 128"),
@@ -130,15 +130,15 @@ def test_bad_usage_is_told_in_one_line(
         ("00" * 32, 1, "not stored"),
     ],
 )
-def test_keys_that_name_no_page(
-    kvstore: Kvstore, space: Namespace, hashes: list[bytes], key: str, code: int, said: str
+def test_key_without_a_page_is_reported(
+    kvstore: Kvstore, space: Namespace, hashes: list[bytes], key: str, code: int, message: str
 ) -> None:
     ran = kvstore("get", "-m", space.model, key)
     assert ran.code == code
-    assert said in one_line(ran)
+    assert message in one_line(ran)
 
 
-def test_the_start_of_two_keys_is_ambiguous(
+def test_common_start_of_two_keys_is_ambiguous(
     kvstore: Kvstore, client: Client, space: Namespace
 ) -> None:
     keys = [b"\xab" * 20 + bytes([i]) for i in range(2)]
@@ -149,7 +149,7 @@ def test_the_start_of_two_keys_is_ambiguous(
     assert kvstore("get", "-m", space.model, keys[1].hex()).code == 0
 
 
-def test_two_namespaces_of_one_model_must_be_told_apart(
+def test_model_with_two_namespaces_is_ambiguous(
     kvstore: Kvstore, client: Client, space: Namespace
 ) -> None:
     other = Namespace(space.model, space.layout, revision="2")
@@ -158,11 +158,11 @@ def test_two_namespaces_of_one_model_must_be_told_apart(
     ran = kvstore("ls", "-m", space.model)
     assert ran.code == 2
     assert "2 namespaces fit" in one_line(ran)
-    # Found, and empty
+    # Found, but empty
     assert kvstore("ls", "-m", space.model, "-n", other.digest.hex()[:12]).code == 1
 
 
-def test_a_file_that_can_not_be_written_is_named(
+def test_unwritable_output_file_is_reported(
     kvstore: Kvstore, space: Namespace, hashes: list[bytes], tmp_path: Path
 ) -> None:
     ran = kvstore("get", "-m", space.model, hashes[0].hex(), "-o", str(tmp_path / "no" / "file"))
@@ -170,7 +170,7 @@ def test_a_file_that_can_not_be_written_is_named(
     assert "can not write" in one_line(ran)
 
 
-def test_a_malformed_trace_is_told_by_line(kvstore: Kvstore, tmp_path: Path) -> None:
+def test_malformed_trace_is_reported_by_line(kvstore: Kvstore, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(
         '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n{"timestamp": '
@@ -203,23 +203,23 @@ def test_wrong_bytes_exit_5(
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "code", "said"),
+    ("corrupt", "code", "message"),
     [(1, 5, "checksum"), (0, 1, "evicted, removed, or found damaged meanwhile")],
 )
-def test_get_of_a_page_that_is_corrupt_or_gone_by_now(
+def test_get_of_a_corrupt_or_evicted_page_fails(
     kvstore: Kvstore,
     space: Namespace,
     hashes: list[bytes],
     monkeypatch: pytest.MonkeyPatch,
     corrupt: int,
     code: int,
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.setattr(Client, "get", lambda *_: [False])
     monkeypatch.setattr(Client, "stats", property(lambda _: ClientStats(1, 0, corrupt)))
     ran = kvstore("get", "-m", space.model, hashes[0].hex())
     assert ran.code == code
-    assert said in one_line(ran)
+    assert message in one_line(ran)
 
 
 def test_verify_of_a_corrupt_page_exits_5(
@@ -232,7 +232,7 @@ def test_verify_of_a_corrupt_page_exits_5(
     assert (ran.code, ran.json["dropped"]) == (5, 1)
 
 
-def test_a_node_without_space_exits_4(
+def test_put_to_a_full_node_exits_4(
     kvstore: Kvstore, space: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
@@ -244,7 +244,7 @@ def test_a_node_without_space_exits_4(
     assert "no slot can be freed" in one_line(ran)
 
 
-def test_too_large_an_input_is_refused_before_it_is_read_in_full(
+def test_oversized_input_is_refused_before_it_is_read_in_full(
     kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(payload, "INPUT_NBYTES_MAX", 1 << 16)
@@ -258,7 +258,7 @@ def test_too_large_an_input_is_refused_before_it_is_read_in_full(
 COMMAND = [sys.executable, "-m", "kvstore.cli.app"]
 
 
-def test_a_reader_that_leaves_is_no_error_message(kvstore: Kvstore) -> None:
+def test_closed_pipe_on_stdout_prints_no_error(kvstore: Kvstore) -> None:
     for arguments in (["status"], ["ls", "--json"]):
         read_end, write_end = os.pipe()
         os.close(read_end)
@@ -271,8 +271,7 @@ def test_a_reader_that_leaves_is_no_error_message(kvstore: Kvstore) -> None:
         assert (ran.returncode, ran.stderr) == (141, b"")
 
 
-# Unbuffered, each command fails where it prints; buffered, all of them at the same flush at their
-# end.
+# Unbuffered, a command fails where it prints; buffered, at the flush at its end
 @pytest.mark.parametrize(
     ("arguments", "unbuffered"),
     [
@@ -287,7 +286,7 @@ def test_a_reader_that_leaves_is_no_error_message(kvstore: Kvstore) -> None:
     ],
     ids=lambda part: part if isinstance(part, str) else " ".join(part),
 )
-def test_an_output_that_can_not_be_written_is_an_error_and_no_traceback(
+def test_unwritable_stdout_is_an_error_without_a_traceback(
     kvstore: Kvstore,
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
@@ -305,11 +304,11 @@ def test_an_output_that_can_not_be_written_is_an_error_and_no_traceback(
     assert ran.returncode == 74, ran.stderr
     assert "stdout can not be written: No space left on device" in ran.stderr
     assert ran.stderr.count("\n") == 1
-    assert not identities.exists(), "an identity whose token nobody has seen"
+    assert not identities.exists(), "an identity was added, but its token was not printed"
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_page_bytes_that_can_not_be_written_are_an_error(
+def test_unwritable_page_bytes_are_an_error(
     kvstore: Kvstore,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -339,8 +338,8 @@ def test_page_bytes_that_can_not_be_written_are_an_error(
     assert (tmp_path / "copy").read_bytes() == page.read_bytes()
 
 
-def test_without_a_stdout_nothing_is_begun(tmp_path: Path) -> None:
-    """What is printed would be lost without an error."""
+def test_command_with_a_closed_stdout_does_nothing(tmp_path: Path) -> None:
+    """A command with a closed stdout does nothing, as its output would be lost without an error."""
     add = shlex.join(
         [*COMMAND, "tokens", "add", "a", "--tenant", "t", "-f", str(tmp_path / "identities")]
     )
@@ -351,17 +350,15 @@ def test_without_a_stdout_nothing_is_begun(tmp_path: Path) -> None:
     assert not (tmp_path / "identities").exists()
 
 
-def test_remarks_that_can_not_be_written_change_no_exit_status(
-    kvstore: Kvstore, tmp_path: Path
-) -> None:
+def test_unwritable_stderr_does_not_change_the_exit_code(kvstore: Kvstore, tmp_path: Path) -> None:
     add = [*COMMAND, "tokens", "add", "a", "--tenant", "t", "-f", str(tmp_path / "identities")]
-    for status in (0, 2):  # there is one of that name now
+    for status in (0, 2):  # the second time, the name exists already
         with open("/dev/full", "wb") as full:
             ran = subprocess.run(add, stdout=subprocess.PIPE, stderr=full, check=False)
         assert (ran.returncode, bool(ran.stdout)) == (status, status == 0)
 
 
-def test_without_the_extra_the_command_says_what_to_install() -> None:
+def test_command_without_the_extra_names_it() -> None:
     script = (
         "import sys; sys.modules['typer'] = None; import kvstore; from kvstore.cli.app "
         "import "
@@ -384,10 +381,13 @@ def test_importing_kvstore_imports_neither_typer_nor_rich() -> None:
     assert ran.stdout.strip() == "[]"
 
 
-def test_shell_completion_offers_namespaces_and_is_silent_without_a_node(
+def test_completion_offers_namespaces_and_is_silent_without_a_node(
     kvstore: Kvstore, client: Client, space: Namespace
 ) -> None:
-    """What the shell's script runs, in one process: only its start would be repeated."""
+    """Shell completion offers namespaces and models, and prints nothing without a node.
+
+    The completions run in one process, because starting one for each takes long.
+    """
     client.open(space)
     client.open(replace(space, model=f"{space.model};reboot"))
     asked = [

@@ -18,7 +18,7 @@ def run_deferred(body: Body) -> None:
 
 @pytest.fixture(autouse=True)
 def _usual_handler() -> Iterator[None]:
-    """A shell that starts the tests in the background has them ignore Ctrl-C."""
+    """Set Python's handler of Ctrl-C, which is ignored if a shell runs the tests in background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -43,17 +43,17 @@ def test_ctrl_c_waits_for_the_safe_point() -> None:
     assert passed == ["after the signal"]
 
 
-def test_a_second_ctrl_c_does_not_wait() -> None:
+def test_second_ctrl_c_interrupts_at_once() -> None:
     def body(safe_point: Callable[[], None]) -> None:
         press_ctrl_c()
         press_ctrl_c()
-        raise AssertionError("the second one was lost")
+        raise AssertionError("the second Ctrl-C was ignored")
 
     with pytest.raises(KeyboardInterrupt):
         run_deferred(body)
 
 
-def test_an_error_after_ctrl_c_is_an_interruption_and_one_without_is_itself() -> None:
+def test_error_after_ctrl_c_is_an_interrupt() -> None:
     def body(safe_point: Callable[[], None]) -> None:
         press_ctrl_c()
         fail(safe_point)
@@ -67,7 +67,7 @@ def test_an_error_after_ctrl_c_is_an_interruption_and_one_without_is_itself() ->
         run_deferred(fail)
 
 
-def test_the_handler_of_before_comes_back() -> None:
+def test_previous_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
     with deferred_interrupt():
         assert signal.getsignal(signal.SIGINT) is not before

@@ -1,4 +1,4 @@
-"""Commands on pages of a keyed namespace, with its key and without."""
+"""Commands on pages of a keyed namespace, with and without its key."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ TOKENS = ("--tokens", "7,8,9")
 def stored(
     kvstore: Kvstore, tmp_path: Path, space: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> bytes:
-    """A page of a namespace that is keyed because there was a key when it was made."""
+    """Store a page in a new namespace while a page key is set; return the page's bytes."""
     path = tmp_path / "pages.key"
     path.write_text(SECRET)
     path.chmod(0o600)
@@ -27,7 +27,7 @@ def stored(
     return data
 
 
-def test_with_the_key_pages_are_read_whole_by_layer_and_decoded(
+def test_pages_are_read_and_decoded_with_the_key(
     kvstore: Kvstore, space: Namespace, stored: bytes
 ) -> None:
     assert kvstore("get", "-m", space.model, *TOKENS).data == stored
@@ -40,7 +40,7 @@ def test_with_the_key_pages_are_read_whole_by_layer_and_decoded(
         assert listed["key_id"] == client.key_id
 
 
-def test_without_the_key_it_is_said_that_there_is_one(
+def test_commands_without_the_key_report_its_lack(
     kvstore: Kvstore, space: Namespace, stored: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVSTORE_PAGE_KEY_FILE")
@@ -53,7 +53,7 @@ def test_without_the_key_it_is_said_that_there_is_one(
         assert kvstore(asked[0], *asked[1:], "-m", space.model).code == 0
 
 
-def test_a_forged_page_is_named(
+def test_forged_page_exits_5(
     kvstore: Kvstore,
     space: Namespace,
     stored: bytes,
@@ -66,7 +66,7 @@ def test_a_forged_page_is_named(
         ((named, _),) = [some for some in stranger.namespaces() if some[0].model == space.model]
         (page,) = stranger.list_pages(named)
         assert stranger._page_keys is not None
-        stranger._page_keys.key_id = named.key_id  # a lie
+        stranger._page_keys.key_id = named.key_id  # pretends to have the right key
         stranger.remove(named, [page.prefix_hash])
         stranger.put(named, [page.prefix_hash], [stored])
     ran = kvstore("get", "-m", space.model, *TOKENS)

@@ -1,6 +1,4 @@
-"""What is shown of a cluster's members: one screen of any number of them, what is not well, how far
-sweeps are.
-"""
+"""The display of a cluster's members: one screen for any number, problems, progress of sweeps."""
 
 from typing import Any
 
@@ -23,12 +21,12 @@ def serving(**peers: Any) -> pb.NodeStatusReply:
     )
     for i in range(30):
         space = Namespace(f"model-{i}", opaque_layout(512))
-        said: dict[str, Any] = {
+        described: dict[str, Any] = {
             "digest": space.digest,
             "namespace": namespace_message(space),
             "page_nbytes": 512,
         }
-        status.namespaces.append(pb.NamespaceInfo(**said, page_count=i))
+        status.namespaces.append(pb.NamespaceInfo(**described, page_count=i))
     return status
 
 
@@ -86,7 +84,7 @@ def test_troubles_of_a_cluster_are_listed() -> None:
     ]
 
 
-def test_while_some_members_tell_less_the_sums_are_of_the_others() -> None:
+def test_sums_leave_out_members_without_values() -> None:
     view = View("fleet", 7, MANY.members[:2], 2)
     whole, own = serving(pages_handed=7), serving()
     own.ClearField("ram")
@@ -94,15 +92,15 @@ def test_while_some_members_tell_less_the_sums_are_of_the_others() -> None:
     lines = sums(view, {"host0:7440": whole, "host1:7440": own})
     assert "sent 7 " in lines[2]
     assert lines[-1] == NOT_TOLD
-    told, less = (
+    full, less = (
         dict(zip(COLUMNS, row, strict=True))
         for row in rows(view, view.members, {"host0:7440": whole, "host1:7440": own})
     )
-    assert (told[">COPIES"], told[">DROPPED"]) == (0, 0)
+    assert (full[">COPIES"], full[">DROPPED"]) == (0, 0)
     assert (less[">COPIES"], less[">DROPPED"], less[">PAGES"]) == ("-", "-", sum(range(30)))
 
 
-def test_how_far_sweeps_are() -> None:
+def test_progress_of_sweeps_is_shown() -> None:
     found: dict[str, Any] = {"sweep_pages_missing": 8, "sweep_pages_fetched": 2}
     runs, looks = pb.PeersStatus(sweeping=True, **found), pb.PeersStatus(sweeping=True)
     over = pb.PeersStatus(sweep_age_ms=90_000, sweep_pages_full=5, sweep_pages_failed=1, **found)

@@ -15,14 +15,14 @@ def lines(width: int) -> list[str]:
     return [" ".join(line.split()) for line in captured.get().splitlines() if "─" not in line]
 
 
-def test_columns_that_say_nothing_go_first_then_those_at_the_right() -> None:
+def test_narrow_table_drops_empty_columns_first_then_those_at_the_right() -> None:
     assert lines(24) == ["MEMBER IDLE RAM ZONE", "n1 0 7 % r1", "n[2] - 12 % r2"]
     assert lines(23) == lines(18) == ["MEMBER RAM ZONE", "n1 7 % r1", "n[2] 12 % r2"]
     assert lines(17) == lines(12) == ["MEMBER RAM", "n1 7 %", "n[2] 12 %"]
     assert lines(11) == lines(6) == ["MEMBER", "n1", "n[2]"]
 
 
-def test_a_name_does_not_write_to_the_terminal() -> None:
+def test_control_characters_in_names_are_escaped() -> None:
     out = Console(width=200, force_terminal=True, color_system=None)
     with out.capture() as captured:
         out.print(fitting(("MODEL", "SALT"), [("\x1b]0;mine\x07llama\nteam-z", "\u202ená\r")], 200))

@@ -1,6 +1,4 @@
-"""`kvstore plan`: its table, its words, its pictures; the figures themselves are held to account in
-tests/plan.
-"""
+"""`kvstore plan`: its table, texts and pictures; tests/plan checks the figures themselves."""
 
 import json
 import os
@@ -39,7 +37,7 @@ def trace(tmp_path: Path) -> Path:
     return written(tmp_path / "trace.jsonl", 400)
 
 
-def test_the_table_has_a_line_for_each_pair_of_sizes_and_words_below(
+def test_table_has_a_line_for_each_pair_of_sizes_and_a_recommendation(
     kvstore: Kvstore, trace: Path
 ) -> None:
     ran = kvstore(
@@ -67,7 +65,7 @@ def test_the_table_has_a_line_for_each_pair_of_sizes_and_words_below(
     ]
 
 
-def test_json_has_all_figures_and_the_words(kvstore: Kvstore, trace: Path) -> None:
+def test_json_has_all_figures_and_the_recommendation(kvstore: Kvstore, trace: Path) -> None:
     found = kvstore(
         "plan", str(trace), "--ram", "1GiB", "--prefill-tokens-per-s", "5000", "--json"
     ).json
@@ -81,26 +79,26 @@ def test_json_has_all_figures_and_the_words(kvstore: Kvstore, trace: Path) -> No
     assert found["recommendation"][0].startswith("A store that never forgets")
 
 
-def test_one_run_gives_what_the_next_gives(kvstore: Kvstore, trace: Path) -> None:
+def test_two_runs_give_the_same_output(kvstore: Kvstore, trace: Path) -> None:
     assert (
         kvstore("plan", str(trace), "--json").stdout == kvstore("plan", str(trace), "--json").stdout
     )
 
 
-def test_a_sample_says_its_error(kvstore: Kvstore, trace: Path) -> None:
+def test_sample_shows_its_standard_error(kvstore: Kvstore, trace: Path) -> None:
     ran = kvstore("plan", str(trace), "--sample", "2", "--ram", "64GiB")
     assert ran.code == 0, ran.stderr
     assert "from 50.0 % of the pages; ± is one standard error" in ran.stdout
     assert re.search(r"\d % ±\d", ran.stdout)
 
 
-def test_a_trace_with_too_many_pages_is_sampled_by_itself() -> None:
+def test_trace_with_many_pages_is_sampled_by_default() -> None:
     assert module._sample(None, module.EXACT_PAGES_MAX).rate == 1
     assert module._sample(None, 4 * module.EXACT_PAGES_MAX) == Sampling(8, 320)
-    assert module._sample(1.0, 4 * module.EXACT_PAGES_MAX).rate == 1, "as the user wants it"
+    assert module._sample(1.0, 4 * module.EXACT_PAGES_MAX).rate == 1, "the user's rate was not used"
 
 
-def test_pictures_are_drawn_and_need_nothing_else(
+def test_pictures_are_drawn_and_load_no_other_files(
     kvstore: Kvstore, trace: Path, tmp_path: Path
 ) -> None:
     png, page = tmp_path / "plan.png", tmp_path / "plan.html"
@@ -110,12 +108,12 @@ def test_pictures_are_drawn_and_need_nothing_else(
     text = page.read_text()
     assert text.count("<svg") == 1
     assert "<script" not in text
-    assert not re.search(r"""(src|href)=["'](?!#)""", text), "it refers to itself only"
+    assert not re.search(r"""(src|href)=["'](?!#)""", text), "the page loads other files"
     assert "A store that never forgets" in text
     assert text.count("<tr>") == 1 + len(ran.json["rows"])
 
 
-def test_without_matplotlib_it_says_what_to_install_before_it_reads(
+def test_picture_without_matplotlib_names_the_extra(
     kvstore: Kvstore, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
@@ -124,11 +122,11 @@ def test_without_matplotlib_it_says_what_to_install_before_it_reads(
     ran = kvstore("plan", str(trace), "--picture", str(tmp_path / "plan.png"))
     assert ran.code == 2
     assert "comes with the extra plan" in ran.stderr
-    assert kvstore("plan", str(trace)).code == 0, "all else does without it"
+    assert kvstore("plan", str(trace)).code == 0, "the table needs matplotlib"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--ram", "lots"), "--ram 'lots' is not a size"),
         (("--ram", "1"), "--ram 1 must be at least a page"),
@@ -155,15 +153,15 @@ def test_without_matplotlib_it_says_what_to_install_before_it_reads(
         (("--ram", "1e300"), "at most 1 EiB"),
     ],
 )
-def test_plan_impossible_option_is_named(
-    kvstore: Kvstore, trace: Path, arguments: tuple[str, ...], said: str
+def test_plan_with_an_invalid_option_is_refused(
+    kvstore: Kvstore, trace: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     ran = kvstore("plan", str(trace), *arguments)
     assert ran.code == 2
-    assert said in ran.stderr
+    assert message in ran.stderr
 
 
-def test_a_trace_that_is_none_is_refused(kvstore: Kvstore, tmp_path: Path) -> None:
+def test_missing_or_invalid_trace_is_refused(kvstore: Kvstore, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     assert kvstore("plan", str(path)).code == 2
     path.write_text("{}\n")
@@ -173,7 +171,7 @@ def test_a_trace_that_is_none_is_refused(kvstore: Kvstore, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["timestamp", "input_length", "page_nbytes", "page_tokens"])
 @pytest.mark.parametrize("number", ["1" + "0" * 400, "1e308"])
-def test_numbers_without_measure_are_refused_with_their_line(
+def test_huge_numbers_are_refused_with_their_line(
     kvstore: Kvstore, tmp_path: Path, name: str, number: str
 ) -> None:
     path = tmp_path / "trace.jsonl"
@@ -185,13 +183,13 @@ def test_numbers_without_measure_are_refused_with_their_line(
     assert (ran.code, f"line 1: {name} is " in ran.stderr) == (2, True)
 
 
-def test_a_pipe_is_refused_for_it_can_be_read_once_only(kvstore: Kvstore, tmp_path: Path) -> None:
+def test_pipe_as_trace_is_refused(kvstore: Kvstore, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     ran = kvstore("plan", str(tmp_path / "pipe"))
     assert (ran.code, "is a pipe" in ran.stderr) == (2, True)
 
 
-# ---- words -----------------------------------------------------------------------------------
+# ---- recommendation --------------------------------------------------------------------------
 
 
 def words(kvstore: Kvstore, trace: Path, *arguments: str) -> str:
@@ -207,8 +205,8 @@ def test_plan_reports_useless_ram(kvstore: Kvstore, trace: Path) -> None:
 
 
 def test_plan_reports_a_needed_disk(kvstore: Kvstore, trace: Path) -> None:
-    said = words(kvstore, trace, "--ram", "64MiB")
-    assert "A disk is needed for the rest: one of " in said
+    text = words(kvstore, trace, "--ram", "64MiB")
+    assert "A disk is needed for the rest: one of " in text
 
 
 def test_plan_reports_a_disk_of_little_use_or_too_slow(kvstore: Kvstore, trace: Path) -> None:
@@ -220,7 +218,7 @@ def test_plan_reports_a_disk_of_little_use_or_too_slow(kvstore: Kvstore, trace: 
     assert "All of it should be RAM" in slow
 
 
-def test_a_disk_smaller_than_the_ram_is_not_said_to_be_needed() -> None:
+def test_disk_smaller_than_the_ram_is_not_recommended() -> None:
     made = planned_of(ram=1000)
     row = replace(
         made.rows[0], pages=made.nearly_all_pages + 1, hit_rate=0.30, hit_rate_doubled=0.33
@@ -229,14 +227,14 @@ def test_a_disk_smaller_than_the_ram_is_not_said_to_be_needed() -> None:
     assert "A disk adds at most 5.0 points." in " ".join(recommendation(made))
 
 
-def test_the_policy_is_as_good_as_any_only_where_it_is_at_all_sizes() -> None:
+def test_policy_is_called_near_optimal_only_if_it_is_at_all_sizes() -> None:
     made = planned_of(ram=1000)
     poor, good = (
         replace(made.rows[0], ram_nbytes=n << 30, hit_rate=h, bound=b)
         for n, h, b in ((1, 0.02, 0.05), (2, 0.86, 0.90))
     )
-    said = " ".join(recommendation(replace(made, rows=(poor, good))))
-    assert "With RAM of 1.0 GiB the store hits 2.0 %, and an optimal policy 5.0 %" in said
+    text = " ".join(recommendation(replace(made, rows=(poor, good))))
+    assert "With RAM of 1.0 GiB the store hits 2.0 %, and an optimal policy 5.0 %" in text
     assert "within 5 %" in " ".join(recommendation(replace(made, rows=(good,))))
 
 
@@ -255,7 +253,7 @@ def test_plan_reports_a_trace_without_repetition(kvstore: Kvstore, tmp_path: Pat
 
 
 def test_plan_without_times_reports_no_rates(kvstore: Kvstore, tmp_path: Path) -> None:
-    said = words(
+    text = words(
         kvstore,
         written(tmp_path / "still.jsonl", 200, timestamp=0),
         "--ram",
@@ -263,5 +261,5 @@ def test_plan_without_times_reports_no_rates(kvstore: Kvstore, tmp_path: Path) -
         "--disk",
         "1GiB",
     )
-    assert "The trace has no times" in said
-    assert "GB/s" not in said
+    assert "The trace has no times" in text
+    assert "GB/s" not in text

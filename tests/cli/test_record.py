@@ -1,4 +1,4 @@
-"""`kvstore record`: a node's own trace, which plans as the node behaved."""
+"""`kvstore record` writes a trace of a node's calls, and its plan agrees with the node."""
 
 import errno
 import json
@@ -37,20 +37,20 @@ def small_node() -> Iterator[NodeProcess]:
 def recorded(
     kvstore: Kvstore,
     node: NodeProcess,
-    does: Callable[[Client], object],
+    work: Callable[[Client], object],
     monkeypatch: pytest.MonkeyPatch,
     *arguments: str,
 ) -> Any:
-    """Runs the command, and `does` beside it: begun when the node records.
+    """Run the command, and `does` once the node records.
 
-    It is asked again when that is done, so no time is too short.
+    The command polls the node again only after `does` has returned, so the test needs no sleeps.
     """
     begun, done = threading.Event(), threading.Event()
 
     def beside() -> None:
         assert begun.wait(30.0)
         with Client(ClientConfig(address=node.address, timeout_s=30.0)) as client:
-            does(client)
+            work(client)
         done.set()
 
     real = Client.record
@@ -80,10 +80,10 @@ def test_plan_of_a_recording_matches_the_node(
     reports: list[ReplayReport] = []
     path = tmp_path / "trace.jsonl"
 
-    def does(client: Client) -> None:
+    def work(client: Client) -> None:
         reports.append(replay(client, requests, replay_namespace(4096)))
 
-    found = recorded(kvstore, small_node, does, monkeypatch, "-o", str(path), "--json").json
+    found = recorded(kvstore, small_node, work, monkeypatch, "-o", str(path), "--json").json
     trace = list(read_trace(path))
     assert (found["requests"], found["dropped"], len(trace)) == (
         300,
@@ -99,10 +99,12 @@ def test_plan_of_a_recording_matches_the_node(
     wishes = Wishes(page, 1000.0, ram=(CAPACITY * 4096,))
     row = planned(surveyed(trace, wishes), wishes).rows[0]
     assert 0.1 < row.hit_rate < 0.95
-    assert abs(row.hit_rate - reports[0].prefix_hit_rate) <= 0.003, "the node's policy is exact LRU"
+    assert abs(row.hit_rate - reports[0].prefix_hit_rate) <= 0.003, (
+        "the plan assumes exact LRU, as in the node"
+    )
 
 
-def test_neither_keys_nor_names_are_in_the_file(
+def test_recording_has_neither_keys_nor_names(
     kvstore: Kvstore,
     shared_node: NodeProcess,
     space: Namespace,
@@ -131,7 +133,7 @@ def test_neither_keys_nor_names_are_in_the_file(
     assert space.model not in text
 
 
-def test_a_file_that_is_there_is_left_alone(kvstore: Kvstore, tmp_path: Path) -> None:
+def test_existing_file_is_not_overwritten(kvstore: Kvstore, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("mine")
     ran = kvstore("record", "-o", str(path))
@@ -139,7 +141,7 @@ def test_a_file_that_is_there_is_left_alone(kvstore: Kvstore, tmp_path: Path) ->
     assert "can not begin" in ran.stderr
 
 
-def test_a_full_disk_is_told_as_such(
+def test_full_disk_is_reported_and_leaves_no_file(
     kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(recording: Recording) -> Iterator[str]:
@@ -151,7 +153,7 @@ def test_a_full_disk_is_told_as_such(
     )
     assert ran.code == 74
     assert "No space left" in ran.stderr
-    assert not (tmp_path / "trace.jsonl").exists(), "with nothing in it"
+    assert not (tmp_path / "trace.jsonl").exists(), "an empty file was left"
 
 
 def test_record_without_requests_writes_no_file(
@@ -163,7 +165,7 @@ def test_record_without_requests_writes_no_file(
     assert "no client asked" in ran.stderr
 
 
-def test_a_second_recording_is_refused_until_the_first_is_over(
+def test_second_recording_is_refused_until_the_first_ends(
     kvstore: Kvstore, client: Client, tmp_path: Path
 ) -> None:
     path = tmp_path / "trace.jsonl"
@@ -178,16 +180,16 @@ def test_a_second_recording_is_refused_until_the_first_is_over(
 def test_record_ends_at_the_size_limit(
     kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def does(client: Client) -> None:
+    def work(client: Client) -> None:
         replay(client, list(chatting(30)), replay_namespace(4096))
 
     path = tmp_path / "trace.jsonl"
-    ran = recorded(kvstore, small_node, does, monkeypatch, "-o", str(path), "--max-bytes", "1")
+    ran = recorded(kvstore, small_node, work, monkeypatch, "-o", str(path), "--max-bytes", "1")
     assert "--max-bytes 1 were reached" in ran.stderr
     assert path.read_text().count("\n") == 60
 
 
-def test_an_interrupt_keeps_what_there_is_and_says_what_is_missing(
+def test_interrupt_keeps_the_recorded_and_reports_the_dropped_requests(
     kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def record(
@@ -207,7 +209,7 @@ def test_an_interrupt_keeps_what_there_is_and_says_what_is_missing(
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1"])
-def test_no_time_at_all_is_refused(kvstore: Kvstore, tmp_path: Path, seconds: str) -> None:
+def test_time_of_zero_or_less_is_refused(kvstore: Kvstore, tmp_path: Path, seconds: str) -> None:
     ran = kvstore("record", "-o", str(tmp_path / "trace.jsonl"), "--seconds", seconds)
     assert ran.code == 2
     assert "--seconds" in ran.stderr
@@ -216,7 +218,7 @@ def test_no_time_at_all_is_refused(kvstore: Kvstore, tmp_path: Path, seconds: st
 # ---- chains ----------------------------------------------------------------------------------
 
 
-def test_the_end_of_a_chain_gets_what_is_before_it_whenever_that_is_known(tmp_path: Path) -> None:
+def test_later_requests_complete_the_beginning_of_a_chain(tmp_path: Path) -> None:
     with (tmp_path / "spool").open("w+b") as spool:
         recording = Recording(spool)
         for stored, pages in (
@@ -241,7 +243,10 @@ def test_the_end_of_a_chain_gets_what_is_before_it_whenever_that_is_known(tmp_pa
 def test_record_size_limit_counts_written_lines_only(
     tmp_path: Path,
 ) -> None:
-    """An engine that decodes stores a page at a time, and each comes with all before it."""
+    """The size limit counts written lines, which repeat all earlier pages of a chain.
+
+    An engine that decodes stores one page at a time.
+    """
     with (tmp_path / "spool").open("w+b") as spool:
         recording = Recording(spool)
         for page in range(400):
@@ -259,7 +264,7 @@ def test_record_size_limit_counts_written_lines_only(
     assert 0.8 < recording.nbytes / nbytes < 1.25
 
 
-def test_keys_that_are_no_chains_do_not_go_in_circles() -> None:
+def test_cyclic_keys_do_not_loop() -> None:
     chains = Chains()
     numbers = [chains.add(ids) for ids in ([1, 2], [2, 1], [3, 3, 1, 3])]
     assert numbers == [[0, 1], [1, 0], [2, 0]]

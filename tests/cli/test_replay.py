@@ -1,4 +1,4 @@
-"""Replay: hit rates against an LRU of our own, and what is done about wrong bytes."""
+"""Replay: hit rates compared with an exact LRU, and detection of wrong bytes."""
 
 import random
 from collections import OrderedDict
@@ -12,11 +12,14 @@ from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.tools.replay import ReplayReport, replay, replay_namespace, throwaway_node
 from kvstore.tools.trace import TraceRequest, page_content, trace_prefix_hash
 
-PAGE_NBYTES = 300  # no multiple of the slots' alignment
+PAGE_NBYTES = 300  # not a multiple of the slots' alignment
 
 
 def chained_trace(seed: int, count: int) -> list[TraceRequest]:
-    """Conversations that grow turn by turn, a few at a time; one parent per id."""
+    """Return requests of a few concurrent conversations that grow turn by turn.
+
+    Each hash id has one parent.
+    """
     rng = random.Random(seed)
     conversations: list[list[int]] = []
     requests, next_id = [], 0
@@ -34,7 +37,7 @@ def chained_trace(seed: int, count: int) -> list[TraceRequest]:
 
 
 def lru_pages_hit(requests: Sequence[TraceRequest], capacity: int) -> int:
-    """Leading pages found in an exact LRU that is touched tail to head."""
+    """Return the number of leading pages found in an exact LRU touched from tail to head."""
     cache: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for request in requests:
@@ -51,15 +54,15 @@ def lru_pages_hit(requests: Sequence[TraceRequest], capacity: int) -> int:
 
 
 class FakeStore:
-    """An unbounded store in a dict, which can be told to lie about one page."""
+    """An unbounded store in a dict that can be made to return one page wrongly."""
 
     wire_name = "fake"
 
     def __init__(self) -> None:
         self.pages: dict[bytes, bytes] = {}
-        self.flip: tuple[bytes, int] | None = None  # (key, position) of a byte that is read wrongly
-        self.untouched: bytes | None = None  # key that is said to be read, but is not
-        self.vanished: bytes | None = None  # key that a lookup finds and a get does not
+        self.flip: tuple[bytes, int] | None = None  # (key, position) of a byte to flip in gets
+        self.untouched: bytes | None = None  # key whose get is a hit without bytes
+        self.vanished: bytes | None = None  # key that lookup finds and get does not
         self.full = False
 
     def lookup(self, namespace: Namespace, prefix_hashes: Sequence[bytes]) -> LookupResult:
@@ -89,7 +92,7 @@ class FakeStore:
         ]
         for prefix_hash, page in zip(prefix_hashes, pages, strict=True):
             expected = page_content(namespace.digest, prefix_hash, namespace.layout.page_nbytes)
-            assert bytes(page) == expected, "a page was put with other bytes than its own"
+            assert bytes(page) == expected, "a page was put with wrong bytes"
             self.pages.setdefault(prefix_hash, bytes(page))
         return outcomes
 
@@ -98,7 +101,7 @@ CAPACITIES = (30, 150, 5000)
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_the_hit_rate_is_that_of_an_exact_lru_touched_tail_to_head(capacity: int) -> None:
+def test_hit_rate_is_that_of_an_exact_lru_touched_from_the_tail(capacity: int) -> None:
     trace = chained_trace(seed=7, count=400)
     asked = sum(len(request.hash_ids) for request in trace)
     with (
@@ -115,13 +118,13 @@ def test_the_hit_rate_is_that_of_an_exact_lru_touched_tail_to_head(capacity: int
     assert set(report.latency_ms["get"]) == {"p50", "p90", "p99"}
 
 
-def test_the_capacities_of_that_test_tell_touching_orders_apart() -> None:
+def test_capacities_give_different_hit_rates() -> None:
     trace = chained_trace(seed=7, count=400)
     rates = [lru_pages_hit(trace, capacity) for capacity in CAPACITIES]
     assert rates == sorted(set(rates))
 
 
-def test_replay_puts_pages_that_were_only_stored() -> None:
+def test_replay_puts_stored_pages() -> None:
     trace = [TraceRequest(0, 0, 0, (1, 2), stored=True), TraceRequest(0, 0, 0, (1, 2, 3))]
     report = replay(cast(Client, FakeStore()), trace, replay_namespace(PAGE_NBYTES))
     assert (report.requests, report.pages_asked, report.pages_hit, report.pages_stored) == (
@@ -133,7 +136,7 @@ def test_replay_puts_pages_that_were_only_stored() -> None:
 
 
 @pytest.mark.parametrize("position", [0, 137, PAGE_NBYTES - 1])
-def test_one_wrong_byte_is_a_mismatch_and_is_not_put_back(position: int) -> None:
+def test_one_wrong_byte_is_a_mismatch(position: int) -> None:
     store = FakeStore()
     store.flip = (trace_prefix_hash(2), position)
     trace = [TraceRequest(0, 0, 0, (1, 2, 3))] * 2
@@ -141,7 +144,7 @@ def test_one_wrong_byte_is_a_mismatch_and_is_not_put_back(position: int) -> None
     assert (report.pages_hit, report.mismatches, report.bytes_verified) == (3, 1, 2 * PAGE_NBYTES)
 
 
-def test_a_read_that_writes_nothing_is_a_mismatch_even_with_the_right_bytes_left_over() -> None:
+def test_read_without_bytes_is_a_mismatch_despite_old_bytes() -> None:
     store = FakeStore()
     trace = [TraceRequest(0, 0, 0, (1, 2))] * 2
     namespace = replay_namespace(PAGE_NBYTES)
@@ -157,7 +160,7 @@ def test_a_read_that_writes_nothing_is_a_mismatch_even_with_the_right_bytes_left
     )
 
 
-def test_a_page_that_goes_between_lookup_and_get_is_lost_and_not_hit() -> None:
+def test_page_evicted_between_lookup_and_get_counts_as_lost() -> None:
     store = FakeStore()
     store.vanished = trace_prefix_hash(2)
     report = replay(
@@ -166,7 +169,7 @@ def test_a_page_that_goes_between_lookup_and_get_is_lost_and_not_hit() -> None:
     assert (report.pages_hit, report.pages_lost, report.mismatches) == (1, 2, 0)
 
 
-def test_a_node_without_space_is_counted_and_not_an_error() -> None:
+def test_puts_to_a_full_node_are_counted() -> None:
     store = FakeStore()
     store.full = True
     report = replay(
@@ -175,14 +178,14 @@ def test_a_node_without_space_is_counted_and_not_an_error() -> None:
     assert (report.pages_full, report.pages_stored) == (3, 0)
 
 
-def test_a_request_without_pages_is_a_request() -> None:
+def test_request_without_pages_is_counted() -> None:
     report = replay(
         cast(Client, FakeStore()), [TraceRequest(0, 0, 0, ())], replay_namespace(PAGE_NBYTES)
     )
     assert (report.requests, report.pages_asked, report.prefix_hit_rate) == (1, 0, 0.0)
 
 
-def test_speed_keeps_the_trace_s_own_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_scales_the_times_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
 
     def sleep(seconds: float) -> None:
@@ -199,16 +202,15 @@ def test_speed_keeps_the_trace_s_own_distances(monkeypatch: pytest.MonkeyPatch) 
         speed=2.0,
         on_progress=lambda report: seen.__setitem__(report.requests, now[0] - 100.0),
     )
-    # The last report before request n+1 was made while waiting for it, so it shows when that was
-    # due.
+    # The last report before request n+1 is made while waiting for it, so it shows its due time
     assert seen == pytest.approx({1: 0.5, 2: 0.5, 3: 2.5, 4: 2.5})
 
 
-def test_each_replay_has_a_namespace_of_its_own() -> None:
+def test_each_replay_has_its_own_namespace() -> None:
     assert replay_namespace(64).digest != replay_namespace(64).digest
 
 
-def test_impossible_sizes_are_refused() -> None:
+def test_invalid_sizes_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="page size 0"):
         replay_namespace(0)
     with pytest.raises(InvalidRequest, match="capacity 0"):

@@ -1,4 +1,4 @@
-"""What users may type for tokens, durations, sizes and keys."""
+"""Parsing of tokens, durations, sizes and keys that users type."""
 
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,19 @@ from kvstore.pb import kvstore_pb2 as pb
 
 
 @pytest.mark.parametrize("text", ["1,2,3", "1 2 3", " 1,\n2 ,3\n", "[1, 2, 3]", "\n[1,2,3]\n"])
-def test_token_ids_in_every_allowed_form(text: str) -> None:
+def test_token_ids_are_parsed_in_every_form(text: str) -> None:
     assert parse_tokens(text, "--tokens") == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
     "text", ["1,x", "-1", "1.5", "[1, true]", "[1, [2]]", "[1", "[" * 100_000, "١"]
 )
-def test_other_tokens_are_refused_naming_their_source(text: str) -> None:
+def test_invalid_tokens_are_refused_with_their_source(text: str) -> None:
     with pytest.raises(InvalidRequest, match="prompt_file"):
         parse_tokens(text, "prompt_file")
 
 
-def test_tokens_come_from_one_place_only(tmp_path: Path) -> None:
+def test_tokens_from_two_sources_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "ids"
     path.write_text("4 5")
     assert read_tokens(None, path) == [4, 5]
@@ -55,18 +55,18 @@ def test_tokens_that_fill_no_page_are_refused() -> None:
     ("text", "seconds"),
     [("90", 90), ("90s", 90), ("1.5m", 90), ("30min", 1800), ("1h", 3600), ("7d", 604800)],
 )
-def test_durations(text: str, seconds: float) -> None:
+def test_durations_are_parsed(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1s", "1 year", "h", "1h30m"])
-def test_other_durations_are_refused_with_an_example(text: str) -> None:
+def test_invalid_durations_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(InvalidRequest, match="write for example"):
         parse_duration(text)
 
 
 @pytest.mark.parametrize("text", ["", "xyz", "0x12", "12 ", "ab" * 65])
-def test_hex_that_can_not_be_part_of_a_key_is_refused(text: str) -> None:
+def test_invalid_hex_of_a_key_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="key"):
         check_hex(text, "key")
 
@@ -81,7 +81,7 @@ def test_only_16_to_64_bytes_are_a_whole_key() -> None:
     ]
 
 
-def test_figures_for_people() -> None:
+def test_figures_are_formatted_for_people() -> None:
     assert [human_nbytes(n) for n in (0, 1023, 1536, 1 << 20, 5 << 40)] == [
         "0 B",
         "1023 B",
@@ -101,9 +101,7 @@ def test_figures_for_people() -> None:
 
 
 class Listing:
-    """As far as a client is asked for a namespace: 'a' has pages on disk only, 'b' none, 'c' some
-    in RAM.
-    """
+    """A fake client with namespaces: 'a' has pages on disk only, 'b' none, 'c' some in RAM."""
 
     def __init__(self, models: str) -> None:
         counts: dict[str, dict[str, Any]] = {
@@ -122,9 +120,7 @@ class Listing:
 @pytest.mark.parametrize(
     ("models", "found"), [("ab", "a"), ("bc", "c"), ("b", "b"), ("ac", ""), ("bb", "")]
 )
-def test_a_namespace_need_not_be_named_if_it_alone_has_pages_in_either_tier(
-    models: str, found: str
-) -> None:
+def test_only_namespace_with_pages_is_the_default(models: str, found: str) -> None:
     client: Any = Listing(models)
     if found:
         assert find_namespace(client, None, None)[0].model == found

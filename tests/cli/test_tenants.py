@@ -1,4 +1,4 @@
-"""What `kvstore status` shows of tenants."""
+"""The tenants in the output of `kvstore status`."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from kvstore.cli.nodes import show_tenants
 from kvstore.pb import kvstore_pb2 as pb
 
 
-def test_each_tenant_is_shown_beside_its_quota_and_with_what_it_was_refused(
+def test_tenant_is_shown_with_its_quota_and_refusals(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     gib = 1 << 30

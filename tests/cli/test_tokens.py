@@ -1,4 +1,4 @@
-"""`kvstore tokens`: a user's way to a node that asks who he is, and what goes wrong on it."""
+"""`kvstore tokens`: making tokens, using them with a node that has authentication, and errors."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from cli_runner import Kvstore
 from kvstore.tools.node_process import NodeProcess
 
 
-def test_from_an_empty_file_to_pages_of_a_tenant(
+def test_token_gives_access_to_pages_of_its_tenant(
     kvstore: Kvstore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, page = tmp_path / "identities", tmp_path / "page"
@@ -72,9 +72,7 @@ def test_tokens_are_listed_and_revoked(kvstore: Kvstore, tmp_path: Path) -> None
     assert kvstore("tokens", "revoke", "a", "-f", str(file)).code == 1
 
 
-def test_a_name_that_is_there_already_is_refused_and_no_token_told(
-    kvstore: Kvstore, tmp_path: Path
-) -> None:
+def test_existing_name_is_refused_and_no_token_printed(kvstore: Kvstore, tmp_path: Path) -> None:
     add = ("tokens", "add", "a", "--tenant", "t", "-f", str(tmp_path / "identities"))
     assert kvstore(*add).code == 0
     before = (tmp_path / "identities").read_bytes()
@@ -85,7 +83,7 @@ def test_a_name_that_is_there_already_is_refused_and_no_token_told(
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (("--role", "king"), "role must be one of"),
         (("--tenant", "a/b"), "a tenant's name"),
@@ -93,7 +91,9 @@ def test_a_name_that_is_there_already_is_refused_and_no_token_told(
         (("-f", "/nowhere/identities"), "/nowhere can not be opened"),
     ],
 )
-def test_wrong_flags(kvstore: Kvstore, tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+def test_invalid_flags_are_refused(
+    kvstore: Kvstore, tmp_path: Path, flags: tuple[str, ...], message: str
+) -> None:
     ran = kvstore("tokens", "add", "a", "--tenant", "t", "-f", str(tmp_path / "identities"), *flags)
-    assert (ran.code, said in ran.stderr) == (2, True), ran.stderr
+    assert (ran.code, message in ran.stderr) == (2, True), ran.stderr
     assert not (tmp_path / "identities").exists()

@@ -1,4 +1,4 @@
-"""`kvstore top`: rates from counters, and what fits a screen."""
+"""`kvstore top`: rates from counters, and a screen of limited size."""
 
 import io
 from typing import Any
@@ -17,7 +17,7 @@ def state(instance: bytes = b"i", **counters: int) -> pb.NodeStatusReply:
     return pb.NodeStatusReply(instance_id=instance, totals=totals, namespaces=[space])
 
 
-def test_rates_are_differences_by_the_time_between() -> None:
+def test_rates_are_differences_divided_by_time() -> None:
     values = sample(
         state(pages_asked=10, nbytes_put=100), state(pages_asked=30, nbytes_put=1100), 2.0
     )
@@ -25,19 +25,19 @@ def test_rates_are_differences_by_the_time_between() -> None:
     assert values["totals"]["put_nbytes_per_s"] == 500.0
 
 
-def test_a_restarted_node_counts_from_zero() -> None:
+def test_restarted_node_counts_from_zero() -> None:
     values = sample(state(b"old", pages_asked=1000), state(b"new", pages_asked=6), 2.0)
     assert values["restarted"]
     assert values["totals"]["asked_per_s"] == values["namespaces"][0]["asked_per_s"] == 3.0
 
 
-def test_a_namespace_that_was_forgotten_and_came_back_has_no_negative_rate() -> None:
+def test_reopened_namespace_has_no_negative_rate() -> None:
     before, now = state(pages_put=50), state(pages_put=50)
     now.namespaces[0].counters.pages_put = 4
     assert sample(before, now, 1.0)["namespaces"][0]["put_per_s"] == 0.0
 
 
-def test_a_new_namespace_counts_from_zero() -> None:
+def test_new_namespace_counts_from_zero() -> None:
     before = state()
     del before.namespaces[:]
     assert sample(before, state(pages_got=8), 4.0)["namespaces"][0]["got_per_s"] == 2.0
@@ -59,31 +59,31 @@ def node(instance: bytes = b"i", uptime_ms: int = 1000, **counters: int) -> pb.N
     return pb.NodeStatusReply(**known, totals=pb.Counters(**counters))
 
 
-def test_a_members_rates_are_by_its_own_clock() -> None:
-    """One that answers late, because another hangs, has not worked faster afterwards."""
+def test_rates_of_a_member_use_its_own_clock() -> None:
+    """A member's rates use its own clock, so a late answer does not raise them."""
     before = {"n0": node(pages_got=10), "n1": node(uptime_ms=1000, pages_got=10)}
     now = {
         "host0:7440": node(uptime_ms=3000, pages_got=30),
         "host1:7440": node(uptime_ms=5000, pages_got=30),
     }
-    told = cluster_sample(cluster(2), now, before)
-    assert [member["got_per_s"] for member in told["members"]] == [10.0, 5.0]
-    assert told["totals"]["got_per_s"] == 15.0
+    shown_values = cluster_sample(cluster(2), now, before)
+    assert [member["got_per_s"] for member in shown_values["members"]] == [10.0, 5.0]
+    assert shown_values["totals"]["got_per_s"] == 15.0
 
 
-def test_members_that_are_new_restarted_or_silent() -> None:
+def test_new_restarted_and_silent_members_are_shown() -> None:
     before = {"n1": node(b"old", 9000, pages_put=500), "n2": node()}
     now: dict[str, Any] = {
         "host0:7440": node(uptime_ms=90_000, pages_put=70),
         "host1:7440": node(b"new", 2000, pages_put=6),
         "host2:7440": Unavailable("it is away"),
     }
-    told = cluster_sample(cluster(4), now, before)
-    new, restarted, silent, joined = told["members"]
+    shown_values = cluster_sample(cluster(4), now, before)
+    new, restarted, silent, joined = shown_values["members"]
     assert (new["put_per_s"], restarted["put_per_s"], restarted["restarted"]) == (0.0, 3.0, True)
     assert (silent["answers"], silent["error"]) == (False, "it is away")
     assert (joined["answers"], joined["error"]) == (False, "not asked yet")
-    assert told["totals"]["put_per_s"] == 3.0
+    assert shown_values["totals"]["put_per_s"] == 3.0
 
 
 def screen(view: View, statuses: dict[str, Any], width: int = 80) -> list[str]:
@@ -116,7 +116,7 @@ def busy(sweeping: bool = False) -> pb.NodeStatusReply:
     return status
 
 
-def test_twelve_members_are_one_screen() -> None:
+def test_twelve_members_fit_one_screen() -> None:
     view = cluster(12)
     statuses: dict[str, Any] = {member.address: busy(member.id == "n3") for member in view.members}
     statuses["host5:7440"] = Unavailable("it is away")
@@ -130,7 +130,7 @@ def test_twelve_members_are_one_screen() -> None:
     assert " ".join(rows["all"].split()) == "all 88 % 56 % 90 % 47,531 220 9.7 GiB"
 
 
-def test_of_more_members_than_fit_those_in_trouble_are_shown() -> None:
+def test_members_in_trouble_are_shown_first() -> None:
     many = cluster(40)
     view = View(
         "fleet", 7, (*many.members[:-1], Member("n39", "host39:7440", state=State.DRAINING)), 2
@@ -145,7 +145,7 @@ def test_of_more_members_than_fit_those_in_trouble_are_shown() -> None:
     assert len(rows & {f"n{i}" for i in range(40)}) == 14
 
 
-def test_long_lines_leave_the_members_their_room() -> None:
+def test_long_headings_leave_space_for_the_members() -> None:
     view = cluster(40)
     long = View(
         "a-cluster-of-many-members-with-a-long-name-in-eu-west-1", 123_456_789, view.members, 2

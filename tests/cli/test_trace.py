@@ -1,4 +1,4 @@
-"""Traces: what is read, and what is refused with which words."""
+"""Traces: reading of requests, and messages about invalid lines."""
 
 import json
 from pathlib import Path
@@ -18,12 +18,12 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
-def test_a_request_is_read_as_written(tmp_path: Path) -> None:
+def test_request_is_read_as_written(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", GOOD)
     assert list(read_trace(path)) == [TraceRequest(5, 7, 3, (0, 2**64 - 1))]
 
 
-def test_trace_page_sizes_of_a_recording_are_read(tmp_path: Path) -> None:
+def test_page_sizes_of_a_recording_are_read(tmp_path: Path) -> None:
     path = write(
         tmp_path / "trace.jsonl", {**GOOD, "page_nbytes": 4096, "page_tokens": 2.5, "stored": True}
     )
@@ -37,13 +37,13 @@ def test_blank_lines_are_not_requests(tmp_path: Path) -> None:
     assert count_requests(path) == len(list(read_trace(path))) == 2
 
 
-def test_the_limit_ends_reading_before_a_bad_line(tmp_path: Path) -> None:
+def test_limit_ends_reading_before_an_invalid_line(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", GOOD, GOOD, "broken")
     assert len(list(read_trace(path, 2))) == count_requests(path, 2) == 2
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{", "not JSON"),
         ("[1]", "not a JSON object but list"),
@@ -63,17 +63,17 @@ def test_the_limit_ends_reading_before_a_bad_line(tmp_path: Path) -> None:
         ({**GOOD, "hash_ids": [4, 9, 4]}, "names an id twice"),
     ],
 )
-def test_a_bad_line_is_named_with_its_number_and_fault(
-    tmp_path: Path, line: object, said: str
+def test_invalid_line_is_reported_with_its_number_and_fault(
+    tmp_path: Path, line: object, message: str
 ) -> None:
     path = write(tmp_path / "trace.jsonl", GOOD, "", line)
     with pytest.raises(InvalidRequest) as caught:
         list(read_trace(path))
     assert f"{path}, line 3: " in str(caught.value)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(b"\xff\xfe\n")
     with pytest.raises(InvalidRequest, match="line 1: not JSON"):
@@ -81,12 +81,12 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "."])
-def test_a_file_that_can_not_be_read_is_named(tmp_path: Path, name: str) -> None:
+def test_unreadable_file_is_reported(tmp_path: Path, name: str) -> None:
     with pytest.raises(InvalidRequest, match="can not read trace"):
         list(read_trace(tmp_path / name))
 
 
-def test_the_prefix_hash_of_an_id_is_as_documented() -> None:
+def test_prefix_hash_of_an_id_is_as_documented() -> None:
     # printf 'kvstore-trace\001\0\0\0\0\0\0\0' | sha256sum
     assert (
         trace_prefix_hash(1).hex()

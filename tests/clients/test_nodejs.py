@@ -1,7 +1,6 @@
-"""examples/nodejs: a client in another language, written from docs/FORMAT.md, against a node and
-against our own client.
+"""The client of examples/nodejs, written from docs/FORMAT.md, with a node and with our own client.
 
-`make test-clients` installs what it needs; without that these tests are skipped.
+`make test-clients` installs its packages; without them, these tests are skipped.
 """
 
 import json
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def node_js(script: str, *arguments: str) -> Any:
-    """What a script prints, as JSON; `kvstore.mjs` is imported as `kv`."""
+    """Run a script that can use `kvstore.mjs` as `kv`; return the JSON that it prints."""
     code = f"import * as kv from './kvstore.mjs';\nconst args = process.argv.slice(1);\n{script}"
     command = ["node", "--input-type=module", "-e", code, "--", *arguments]
     done = subprocess.run(
@@ -40,7 +39,7 @@ def node_js(script: str, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_the_example_runs(shared_node: NodeProcess) -> None:
+def test_example_runs(shared_node: NodeProcess) -> None:
     command = ["node", "example.mjs", shared_node.address]
     done = subprocess.run(
         command, cwd=FOLDER, capture_output=True, text=True, timeout=60, check=False
@@ -57,7 +56,7 @@ def test_the_example_runs(shared_node: NodeProcess) -> None:
     }
 
 
-def test_nodejs_client_bytes_equal_the_golden_ones() -> None:
+def test_digests_of_the_nodejs_client_equal_the_golden_ones() -> None:
     golden = json.loads(GOLDEN.read_text())
     found = node_js(
         """
@@ -119,8 +118,8 @@ client.close();
         assert buffer == page[::-1]
 
 
-def test_bytes_of_another_key_are_a_miss(shared_node: NodeProcess) -> None:
-    """The checksum is bound to the key: a node that mixes two pages up is found out."""
+def test_page_of_another_key_is_a_miss(shared_node: NodeProcess) -> None:
+    """A page of another key is a miss, as the checksum depends on the key."""
     found = node_js(
         """
 const client = new kv.Client(args[0]);
@@ -142,10 +141,8 @@ stub.close();
 
 
 @pytest.mark.parametrize("who", ["token", "certificate"])
-def test_a_node_with_tls_and_identities(ours: Any, tmp_path: pathlib.Path, who: str) -> None:
-    """A client that is not ours gets in, over TLS with a token or a certificate, and strangers do
-    not.
-    """
+def test_nodejs_client_uses_tls_and_identities(ours: Any, tmp_path: pathlib.Path, who: str) -> None:
+    """The client is accepted over TLS with a token or a certificate, and refused without."""
     identities, token = tmp_path / "identities", new_token("team-a")
     add(identities, token_line("engine", token, tenant="team-a", role="write"))
     add(identities, certificate_line("team-a", tenant="team-a", role="write"))

@@ -1,6 +1,6 @@
-"""A browser, and nodes for it to look at.
+"""Fixtures for a browser and for nodes whose console it opens.
 
-`make test-console` says where the browser is; without it nothing runs.
+`make test-console` sets the path of the browser; without it, these tests are skipped.
 """
 
 import os

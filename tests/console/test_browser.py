@@ -1,6 +1,6 @@
-"""The console in a real browser: it draws what is there, changes with it, and takes names for text.
+"""The console in a real browser: it shows and updates a node's state, and escapes names.
 
-`make test-console` runs these; `PICTURES=docs/pictures` makes the documents' pictures anew.
+`make test-console` runs these tests; `PICTURES=docs/pictures` makes the pictures of the documents.
 """
 
 import random
@@ -32,7 +32,7 @@ from node.server import Node
 HOSTILE = """<script>window.hacked=1</script><img src=x onerror="window.hacked=2">'"&amp;"""
 PICTURE_NBYTES_MAX = 200_000
 SOONER = "const timer = setTimeout; window.setTimeout = (then, ms) => timer(then, ms / 4);"
-HOUR_S = 50.0  # of load, before the pictures
+HOUR_S = 50.0  # seconds of load before the pictures, nearly an hour of history
 
 
 def url(node: Node, path: str = "/console/") -> str:
@@ -58,7 +58,7 @@ def live(browser: Chromium, address: str) -> None:
 
 
 def check(browser: Chromium) -> None:
-    """Nothing went wrong, and nothing is wider than the screen."""
+    """Check that there was no error, that the page fits the screen, and that fields have labels."""
     assert browser.errors == []
     assert (
         browser.value("document.documentElement.scrollWidth - document.documentElement.clientWidth")
@@ -67,7 +67,7 @@ def check(browser: Chromium) -> None:
     unnamed = (
         "[...document.querySelectorAll('input, select')].filter((box) => !box.labels.length).length"
     )
-    assert browser.value(unnamed) == 0, "every field has a label"
+    assert browser.value(unnamed) == 0, "a field has no label"
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def hostile(start: Start) -> Node:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [375, 1600])
-def test_the_board_fits_the_screen_and_is_drawn_without_an_error(
+def test_board_fits_the_screen_and_has_no_errors(
     browser: Chromium, busy: Node, width: int, scheme: str
 ) -> None:
     browser.size(width, 900)
@@ -106,7 +106,7 @@ def test_the_board_fits_the_screen_and_is_drawn_without_an_error(
     check(browser)
 
 
-def test_numbers_change_while_it_is_looked_at(browser: Chromium, busy: Node) -> None:
+def test_numbers_are_updated(browser: Chromium, busy: Node) -> None:
     live(browser, url(busy))
     browser.until("document.querySelector('#tiles dd').firstChild.textContent !== '–'")
     before = text(browser, "#tiles"), text(browser, "#graphs")
@@ -115,7 +115,7 @@ def test_numbers_change_while_it_is_looked_at(browser: Chromium, busy: Node) -> 
     assert text(browser, "#link") == "live"
 
 
-def test_a_graph_is_read_by_keys(browser: Chromium, busy: Node) -> None:
+def test_graph_can_be_read_with_the_keyboard(browser: Chromium, busy: Node) -> None:
     live(browser, url(busy))
     browser.until("document.querySelectorAll('#graphs polyline.line').length > 3")
     browser.value("document.querySelector('#graphs svg').focus()")
@@ -126,7 +126,7 @@ def test_a_graph_is_read_by_keys(browser: Chromium, busy: Node) -> None:
     )
 
 
-def test_names_are_text_whatever_they_are(browser: Chromium, hostile: Node) -> None:
+def test_hostile_names_are_shown_as_text(browser: Chromium, hostile: Node) -> None:
     live(browser, url(hostile))
     browser.until(f"document.querySelector('#space-rows').textContent.includes({HOSTILE!r})")
     browser.until("document.querySelectorAll('#hot-rows button').length === 1")
@@ -155,8 +155,8 @@ def test_latencies_and_slow_calls_are_drawn(browser: Chromium, start: Start) -> 
     check(browser)
 
 
-def test_a_node_that_stands_still_is_not_called_live(browser: Chromium) -> None:
-    """It hangs up nobody: the page went on saying that what it had been told was now."""
+def test_hanging_node_is_not_shown_as_live(browser: Chromium) -> None:
+    """Regression: the page stayed "live" when the node hung, as the connection stayed open."""
     browser.call("Page.addScriptToEvaluateOnNewDocument", source=SOONER)
     with NodeProcess(
         "--ram-bytes", "64MiB", "--shm-socket", "none", "--log-level", "ERROR"
@@ -170,10 +170,8 @@ def test_a_node_that_stands_still_is_not_called_live(browser: Chromium) -> None:
         browser.until("document.getElementById('link').textContent === 'live'")
 
 
-def test_a_tab_that_nobody_sees_falls_asleep_also_if_it_was_never_seen(
-    browser: Chromium, hostile: Node
-) -> None:
-    """One that was opened behind others had a stream for good."""
+def test_hidden_tab_pauses_even_if_it_was_never_visible(browser: Chromium, hostile: Node) -> None:
+    """Regression: a tab opened in the background kept its stream for ever."""
     unseen = (
         "window.unseen = true; Object.defineProperty(document, 'hidden', {get: () => "
         "window.unseen});"
@@ -186,10 +184,10 @@ def test_a_tab_that_nobody_sees_falls_asleep_also_if_it_was_never_seen(
     check(browser)
 
 
-# ---- who is there ----------------------------------------------------------------------------
+# ---- authentication --------------------------------------------------------------------------
 
 
-def test_a_token_is_asked_for_kept_in_the_tab_and_forgotten(
+def test_token_is_asked_for_kept_in_the_tab_and_removed(
     browser: Chromium, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.console.snapshot.NAMESPACES_MAX", 10)
@@ -224,7 +222,7 @@ def test_a_token_is_asked_for_kept_in_the_tab_and_forgotten(
         == url(node) + "{}"
     )
     assert browser.errors.count(browser.errors[0]) == len(browser.errors), (
-        "refusals, which the browser tells of"
+        "an error other than the refused calls, which the browser logs"
     )
     assert "401" in browser.errors[0]
     browser.errors.clear()
@@ -237,7 +235,7 @@ def test_a_token_is_asked_for_kept_in_the_tab_and_forgotten(
 # ---- pages -----------------------------------------------------------------------------------
 
 
-def test_a_page_is_looked_up_drawn_and_removed(browser: Chromium, start: Start) -> None:
+def test_page_is_looked_up_drawn_and_removed(browser: Chromium, start: Start) -> None:
     node = start(data_dir="")
     planes = (Plane("k", "bfloat16", (2, 16)), Plane("v", "float8_e4m3fn", (2, 16)))
     layout = PageLayout(PAGE_TOKENS, (LayerGroup("attention", (0, 1, 2), planes),))
@@ -257,13 +255,13 @@ def test_a_page_is_looked_up_drawn_and_removed(browser: Chromium, start: Start) 
     assert k.min is not None
     least = text(browser, ".plane .keys").partition("mean")[0].removeprefix("least ")
     assert float(least) == pytest.approx(k.min, rel=1e-3), (
-        "a half is rounded up there, and to even here"
+        "the console rounds halves up, Python to even"
     )
     pixels = (
         "new Set(document.querySelector('canvas.heat').getContext('2d').getImageData(0, 0, "
         "32, 16).data).size"
     )
-    assert browser.value(pixels) > 20, "a picture, not one colour"
+    assert browser.value(pixels) > 20, "the picture has hardly any colors"
     browser.value(
         "(() => { const pick = document.getElementById('look-layer'); pick.value = 2; "
         "pick.dispatchEvent(new Event('change')); })()"
@@ -274,7 +272,9 @@ def test_a_page_is_looked_up_drawn_and_removed(browser: Chromium, start: Start) 
     browser.until("document.getElementById('confirm').open")
     browser.value("document.getElementById('confirm-no').click()")
     with client(node) as there:
-        assert there.lookup(space, [key]).prefix_pages == 1, "nothing happens without a yes"
+        assert there.lookup(space, [key]).prefix_pages == 1, (
+            "the page was removed without confirmation"
+        )
         browser.value("document.querySelector('#look-found button.danger').click()")
         browser.value("document.getElementById('confirm-yes').click()")
         browser.until("document.getElementById('look-said').textContent === 'The page is removed.'")
@@ -282,7 +282,7 @@ def test_a_page_is_looked_up_drawn_and_removed(browser: Chromium, start: Start) 
     check(browser)
 
 
-def test_planes_are_decoded_as_the_command_line_does(browser: Chromium, hostile: Node) -> None:
+def test_planes_are_decoded_as_by_the_command_line(browser: Chromium, hostile: Node) -> None:
     live(browser, url(hostile))
     rng = random.Random(5)
     for dtype, nbytes in DTYPE_NBYTES.items():
@@ -292,21 +292,19 @@ def test_planes_are_decoded_as_the_command_line_does(browser: Chromium, hostile:
             const data = Uint8Array.from({list(data)}).buffer;
             return planes.statistics(planes.decode("{dtype}", data));
         }})()"""
-        told, wanted = browser.value(code), plane_statistics(dtype, memoryview(data))
-        counted = (told["count"], told["nan"], told["inf"], told["zero"])
+        decoded, wanted = browser.value(code), plane_statistics(dtype, memoryview(data))
+        counted = (decoded["count"], decoded["nan"], decoded["inf"], decoded["zero"])
         assert counted == (wanted.count, wanted.nan_count, wanted.inf_count, wanted.zero_count), (
             dtype
         )
-        assert told["min"] == pytest.approx(wanted.min), dtype
-        assert told["max"] == pytest.approx(wanted.max), dtype
-        if dtype != "float64":  # whose squares are beyond what a double holds
-            assert told["mean"] == pytest.approx(wanted.mean, rel=1e-9), dtype
+        assert decoded["min"] == pytest.approx(wanted.min), dtype
+        assert decoded["max"] == pytest.approx(wanted.max), dtype
+        if dtype != "float64":  # its squares overflow a double
+            assert decoded["mean"] == pytest.approx(wanted.mean, rel=1e-9), dtype
     assert browser.errors == []
 
 
-def test_layouts_have_their_slices_where_the_node_has_them(
-    browser: Chromium, hostile: Node
-) -> None:
+def test_slices_of_layouts_equal_those_of_the_node(browser: Chromium, hostile: Node) -> None:
     live(browser, url(hostile))
     groups = (
         LayerGroup(
@@ -348,13 +346,15 @@ def test_layouts_have_their_slices_where_the_node_has_them(
 # ---- pictures --------------------------------------------------------------------------------
 
 
-def test_pictures_of_it(browser: Chromium, load: Load, pictures: Path | None) -> None:
+def test_pictures_of_the_documents_are_made(
+    browser: Chromium, load: Load, pictures: Path | None
+) -> None:
     if pictures is None:
         pytest.skip("PICTURES=docs/pictures makes them")
     pictures.mkdir(exist_ok=True)
     busy = load.near
     time.sleep(HOUR_S)
-    load.sampled = False  # so many in a second are more than a page is told
+    load.sampled = False  # stop the fast sampling, which is too much for a page's stream
     wide, narrow, look = (pictures / f"console-{name}.png" for name in ("wide", "narrow", "page"))
     browser.size(1600, 1000)
     browser.scheme("light")

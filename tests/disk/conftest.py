@@ -1,5 +1,5 @@
-"""Nodes with a disk tier: in this process on a file layer that fails on demand, or with an I/O
-process in which faults are planted.
+"""Fixtures for nodes with a disk tier: in the test's process on a file layer that fails on demand,
+or with an I/O process in which faults are planted.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ def layer() -> FaultyLayer:
 
 @pytest.fixture
 def nodes(tmp_path: Path, layer: FaultyLayer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    """Every node of the test uses `layer`; all are checked and stopped at its end."""
+    """Yield a factory of nodes that use `layer`; check and stop them all at the end of the test."""
 
     def open_here(*arguments: Any, pulse: Callable[[], None], **settings: Any) -> DataDir:
         return DataDir(*arguments, **{**settings, "layer": layer})
@@ -55,7 +55,7 @@ def node(nodes: Nodes) -> Node:
 
 @pytest.fixture
 def large(request: pytest.FixtureRequest) -> Iterator[Pages]:
-    """Pages of several leaves."""
+    """Yield pages of several checksum leaves each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checksum, "LEAF_NBYTES", LEAF)
         checksum.cuts.cache_clear()
@@ -65,7 +65,7 @@ def large(request: pytest.FixtureRequest) -> Iterator[Pages]:
 
 @pytest.fixture
 def stored(node: Node, nodes: Nodes, large: Pages) -> list[bytes]:
-    """Keys of two pages that are on disk only."""
+    """Return the keys of two pages that are on disk only."""
     keys = large.keys(1, 2)
     large.put(nodes.connect(node), keys, durable=True)
     large.drop_from_ram(node)
@@ -89,11 +89,11 @@ def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault]:
 
 @pytest.fixture
 def kept(tmp_path: Path, fault: Fault) -> Iterator[Node]:
-    """A node in this process, its I/O process in one of its own.
+    """Yield a node in the test's process with its I/O process beside it.
 
-    Nobody may be left at the end.
+    No child process may be left at the end.
     """
-    others = set(children(os.getpid()))  # a node that other tests share, say
+    others = set(children(os.getpid()))  # such as the node that other tests share
     node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
     node.start()
     yield node

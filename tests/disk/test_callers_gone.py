@@ -1,4 +1,4 @@
-"""Nobody waits for a disk that hangs for a caller who has left."""
+"""A node stops waiting for a hanging disk when its caller has cancelled or disconnected."""
 
 import socket
 import threading
@@ -13,14 +13,14 @@ from kvstore.errors import Exhausted
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import FrameSocket
 
-WAITS_S = 20.0  # of a durable put, if its caller stays
+WAITS_S = 20.0  # how long a durable put waits if its caller stays
 SOON_S = 8.0
 
 
 def test_cancelled_put_stops_waiting_for_queue_space(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
-    """A durable put, or a flush, of more than the queue takes."""
+    """A durable put larger than the disk queue stops waiting for space when its caller leaves."""
     node = nodes.start(disk_queue_nbytes=64 << 10, flush_s=WAITS_S)
     client, keys = nodes.connect(node), pages.keys(*range(40))
     layer.writing.clear()
@@ -38,7 +38,7 @@ def test_cancelled_put_stops_waiting_for_queue_space(
     layer.writing.set()
 
 
-def test_put_of_an_ended_connection_stops_waiting(
+def test_durable_put_stops_waiting_when_its_connection_closes(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start(flush_s=WAITS_S)

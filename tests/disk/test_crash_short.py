@@ -1,4 +1,4 @@
-"""A few cycles of the crash harness; `make test-crash` runs hundreds."""
+"""Run a few cycles of the crash harness; `make test-crash` runs hundreds."""
 
 import os
 import subprocess
@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 HARNESS = Path(__file__).parents[1] / "helpers" / "crash.py"
-CYCLES = 3  # the last is on a disk that is too small
+CYCLES = 3  # the last one runs on a disk that is too small
 
 
 @pytest.mark.parametrize("disk", ["plain", "encrypted"])
-def test_a_node_that_is_killed_under_load_loses_nothing_it_promised(
-    tmp_path: Path, seed: int, disk: str
-) -> None:
+def test_node_killed_under_load_keeps_durable_pages(tmp_path: Path, seed: int, disk: str) -> None:
     flags = ["--encrypted"] if disk == "encrypted" else []
     done = subprocess.run(
         [sys.executable, str(HARNESS), "--cycles", str(CYCLES), "--dir", str(tmp_path), *flags],

@@ -1,4 +1,4 @@
-"""What an acknowledgement of a durable put or a flush is worth when the disk fails in between."""
+"""A durable put or a flush is acknowledged only if its pages survive a failure of the disk."""
 
 import contextlib
 import errno
@@ -20,11 +20,12 @@ from node.memory.inventory import Inventory
 STORED = PutOutcome.STORED
 
 
-def test_a_tier_that_works_again_at_once_does_not_acknowledge_what_it_lost(
+def test_durable_put_fails_although_the_tier_recovers_at_once(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if an operator's recover came between the failed write and the look at the
-    tier's state.
+    """A failed write fails the durable put even if the tier is healthy when its state is checked.
+
+    An operator's recover between the failed write and that check would have this effect.
     """
     node = nodes.start()
     client = nodes.connect(node)
@@ -34,10 +35,10 @@ def test_a_tier_that_works_again_at_once_does_not_acknowledge_what_it_lost(
         pages.put(client, pages.keys(1), durable=True)
 
 
-def test_pages_of_a_failed_sync_count_as_stored_only_after_another(
+def test_pages_of_a_failed_sync_are_not_on_disk_until_written_again(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
-    """A second fsync may succeed although the first one lost the bytes."""
+    """Pages of a failed fsync are written again: a second fsync may succeed without their bytes."""
     node = nodes.start()
     client = nodes.connect(node)
     safe, unsafe = pages.keys(*range(4)), pages.keys(*range(4, 8))
@@ -54,7 +55,7 @@ def test_pages_of_a_failed_sync_count_as_stored_only_after_another(
     assert pages.get(nodes.connect(node), safe + unsafe) == [True] * 8
 
 
-def test_pages_removed_since_the_last_sync_are_no_trouble_to_recover(
+def test_recover_handles_pages_removed_since_the_last_sync(
     nodes: Nodes, pages: Pages, layer: FaultyLayer
 ) -> None:
     node = nodes.start()
@@ -70,7 +71,7 @@ def test_pages_removed_since_the_last_sync_are_no_trouble_to_recover(
     assert pages.on_disk(node, pages.keys(*range(10))) == [True] * 5 + [False] * 3 + [True] * 2
 
 
-def test_an_idle_writer_syncs_what_it_wrote(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
+def test_idle_writer_syncs_written_pages(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1, 2))
@@ -81,7 +82,7 @@ def test_an_idle_writer_syncs_what_it_wrote(nodes: Nodes, layer: FaultyLayer, pa
     assert layer.calls["sync"] >= 1
 
 
-def test_a_failed_durable_put_leaves_the_clients_link_and_its_hits_alone(
+def test_failed_durable_put_keeps_the_connection_and_later_hits(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start()
@@ -95,10 +96,10 @@ def test_a_failed_durable_put_leaves_the_clients_link_and_its_hits_alone(
     assert node.sessions.count <= 2
 
 
-def test_every_part_of_a_large_durable_put_must_be_safe(
+def test_large_durable_put_fails_if_a_later_batch_fails(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
-    """A put that the client sends in parts fails if a later part does."""
+    """A durable put that the client splits into batches fails if a later batch fails."""
     node = nodes.start(batch_keys_max=4)
     client = nodes.connect(node)
     written = layer.calls["write"]
@@ -114,7 +115,7 @@ def test_every_part_of_a_large_durable_put_must_be_safe(
         pages.put(client, pages.keys(*range(8)), durable=True)
 
 
-def test_a_read_that_breaks_in_an_unforeseen_way_makes_nobody_wait(
+def test_unforeseen_read_error_leaves_no_busy_records(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
@@ -130,7 +131,7 @@ def test_a_read_that_breaks_in_an_unforeseen_way_makes_nobody_wait(
         patch.setattr(node.disk.files, "read", fail)
         with pytest.raises(KVStoreError):
             pages.get(nodes.connect(node), keys)
-    assert not node.disk.records._busy, "also those behind it give their records back"
+    assert not node.disk.records._busy, "the reads queued behind it also release their records"
     assert pages.get(client, keys) == [True] * 4
     assert node.tier.writing_count == 0
 
@@ -138,7 +139,7 @@ def test_a_read_that_breaks_in_an_unforeseen_way_makes_nobody_wait(
 def test_other_namespaces_are_served_while_a_large_one_is_removed(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes in pieces; what is stored in it meanwhile may stay."""
+    """A large namespace is removed in pieces, so that reads of others run in between."""
     monkeypatch.setattr("node.disk.index.FORGOTTEN", 3)
     node = nodes.start()
     pieces: list[int] = []
@@ -165,7 +166,7 @@ def test_other_namespaces_are_served_while_a_large_one_is_removed(
     assert other.on_disk(node, other.keys(*range(20))) == [True] * 20
 
 
-def test_a_page_removed_while_it_is_written_is_gone_when_flush_returns(
+def test_page_removed_during_its_write_is_gone_after_flush(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
@@ -194,7 +195,7 @@ def test_a_page_removed_while_it_is_written_is_gone_when_flush_returns(
     assert [key for key, _ in node.disk.rows.pages()] == [page_key(1, first)]
 
 
-def test_a_disk_that_is_full_and_hangs_does_not_make_the_list_of_waiting_pages_grow(
+def test_deferred_pages_of_a_full_hanging_disk_are_limited(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.writer.LATER_PAGES", 16)
@@ -211,7 +212,7 @@ def test_a_disk_that_is_full_and_hangs_does_not_make_the_list_of_waiting_pages_g
     client.flush()
 
 
-def test_a_queue_larger_than_ram_is_refused(tmp_path: Path) -> None:
+def test_queue_larger_than_ram_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="disk_queue_nbytes"):
         NodeConfig(
             ram_nbytes=1 << 20,

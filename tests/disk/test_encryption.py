@@ -1,4 +1,4 @@
-"""A disk that is encrypted: the bytes are right, and nobody finds them without the key."""
+"""An encrypted disk returns the stored bytes and holds none of them in the clear."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from node.disk.scrub import scrub
 from node.server import Node
 
 MIB = 1 << 20
-# Pages of a few bytes, of odd ones, of more than a unit, of whole units and of more than are read
+# Page sizes: one byte, a sector, odd, more than one cipher unit, whole units, and more than is read
 # at a time.
 SIZES = (1, 4096, 8192 + 5, MIB + 5000, 2 * MIB, 9 * MIB + 77)
 LARGE: dict[str, Any] = {
@@ -40,7 +40,7 @@ def key(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_pages_come_back_after_a_restart_and_are_nowhere_in_the_directory(
+def test_pages_survive_a_restart_and_are_not_in_clear_on_disk(
     nodes: Nodes, key: dict[str, str], nbytes: int
 ) -> None:
     node = nodes.start(**LARGE, **key)
@@ -63,8 +63,11 @@ def test_pages_come_back_after_a_restart_and_are_nowhere_in_the_directory(
     assert scrub(node.disk, b"", 1 << 30).intact == 3
 
 
-def test_a_plain_directory_has_what_these_tests_look_for(nodes: Nodes) -> None:
-    """Or they would find nothing in an encrypted one because they look in vain."""
+def test_search_finds_pages_in_a_plain_directory(nodes: Nodes) -> None:
+    """The search finds page bytes and names in a plain directory.
+
+    Otherwise the tests of encrypted directories would pass because the search is broken.
+    """
     node = nodes.start(**LARGE)
     pages = Pages("a secret model", MIB + 5000, salt="a secret salt")
     keys = pages.keys(1, 2, 3)
@@ -76,7 +79,7 @@ def test_a_plain_directory_has_what_these_tests_look_for(nodes: Nodes) -> None:
     assert there == {*pieces(pages, keys), b"a secret model"}
 
 
-def test_parts_of_a_page_are_read_and_deciphered_without_the_rest(
+def test_ranges_are_deciphered_without_the_rest_of_the_page(
     nodes: Nodes, key: dict[str, str]
 ) -> None:
     node = nodes.start(**LARGE, **key)
@@ -96,12 +99,8 @@ def test_parts_of_a_page_are_read_and_deciphered_without_the_rest(
     assert node.disk.counters.pages_read_in_part == 10
 
 
-def test_a_slot_that_is_written_again_tells_nothing_of_what_was_there(
-    nodes: Nodes, key: dict[str, str]
-) -> None:
-    """The same bytes at the same place under the same key, but of another page: no unit is as it
-    was.
-    """
+def test_rewritten_slot_has_no_equal_ciphertext(nodes: Nodes, key: dict[str, str]) -> None:
+    """Equal bytes of another page in the same slot, under the same key, have other ciphertext."""
     node = nodes.start(**{**LARGE, "disk_nbytes": 16 * MIB}, **key)
     pages = Pages("again", MIB)
     client, zeros = nodes.connect(node), bytes(MIB)
@@ -123,7 +122,7 @@ def test_a_slot_that_is_written_again_tells_nothing_of_what_was_there(
     assert len({after[at : at + 16] for at in range(offset, offset + MIB, 16)}) == MIB // 16
 
 
-def test_a_changed_byte_on_disk_is_a_miss(nodes: Nodes, key: dict[str, str]) -> None:
+def test_changed_byte_on_disk_is_a_miss(nodes: Nodes, key: dict[str, str]) -> None:
     node = nodes.start(**LARGE, **key)
     pages = Pages("damaged", 2 * MIB)
     one, other = pages.keys(1, 2)
@@ -137,7 +136,7 @@ def test_a_changed_byte_on_disk_is_a_miss(nodes: Nodes, key: dict[str, str]) -> 
     assert node.disk.counters.pages_corrupt == 1
 
 
-def test_a_namespace_whose_key_is_damaged_is_lost_and_no_other(
+def test_damaged_namespace_key_loses_only_its_namespace(
     nodes: Nodes, key: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     node = nodes.start(**key)
@@ -165,10 +164,10 @@ def test_a_namespace_whose_key_is_damaged_is_lost_and_no_other(
     assert lost.get(nodes.connect(node), lost.keys(1, 2)) == [True, True]
 
 
-def test_a_node_killed_with_its_io_process_has_its_durable_pages(
-    tmp_path: Path, fault: Fault
-) -> None:
-    """Each order has its page keys, so the next I/O process needs nothing from a killed one."""
+def test_durable_pages_survive_a_killed_io_process(tmp_path: Path, fault: Fault) -> None:
+    """Each request to the I/O process carries its page keys, so a new one needs no state of a
+    killed one.
+    """
     config = NodeConfig(
         **PORTS,
         **SMALL,
@@ -199,7 +198,7 @@ def test_a_node_killed_with_its_io_process_has_its_durable_pages(
         node.stop()
 
 
-def test_the_key_of_a_directory_is_in_no_command_line(tmp_path: Path) -> None:
+def test_key_is_in_no_command_line(tmp_path: Path) -> None:
     path = key_file(tmp_path / "key")
     node = Node(
         NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data"), encrypt_key_file=path)

@@ -1,4 +1,4 @@
-"""The operator's key: who may read it, what it may look like, and which directory it opens."""
+"""The operator's key: permissions of its file, accepted forms, and the directory it opens."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ from node.disk.encryption import EncryptedVault, open_vault
 
 
 @pytest.mark.parametrize("form", ["hex", "base64"])
-def test_a_key_is_read_from_a_file_and_from_a_command(tmp_path: Path, form: str) -> None:
+def test_key_is_read_from_a_file_and_from_a_command(tmp_path: Path, form: str) -> None:
     path = key_file(tmp_path / "a key", form=form)
     assert (
         open_vault(path, "").mark
@@ -46,7 +46,7 @@ def test_wrapped_key_opens_only_with_its_key_and_row() -> None:
     ("mode", "remedy"),
     [(0o644, "o-r"), (0o604, "o-r"), (0o602, "o-w"), (0o420, "g-w"), (0o666, "g-w,o-rw")],
 )
-def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int, remedy: str) -> None:
+def test_key_file_open_to_others_is_refused(tmp_path: Path, mode: int, remedy: str) -> None:
     with pytest.raises(
         ConfigError,
         match=rf"encrypt_key_file=.* is open to others .*{mode:04o}\); chmod {remedy} /",
@@ -54,20 +54,20 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, mode: int, remed
         open_vault(key_file(tmp_path / "key", mode=mode), "")
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_as_key_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
-    said: list[str] = []
+    messages: list[str] = []
 
     def opening() -> None:
         try:
             open_vault(str(tmp_path / "pipe"), "")
         except ConfigError as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     thread = threading.Thread(target=opening, daemon=True)
     thread.start()
     thread.join(30.0)
-    assert said == [f"encrypt_key_file={tmp_path}/pipe is no regular file"]
+    assert messages == [f"encrypt_key_file={tmp_path}/pipe is no regular file"]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_invalid_key_is_refused_and_not_shown(tmp_path: Path, text: str, why: st
         ("true", "a key of 0 bytes"),
     ],
 )
-def test_a_command_that_fails_is_told_without_what_it_said(
+def test_failing_command_is_reported_without_its_output(
     monkeypatch: pytest.MonkeyPatch, command: str, why: str
 ) -> None:
     monkeypatch.setattr(encryption, "COMMAND_S", 0.2 if "sleep" in command else 30.0)
@@ -109,12 +109,12 @@ def test_a_command_that_fails_is_told_without_what_it_said(
         open_vault("", command)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_missing_key_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can not be read: No such file"):
         open_vault(str(tmp_path / "none"), "")
 
 
-def test_one_key_and_a_directory_for_it() -> None:
+def test_two_keys_or_a_key_without_directory_are_refused() -> None:
     with pytest.raises(ConfigError, match="both given"):
         NodeConfig(data_dir="x", encrypt_key_file="a", encrypt_key_command="b")
     with pytest.raises(ConfigError, match="data_dir is empty"):
@@ -129,7 +129,7 @@ def test_one_key_and_a_directory_for_it() -> None:
         (KEY, OTHER_KEY, "is encrypted with key .*, the key given is"),
     ],
 )
-def test_a_directory_opens_with_its_own_key_only_and_loses_nothing(
+def test_directory_opens_only_with_its_own_key(
     nodes: Nodes, pages: Pages, tmp_path: Path, first: bytes | None, then: bytes | None, why: str
 ) -> None:
     def settings(key: bytes | None) -> dict[str, str]:

@@ -1,6 +1,5 @@
-"""Fail the disk in every way: no wrong byte is served, RAM still serves, the status has the reason.
-
-Then `recover` brings the tier back.
+"""Disk faults of every kind: no wrong byte is served, RAM still serves, the status has the reason,
+and `recover` brings the tier back.
 """
 
 import errno
@@ -47,7 +46,7 @@ def test_short_writes_and_reads_are_continued(
     assert_serving(client)
 
 
-def test_a_write_that_moves_nothing_is_an_error_and_no_endless_loop(
+def test_write_of_zero_bytes_is_an_error(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
@@ -58,8 +57,8 @@ def test_a_write_that_moves_nothing_is_an_error_and_no_endless_loop(
     assert_degraded(client, "nothing was written")
 
 
-def test_an_extent_that_lost_its_end_yields_misses(nodes: Nodes, pages: Pages) -> None:
-    """As after a crash that lost the file's allocation, or the whole file."""
+def test_truncated_extent_yields_misses(nodes: Nodes, pages: Pages) -> None:
+    """A truncated and a missing extent file yield misses, as after a crash that lost them."""
     node = nodes.start()
     keys = pages.keys(*range(12))
     pages.put(nodes.connect(node), keys, durable=True)
@@ -87,7 +86,7 @@ def test_an_extent_that_lost_its_end_yields_misses(nodes: Nodes, pages: Pages) -
 @pytest.mark.parametrize(
     ("operation", "code"), [("write", errno.EIO), ("sync", errno.EIO), ("allocate", errno.ENOSPC)]
 )
-def test_a_failing_disk_keeps_durable_pages_in_ram_and_recovers(
+def test_failing_disk_keeps_pages_in_ram_and_recovers(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, operation: str, code: int
 ) -> None:
     node = nodes.start()
@@ -110,7 +109,7 @@ def test_a_failing_disk_keeps_durable_pages_in_ram_and_recovers(
 
 
 @pytest.mark.parametrize("operation", ["write", "sync", "read"])
-def test_recover_fails_while_the_disk_does(
+def test_recover_fails_while_the_disk_still_fails(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, operation: str
 ) -> None:
     node = nodes.start()
@@ -126,9 +125,7 @@ def test_recover_fails_while_the_disk_does(
     assert pages.put(client, pages.keys(1), durable=True) == [STORED]
 
 
-def test_an_error_while_reading_is_a_miss_and_the_page_is_back_after_recover(
-    nodes: Nodes, layer: FaultyLayer, pages: Pages
-) -> None:
+def test_read_error_is_a_miss_until_recover(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(4))
@@ -145,9 +142,7 @@ def test_an_error_while_reading_is_a_miss_and_the_page_is_back_after_recover(
     assert pages.get(client, keys) == [True] * 4
 
 
-def test_a_page_that_was_removed_while_the_disk_was_down_stays_removed(
-    nodes: Nodes, pages: Pages
-) -> None:
+def test_page_removed_while_the_disk_is_stopped_stays_removed(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(4))
@@ -160,7 +155,7 @@ def test_a_page_that_was_removed_while_the_disk_was_down_stays_removed(
     assert nodes.connect(node).lookup(pages.namespace, keys).present == (False, False, True, True)
 
 
-def test_rows_that_can_not_be_written_poison_the_tier_and_leave_no_slot(
+def test_failed_write_of_rows_stops_the_tier_and_frees_the_slots(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
@@ -181,10 +176,13 @@ def test_rows_that_can_not_be_written_poison_the_tier_and_leave_no_slot(
     assert pages.get(nodes.connect(node), pages.keys(1, 2)) == [True] * 2
 
 
-def test_rows_that_reached_the_log_although_writing_them_failed_do_not_outlive_their_slots(
+def test_rows_logged_by_a_failed_write_do_not_outlive_their_slots(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or, after a restart, they would claim the slot of the page that was put there instead."""
+    """Rows that are in the log although their write failed do not survive their slots.
+
+    Otherwise they would claim the slot of a newer page after a restart.
+    """
     node = nodes.start(disk_nbytes=1 << 20)
     client = nodes.connect(node)
     write = node.disk.rows.write
@@ -206,7 +204,7 @@ def test_rows_that_reached_the_log_although_writing_them_failed_do_not_outlive_t
     assert pages.get(nodes.connect(node), lost + kept) == [False] * 8 + [True] * 8
 
 
-def test_rows_that_can_not_be_read_at_the_start_leave_a_ram_node_until_a_restart(
+def test_unreadable_rows_at_start_leave_a_ram_node_until_a_restart(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
@@ -241,7 +239,7 @@ def flip(layer: FaultyLayer) -> None:
 
 @pytest.mark.parametrize("damage", [tear, flip])
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_a_damaged_page_is_dropped_by_the_read_that_meets_it(
+def test_damaged_page_is_dropped_by_a_read(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, damage: Callable[[Any], None], wire: str
 ) -> None:
     node = nodes.start()
@@ -269,10 +267,10 @@ def test_a_damaged_page_is_dropped_by_the_read_that_meets_it(
     assert pages.get(client, keys) == [True] * 3
 
 
-def test_a_ranged_read_of_a_damaged_page_is_a_miss(
+def test_ranged_read_of_a_damaged_page_is_a_miss(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
-    """The damage is in the first sector, the range in the second."""
+    """A ranged read is a miss even if the damage is in another sector than the range."""
     node = nodes.start()
     client = nodes.connect(node)
     (key,) = pages.keys(1)
@@ -286,7 +284,7 @@ def test_a_ranged_read_of_a_damaged_page_is_a_miss(
     assert client.node_status().disk.pages_corrupt == 1
 
 
-def test_verify_of_a_page_that_is_damaged_on_disk_drops_it_and_the_status_survives(
+def test_verify_drops_a_page_damaged_on_disk(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start()
@@ -301,7 +299,7 @@ def test_verify_of_a_page_that_is_damaged_on_disk_drops_it_and_the_status_surviv
     assert (status.totals.pages_got, status.disk.pages_corrupt) == (0, 2)
 
 
-def test_a_scrub_finds_damage_and_goes_on_from_its_cursor(nodes: Nodes, pages: Pages) -> None:
+def test_scrub_finds_damage_and_resumes_at_its_cursor(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(8))
@@ -327,14 +325,14 @@ def test_a_scrub_finds_damage_and_goes_on_from_its_cursor(nodes: Nodes, pages: P
     assert client.scrub().damaged == 0
 
 
-def test_a_scrub_of_a_failing_disk_does_not_say_that_all_is_well(
+def test_scrub_of_a_failing_disk_is_an_error(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1, 2), durable=True)
     layer.fail["read"] = errno.EIO
-    for _ in range(2):  # the second time it has stopped already
+    for _ in range(2):  # the second time the tier has stopped already
         with pytest.raises(Exhausted, match="reading failed"):
             nodes.connect(node).scrub()
     assert_degraded(client, "reading failed")
@@ -346,7 +344,7 @@ def test_a_scrub_of_a_failing_disk_does_not_say_that_all_is_well(
 # ---- slow ----------------------------------------------------------------------------------
 
 
-def test_pages_beyond_a_slow_disk_stay_in_ram_and_are_counted(
+def test_pages_beyond_the_disk_queue_stay_in_ram_and_are_counted(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start(disk_queue_nbytes=64 << 10)
@@ -361,10 +359,10 @@ def test_pages_beyond_a_slow_disk_stay_in_ram_and_are_counted(
     assert status.disk.pages_refused == 40 - 8
     assert pages.get(client, keys) == [True] * 40, "RAM does not wait for the disk"
     layer.writing.set()
-    assert client.flush() == 40, "flush offers again what was refused"
+    assert client.flush() == 40, "flush did not retry the refused pages"
 
 
-def test_a_durable_put_to_a_disk_that_hangs_ends_by_the_flush_deadline(
+def test_durable_put_to_a_hanging_disk_ends_by_the_flush_deadline(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start(flush_s=0.3)
@@ -397,7 +395,7 @@ def test_ram_serves_while_a_read_from_disk_hangs(
 
 
 def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Starts `call` in a thread; the result waits for its end."""
+    """Start `call` in a thread; return a function that waits for its result."""
     result: list[Any] = []
     thread = threading.Thread(target=lambda: result.append(call()))
     thread.start()
@@ -410,7 +408,7 @@ def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
     return wait
 
 
-def test_a_writer_that_meets_an_unforeseen_error_leaks_nothing(
+def test_unforeseen_error_of_the_writer_leaks_no_slot(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node: Node = nodes.start()

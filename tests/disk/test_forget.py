@@ -1,8 +1,7 @@
-"""A tenant that is forgotten: its pages are nowhere in RAM, its rows and keys in no file, and
-others have theirs.
+"""Forgetting a tenant erases its pages from RAM and its rows and keys from disk, and keeps others.
 
-A plain disk may keep the bytes of its pages, which the reply says. An encrypted one has no key for
-them.
+A plain disk may keep the bytes of its pages, and the reply says so. On an encrypted disk, their key
+is destroyed.
 """
 
 import threading
@@ -36,13 +35,13 @@ Counts = tuple[int, ...]
 
 @pytest.fixture(params=["plain", "encrypted"])
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
-    """Of a node."""
+    """Return the settings of a node with a plain or an encrypted disk."""
     if request.param == "encrypted":
         return {**SIZES, "encrypt_key_file": key_file(tmp_path / "key")}
     return SIZES
 
 
-def of(make_pages: type[Pages], tenant: str, nbytes: int = 8192) -> Any:
+def tenant_pages(make_pages: type[Pages], tenant: str, nbytes: int = 8192) -> Any:
     return make_pages("a secret model", nbytes, salt="a secret salt", tenant=tenant)
 
 
@@ -51,22 +50,22 @@ def in_ram(node: Node, needles: Iterable[bytes]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("nbytes", [4096, 8192 + 5, 300_000])
-def test_nothing_of_it_is_found_and_all_of_the_others(
+def test_forget_erases_one_tenant_and_keeps_the_others(
     nodes: Nodes, settings: dict[str, Any], nbytes: int
 ) -> None:
     node = nodes.start(**settings)
     client = nodes.connect(node)
-    gone, kept = of(Pages, "gone", nbytes), Pages("kept", nbytes, tenant="kept")
+    gone, kept = tenant_pages(Pages, "gone", nbytes), Pages("kept", nbytes, tenant="kept")
     keys = gone.keys(*range(8))
     for pages in (gone, kept):
         pages.put(client, keys[:6], durable=True)
     gone.put(client, keys[6:])
     assert in_ram(node, pieces(gone, keys))
-    told = client.forget("gone")
-    assert (told.namespaces, told.pages, told.left, list(told.why)) == (1, 8, 0, [])
+    reply = client.forget("gone")
+    assert (reply.namespaces, reply.pages, reply.left, list(reply.why)) == (1, 8, 0, [])
     encrypted = "encrypt_key_file" in settings
-    assert (told.keys_destroyed, told.plain_disk) == (encrypted, not encrypted)
-    assert told.ram_nbytes == 8 * node.tier.namespace(kept.digest).slot_nbytes
+    assert (reply.keys_destroyed, reply.plain_disk) == (encrypted, not encrypted)
+    assert reply.ram_nbytes == 8 * node.tier.namespace(kept.digest).slot_nbytes
     assert not in_ram(node, pieces(gone, keys))
     assert not found_in(nodes.data_dir / "rows", SECRETS)
     if encrypted:
@@ -86,55 +85,58 @@ def test_nothing_of_it_is_found_and_all_of_the_others(
 def test_forget_erases_pages_too_large_for_this_configuration(
     nodes: Nodes, settings: dict[str, Any]
 ) -> None:
-    """A node with smaller extents does not open the namespace, and has its pages."""
+    """Forget also erases a namespace that the node does not open because its extents are smaller
+    now.
+    """
     node = nodes.start(**settings)
     client = nodes.connect(node)
-    gone = of(Pages, "gone", 300_000)
+    gone = tenant_pages(Pages, "gone", 300_000)
     keys = gone.keys(*range(4))
     gone.put(client, keys, durable=True)
     node = nodes.restart(node, **{**settings, "extent_nbytes": 256 << 10})
     client = nodes.connect(node)
     assert gone.digest not in {namespace.digest for namespace, _ in client.namespaces()}
     assert found_in(nodes.data_dir / "rows", SECRETS) or "encrypt_key_file" in settings
-    told = client.forget("gone")
-    assert (told.namespaces, told.left) == (1, 0)
+    reply = client.forget("gone")
+    assert (reply.namespaces, reply.left) == (1, 0)
     assert not found_in(nodes.data_dir / "rows", SECRETS)
     node = nodes.restart(node, **settings)
     assert gone.get(nodes.connect(node), keys) == [False] * 4
 
 
-def behind(pages: Pages, keys: list[bytes]) -> list[bytes]:
-    """Pieces from the end of its pages: behind the end of a shorter page in the same slot."""
+def page_ends(pages: Pages, keys: list[bytes]) -> list[bytes]:
+    """Return the last 64 bytes of each page, which lie beyond a shorter page in the same slot."""
     return [pages.content(key)[-64:] for key in keys]
 
 
-def test_nothing_behind_a_page_comes_to_the_disk(nodes: Nodes) -> None:
+def test_rest_of_a_slot_is_not_written_to_disk(nodes: Nodes) -> None:
     node = nodes.start(**SIZES)
     client = nodes.connect(node)
-    first, second = of(Pages, "gone", 8192), Pages("kept", 4097, tenant="kept")
+    first, second = tenant_pages(Pages, "gone", 8192), Pages("kept", 4097, tenant="kept")
     keys = first.keys(*range(4))
     node.disk.stop_after_error("so that the first pages are in RAM only")
     first.put(client, keys)
     client.remove_namespace(first.namespace)
     second.put(client, keys)
-    assert in_ram(node, behind(first, keys))
+    assert in_ram(node, page_ends(first, keys))
     client.recover()
     client.flush()
     second.drop_from_ram(node)
     assert second.get(client, keys) == [True] * 4
-    assert not found_in(nodes.data_dir, behind(first, keys))
+    assert not found_in(nodes.data_dir, page_ends(first, keys))
 
 
-def test_a_key_that_is_destroyed_makes_noise_of_what_was_copied_before(
-    nodes: Nodes, tmp_path: Path
-) -> None:
-    """Who has the bytes of the disk, and the operator's key, has nothing."""
+def test_destroyed_key_is_nowhere_on_disk(nodes: Nodes, tmp_path: Path) -> None:
+    """After forget, the namespace's key and row are nowhere on disk.
+
+    An earlier copy of the disk's bytes is then useless even with the operator's key.
+    """
     settings = {**SIZES, "encrypt_key_file": key_file(tmp_path / "key")}
     node = nodes.start(**settings)
     client = nodes.connect(node)
-    gone = of(Pages, "gone")
+    gone = tenant_pages(Pages, "gone")
     gone.put(client, gone.keys(1), durable=True)
-    # Its row is in a file that RocksDB does not write again by itself
+    # After a restart, the row is in a file that RocksDB does not rewrite by itself
     node = nodes.restart(node, **settings)
     client = nodes.connect(node)
     spaces = node.disk._index.spaces
@@ -148,12 +150,12 @@ def test_a_key_that_is_destroyed_makes_noise_of_what_was_copied_before(
     assert spaces.keys[spaces.known(gone.digest)] != page_key
 
 
-def test_a_put_that_is_under_way_stores_nothing_and_the_next_one_does(
+def test_put_in_progress_stores_nothing_and_the_next_put_does(
     nodes: Nodes, settings: dict[str, Any]
 ) -> None:
     node = nodes.start(**settings)
     client = nodes.connect(node)
-    gone = of(Pages, "gone")
+    gone = tenant_pages(Pages, "gone")
     one, two, three = gone.keys(1, 2, 3)
     gone.put(client, [one], durable=True)
     reservation = node.tier.reserve(gone.digest, [two], gone.nbytes)
@@ -166,7 +168,7 @@ def test_a_put_that_is_under_way_stores_nothing_and_the_next_one_does(
         while page not in node.tier._unwanted:
             threading.Event().wait(0.01)
         call.join(0.3)
-        assert call.is_alive(), "its slot can not be zeroed yet"
+        assert call.is_alive(), "the slot of the put in progress can not be zeroed yet"
     finally:
         node.tier.commit(reservation, [bytes(16)])
         call.join()
@@ -177,13 +179,16 @@ def test_a_put_that_is_under_way_stores_nothing_and_the_next_one_does(
     assert gone.get(client, [three]) == [True]
 
 
-def test_a_page_that_was_removed_before_its_commit_is_not_shown_to_the_disk(
+def test_page_removed_before_its_commit_is_not_offered_to_the_disk(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer might have it on disk before the commit comes to forget it."""
+    """A page removed before its commit is not offered to the disk.
+
+    Otherwise the writer might store it before the commit drops it.
+    """
     node = nodes.start(**SIZES)
     client = nodes.connect(node)
-    gone = of(Pages, "gone")
+    gone = tenant_pages(Pages, "gone")
     gone.put(client, gone.keys(1))
     offered: list[bytes] = []
     monkeypatch.setattr(
@@ -195,21 +200,21 @@ def test_a_page_that_was_removed_before_its_commit_is_not_shown_to_the_disk(
     assert offered == gone.keys(3)
 
 
-def test_a_slot_that_is_read_to_the_end_is_told_as_left(
+def test_slot_still_being_read_is_reported_as_left(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.serving.erasure.BUSY_S", 0.2)
     node = nodes.start(**SIZES)
     client = nodes.connect(node)
-    gone, kept = of(Pages, "gone"), Pages("kept", tenant="kept")
+    gone, kept = tenant_pages(Pages, "gone"), Pages("kept", tenant="kept")
     keys = gone.keys(1, 2)
     held = []
     for pages in (gone, kept):
         pages.put(client, keys, durable=True)
         held += filter(None, node.tier.acquire(pages.digest, keys[:1], False, pages.nbytes).pages)
     try:
-        told = client.forget("gone")
-        assert (told.left, list(told.why)) == (
+        reply = client.forget("gone")
+        assert (reply.left, list(reply.why)) == (
             1,
             ["1 slots of RAM are still being read or written"],
         )
@@ -222,12 +227,12 @@ def test_a_slot_that_is_read_to_the_end_is_told_as_left(
     assert kept.get(client, keys) == [True, True]
 
 
-def test_a_disk_that_fails_is_an_error_and_what_was_removed_stays_so(
+def test_failing_disk_is_an_error_and_pages_stay_removed(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start(**SIZES)
     client = nodes.connect(node)
-    gone = of(Pages, "gone")
+    gone = tenant_pages(Pages, "gone")
     keys = gone.keys(1, 2)
     gone.put(client, keys, durable=True)
 
@@ -246,10 +251,10 @@ def test_a_disk_that_fails_is_an_error_and_what_was_removed_stays_so(
     assert not found_in(nodes.data_dir / "rows", SECRETS)
 
 
-def test_a_stopped_disk_keeps_nothing_in_ram(nodes: Nodes) -> None:
+def test_forget_on_a_stopped_disk_erases_ram(nodes: Nodes) -> None:
     node = nodes.start(**SIZES)
     client = nodes.connect(node)
-    gone = of(Pages, "gone")
+    gone = tenant_pages(Pages, "gone")
     gone.put(client, gone.keys(1, 2), durable=True)
     node.disk.stop_after_error("by this test")
     with pytest.raises(Exhausted, match="stopped"):
@@ -260,14 +265,14 @@ def test_a_stopped_disk_keeps_nothing_in_ram(nodes: Nodes) -> None:
     assert not found_in(nodes.data_dir / "rows", SECRETS)
 
 
-def test_parts_that_are_read_meanwhile_are_zeroed_with_their_last_reader(
+def test_parts_in_use_are_zeroed_by_their_last_reader(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody finds them by a key."""
+    """Forget also erases parts that are being read from disk, which no key leads to."""
     monkeypatch.setattr("node.serving.erasure.BUSY_S", 0.2)
     node = nodes.start(**{**SIZES, "extent_nbytes": 4 * MIB, "disk_extent_nbytes": 4 * MIB})
     client = nodes.connect(node)
-    gone = of(Pages, "gone", 4 * MIB)
+    gone = tenant_pages(Pages, "gone", 4 * MIB)
     (key,) = gone.keys(1)
     gone.put(client, [key], durable=True)
     gone.drop_from_ram(node)
@@ -284,13 +289,15 @@ def test_parts_that_are_read_meanwhile_are_zeroed_with_their_last_reader(
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc", "shm"])
-def test_no_tenant_is_no_tenant(nodes: Nodes, pages: Pages, wire: str) -> None:
+def test_empty_tenant_is_refused_and_unknown_tenant_has_no_pages(
+    nodes: Nodes, pages: Pages, wire: str
+) -> None:
     client = nodes.connect(nodes.start(), wire)
     pages.put(client, pages.keys(1))
     with pytest.raises(InvalidRequest, match="no tenant is named"):
         client.forget("")
-    told = client.forget("nobody")
-    assert (told.namespaces, told.pages, told.left) == (0, 0, 0)
+    reply = client.forget("nobody")
+    assert (reply.namespaces, reply.pages, reply.left) == (0, 0, 0)
     assert pages.get(client, pages.keys(1)) == [True]
 
 
@@ -316,7 +323,7 @@ def test_pages_are_served_while_a_tenant_is_forgotten(
     worker.start()
     rounds = 0
     while not over.is_set() or not rounds:
-        gone = of(Pages, "gone")
+        gone = tenant_pages(Pages, "gone")
         gone.put(client, gone.keys(*range(20)))
         assert client.forget("gone").left == 0
         assert not in_ram(node, pieces(gone, gone.keys(*range(20))))

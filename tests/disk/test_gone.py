@@ -1,6 +1,4 @@
-"""Rows of pages that are gone, however many at once: they are deleted, and nobody waits
-for that.
-"""
+"""Rows of removed and expired pages are deleted in batches, without blocking other calls."""
 
 import time
 from typing import Any
@@ -13,11 +11,11 @@ from waiting import OthersRun
 from node.disk.rows import PageRow
 
 MANY = 60_000
-LONGEST = 100_000  # bytecodes under one lock; once it took some 15 for each row
+LONGEST = 100_000  # bytecodes under one lock; a former bug took some 15 for each row
 
 
 def expire(node: Any, count: int) -> list[bytes]:
-    """Rows as a start finds them whose time to live is over; their keys."""
+    """Store `count` rows whose time to live is over, as a start finds them; return their keys."""
     rows = [
         PageRow(1, n.to_bytes(32, "big"), 4096 * n, 4096, 1, 1, 2, bytes(16)) for n in range(count)
     ]
@@ -29,12 +27,10 @@ def expire(node: Any, count: int) -> list[bytes]:
     return [key for key, _ in pairs]
 
 
-def test_millions_that_are_gone_at_once_are_deleted_without_holding_the_lock(
+def test_many_expired_rows_are_deleted_without_a_long_lock(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The RAM tier waits for that lock: gets from RAM stood still for as long as all of
-    them took.
-    """
+    """Regression: rows were deleted under the lock that gets from RAM wait for, all at once."""
     node = nodes.start()
     deleted: list[list[bytes]] = []
     write = node.disk.rows.write
@@ -43,7 +39,7 @@ def test_millions_that_are_gone_at_once_are_deleted_without_holding_the_lock(
         deleted.append(list(gone))
         write(namespaces, rows, gone)
 
-    with node.disk._io:  # nobody else takes what is gone
+    with node.disk._io:  # so that no other thread deletes the rows
         keys = expire(node, MANY)
         monkeypatch.setattr(node.disk.rows, "write", watched)
         lock = node.disk._lock = CountedLock()
@@ -56,10 +52,13 @@ def test_millions_that_are_gone_at_once_are_deleted_without_holding_the_lock(
     assert list(node.disk.rows.pages()) == []
 
 
-def test_a_page_that_is_stored_anew_outlives_the_deletion_of_its_old_row(
+def test_page_stored_again_outlives_the_deletion_of_its_old_row(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New rows come with the last of what is gone: keys and slots are those of pages that went."""
+    """New rows are written with the last batch of deletions, so a page stored again keeps its row.
+
+    The new pages have the keys and slots of removed ones.
+    """
     monkeypatch.setattr("node.disk.index.BLOCK_KEYS", 4)
     node = nodes.start()
     client = nodes.connect(node)
@@ -74,7 +73,7 @@ def test_a_page_that_is_stored_anew_outlives_the_deletion_of_its_old_row(
         write(namespaces, rows, gone)
 
     monkeypatch.setattr(node.disk.rows, "write", watched)
-    with node.disk._io:  # the writer waits, so that all is gone at once
+    with node.disk._io:  # the writer waits, so that all rows are deleted at once
         assert sum(client.remove(pages.namespace, keys)) == 40
         pages.put(client, keys)
     client.flush()
@@ -88,7 +87,7 @@ def test_a_page_that_is_stored_anew_outlives_the_deletion_of_its_old_row(
 def test_failed_deletion_is_repeated_later(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second of ten batches fails, and none is forgotten."""
+    """If the second of ten batches fails, the other nine are deleted after a recover."""
     monkeypatch.setattr("node.disk.index.BLOCK_KEYS", 4)
     node = nodes.start()
     client = nodes.connect(node)
@@ -115,13 +114,13 @@ def test_failed_deletion_is_repeated_later(
     assert list(node.disk.rows.pages()) == []
 
 
-# ---- namespaces that go --------------------------------------------------------------------
+# ---- removed namespaces --------------------------------------------------------------------
 
 
 def test_removing_a_namespace_without_pages_looks_at_no_records(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It went through those of all the others, for as long as their number took."""
+    """Regression: removing an empty namespace scanned the records of all other namespaces."""
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)
@@ -144,8 +143,9 @@ def test_removing_a_namespace_without_pages_looks_at_no_records(
 def test_other_calls_run_while_a_namespace_is_deleted(
     nodes: Nodes, pages: Pages, others_run: OthersRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who lets go of a lock and takes it again at once has it again: nobody else is
-    awake by then.
+    """Other threads get the lock between two pieces of a deletion.
+
+    A thread that releases a lock and takes it again at once gets it before the waiting ones wake.
     """
     node = nodes.start()
     pages.put(nodes.connect(node), pages.keys(1), durable=True)

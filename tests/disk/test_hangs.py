@@ -1,4 +1,4 @@
-"""A disk hangs while an I/O process starts, recovers or stops: every wait has a limit."""
+"""Every wait for a disk that hangs while an I/O process starts, recovers or stops has a limit."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def kill_io_process(node: Node) -> None:
 
 
 @pytest.mark.parametrize("phase", ["begin", "sync pages", "sync rows"])
-def test_a_recover_on_a_disk_that_still_hangs_fails_and_may_be_tried_again(
+def test_recover_on_a_hanging_disk_fails_and_can_be_repeated(
     kept: Node,
     client: Client,
     fault: Fault,
@@ -49,9 +49,9 @@ def test_a_recover_on_a_disk_that_still_hangs_fails_and_may_be_tried_again(
     monkeypatch: pytest.MonkeyPatch,
     phase: str,
 ) -> None:
-    """In the start of the new I/O process, its trial, and the sync behind that.
+    """Recover fails in time if the start of the new I/O process, its test write or a sync hangs.
 
-    It waited for ever, and no other could be tried.
+    Regression: it waited for ever and blocked every other attempt.
     """
     pages.put(client, pages.keys(1), durable=True)
     kill_io_process(kept)
@@ -64,7 +64,7 @@ def test_a_recover_on_a_disk_that_still_hangs_fails_and_may_be_tried_again(
             assert pages.get(client, pages.keys(1)) == [True]
         with Client(
             replace(client.config, timeout_s=0.5, connect_timeout_s=0.5)
-        ) as hasty:  # the node answers later than that, and lives
+        ) as hasty:  # recover answers later than that, and the node stays up
             with pytest.raises(Exhausted, match="the disk hangs"):
                 hasty.recover()
             hasty.node_status(timeout_s=20.0)
@@ -75,10 +75,10 @@ def test_a_recover_on_a_disk_that_still_hangs_fails_and_may_be_tried_again(
 
 
 @pytest.mark.parametrize("phase", ["begin", "sync pages"])
-def test_a_node_stops_while_a_recover_waits_for_a_disk_that_hangs(
+def test_node_stops_while_a_recover_waits_for_a_hanging_disk(
     fault: Fault, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    """The stop waited for the recover, and that for the new I/O process, in spite of a signal."""
+    """Regression: a stop waited for a recover that waited for ever for its new I/O process."""
     monkeypatch.setattr("node.disk.io_process.END_S", 0.5)
     others = set(children(os.getpid()))
     node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
@@ -102,7 +102,7 @@ def recover(node: Node) -> None:
         node.disk.recover()
 
 
-def test_a_start_on_a_disk_that_hangs_ends_after_a_time_and_says_why(
+def test_start_on_a_hanging_disk_fails_with_a_reason(
     fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.io_process.START_S", 1.0)
@@ -115,10 +115,10 @@ def test_a_start_on_a_disk_that_hangs_ends_after_a_time_and_says_why(
     arena.close()
 
 
-def test_rows_that_do_not_come_at_the_start_leave_a_ram_node(
+def test_rows_that_hang_at_start_leave_a_ram_node(
     fault: Fault, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On a busy machine an I/O process needs two to begin
+    # On a busy machine, an I/O process needs 2 s to start
     monkeypatch.setattr("node.disk.io_process.START_S", 4.0)
     fault.plant("scan", "hang")
     node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
@@ -135,7 +135,7 @@ def test_rows_that_do_not_come_at_the_start_leave_a_ram_node(
 
 
 @pytest.mark.parametrize("phase", ["begin", "scan"])
-def test_a_signal_ends_a_start_that_waits_for_a_disk_that_hangs(
+def test_signal_ends_a_start_on_a_hanging_disk(
     fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
     monkeypatch.setattr("node.disk.io_process.END_S", 0.5)
@@ -143,7 +143,7 @@ def test_a_signal_ends_a_start_that_waits_for_a_disk_that_hangs(
     fault.plant(phase, "hang")
 
     def end_if_hangs() -> None:
-        """As a signal that came by then."""
+        """Exit as if a signal had arrived once the fault hangs."""
         if fault.hangs():
             raise SystemExit(0)
 
@@ -152,11 +152,11 @@ def test_a_signal_ends_a_start_that_waits_for_a_disk_that_hangs(
     assert set(children(os.getpid())) <= others
 
 
-def test_a_scrub_that_hangs_in_a_read_does_not_hold_up_a_stop(
+def test_scrub_in_a_hanging_read_does_not_delay_a_stop(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.scrub.STOP_S", 0.2)
-    # The first round may come before the page
+    # The first round may run before the page is stored
     monkeypatch.setattr("node.disk.scrub.ROUND_PAUSE_S", 0.05)
     node = nodes.start(scrub_nbytes_per_s=1 << 30)
     pages.put(nodes.connect(node), pages.keys(1), durable=True)
@@ -167,10 +167,10 @@ def test_a_scrub_that_hangs_in_a_read_does_not_hold_up_a_stop(
     assert time.monotonic() - begun < 20.0
 
 
-def test_a_writer_that_hangs_is_waited_for_once(
+def test_stop_waits_once_for_a_hanging_writer(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
-    """For its flush and for its thread, each as long as for both."""
+    """Regression: a stop waited twice, for the writer's flush and for its thread."""
     node = nodes.start(flush_s=1.0)
     client = nodes.connect(node)
     layer.writing.clear()
@@ -182,10 +182,10 @@ def test_a_writer_that_hangs_is_waited_for_once(
 
 
 @pytest.mark.parametrize("wire", ["bulk", "grpc"])
-def test_a_signal_ends_a_node_in_which_a_read_hangs(
+def test_signal_ends_a_node_with_a_hanging_read(
     fault: Fault, pages: Pages, tmp_path: Path, wire: str
 ) -> None:
-    """Python waits at its end for the threads of pools, which gRPC's calls are in."""
+    """A node ends on a signal although Python waits at exit for gRPC's pool threads."""
     arguments = [*flags(SMALL), "--data-dir", str(tmp_path / "data")]
     process = NodeProcess(*arguments)
     with Client(ClientConfig(address=process.address)) as client:
@@ -200,15 +200,15 @@ def test_a_signal_ends_a_node_in_which_a_read_hangs(
         assert process.stop(10.0) == 0
 
 
-# ---- those who wait for it, and leave ------------------------------------------------------
+# ---- callers who wait for the disk, and leave ----------------------------------------------
 
 
-def test_flushes_that_gave_up_leave_nothing_behind_and_cost_no_sync(
+def test_timed_out_flushes_leave_no_barriers_and_cost_no_sync(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each left a barrier in the queue for as long as the disk hung, and then had its own sync.
+    """Regression: each timed-out flush left a barrier in the queue, which cost a sync later.
 
-    Also with pages in between.
+    Pages are queued between the flushes.
     """
     monkeypatch.setattr("node.disk.writer.IDLE_S", 30.0)
     node = nodes.start()
@@ -225,12 +225,12 @@ def test_flushes_that_gave_up_leave_nothing_behind_and_cost_no_sync(
     monkeypatch.setattr(node.disk, "sync", lambda: (synced.append(1), sync()))
     layer.writing.set()
     assert client.flush() == 9
-    assert len(synced) <= 2, "one barrier for what was queued, and one behind it"
+    assert len(synced) <= 2, "one barrier for the queued pages, and one for the last flush"
 
 
 @pytest.fixture
 def hung(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> Node:
-    """A node with page 1 on a disk that hangs now, and of four threads for gRPC."""
+    """Return a node with four gRPC threads and page 1 on a disk that hangs now."""
     node: Node = nodes.start(flush_s=20.0, grpc_threads=4)
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)
@@ -247,17 +247,15 @@ def stub(hung: Node) -> Iterator[KVStoreStub]:
 
 
 def durable_put(pages: Pages) -> Iterator[pb.PutFrame]:
-    """Of what is stored already: it has no more to do than to wait."""
+    """Return the frames of a durable put of a stored page, which only has to wait for the disk."""
     begin = pb.PutRequest(
         namespace=pages.digest, prefix_hashes=pages.keys(1), page_nbytes=pages.nbytes, durable=True
     )
     return iter([pb.PutFrame(begin=begin)])
 
 
-def test_cancelled_caller_does_not_wait_for_the_disk(
-    hung: Node, stub: KVStoreStub, pages: Pages
-) -> None:
-    """They held the places of gRPC's transfers, and of flushes, for flush_s."""
+def test_cancelled_calls_release_their_places(hung: Node, stub: KVStoreStub, pages: Pages) -> None:
+    """Regression: cancelled calls held their places among transfers and flushes for flush_s."""
     transfers, flushes = hung.grpc.calls.transfers, hung.service._long_calls["flush"]
     calls = [
         stub.Put(durable_put(pages), timeout=30.0),
@@ -269,7 +267,7 @@ def test_cancelled_caller_does_not_wait_for_the_disk(
     wait_until(lambda: transfers.used == flushes.used == 0, 5.0)
 
 
-def test_durable_puts_leave_transfers_to_others_while_the_disk_hangs(
+def test_durable_puts_leave_transfers_free_while_the_disk_hangs(
     hung: Node, stub: KVStoreStub, pages: Pages, nodes: Nodes
 ) -> None:
     waiting = stub.Put(durable_put(pages), timeout=30.0)
@@ -282,10 +280,10 @@ def test_durable_puts_leave_transfers_to_others_while_the_disk_hangs(
     waiting.cancel()
 
 
-def test_reader_of_a_stopped_io_process_gets_its_end() -> None:
-    """It was told of a bad file descriptor."""
+def test_reader_of_a_stopped_io_process_gets_the_reason() -> None:
+    """Regression: the reader got the error "bad file descriptor"."""
     ours, theirs = socket.socketpair()
-    talk = IoChannel(ours, lambda: "its I/O process was ended")
-    talk.close()
+    io_channel = IoChannel(ours, lambda: "its I/O process was ended")
+    io_channel.close()
     with theirs, pytest.raises(OSError, match="its I/O process was ended"):
-        talk.unasked(Timeouts(1.0, lambda: None))
+        io_channel.unasked(Timeouts(1.0, lambda: None))

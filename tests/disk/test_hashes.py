@@ -1,6 +1,6 @@
-"""Pages whose hashes are alike: the same first bytes, counters, one the start of another.
+"""Pages with similar hashes (equal first bytes, counters, prefixes of each other) stay distinct.
 
-They are different pages, and none is ever told, dropped or refused for another.
+No page is found, dropped or refused in place of another.
 """
 
 import time
@@ -29,10 +29,13 @@ def alike(request: pytest.FixtureRequest) -> list[bytes]:
     return found
 
 
-def test_a_hash_that_was_never_stored_is_not_found_because_another_starts_like_it(
+def test_unknown_hash_with_a_stored_prefix_is_a_miss(
     nodes: Nodes, pages: Pages, alike: list[bytes]
 ) -> None:
-    """And reading it neither drops the other's page nor says that the medium is damaged."""
+    """A hash that was never stored is a miss although a stored one has the same start.
+
+    Reading it neither drops the stored page nor counts as damage.
+    """
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, alike[:1], durable=True)
@@ -47,7 +50,7 @@ def test_a_hash_that_was_never_stored_is_not_found_because_another_starts_like_i
     assert (disk.page_count, disk.pages_corrupt) == (1, 0)
 
 
-def test_a_put_of_a_hash_that_starts_like_a_page_on_disk_is_stored(
+def test_put_of_a_hash_with_a_stored_prefix_is_stored(
     nodes: Nodes, pages: Pages, alike: list[bytes]
 ) -> None:
     node = nodes.start()
@@ -83,10 +86,10 @@ def test_hashes_with_one_prefix_are_stored_listed_scrubbed_and_restored(
     assert pages.get(nodes.connect(node), alike) == [True] * 3 + [False] + [True] * 4
 
 
-def test_alike_hashes_whose_marks_are_equal_are_different_pages(
+def test_hashes_with_equal_marks_are_different_pages(
     alike: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of very many pages some have equal marks: then only their whole hashes tell them apart."""
+    """Pages with equal marks in the table are distinguished by their full hashes."""
     monkeypatch.setattr("node.disk.page_table.hash", lambda key: 7, raising=False)
     records = PageTable(1 << 20, 1 << 16)
     stored = [records.reserve(1, key, 4096) for key in alike[:4]]
@@ -95,8 +98,8 @@ def test_alike_hashes_whose_marks_are_equal_are_different_pages(
     assert [records.find(1, key) for key in alike] == stored + [0] * 4
 
 
-def test_hashes_that_are_counters_do_not_crowd_the_table() -> None:
-    """Compared by how many places of the table are looked at for each key, not by time."""
+def test_counters_as_hashes_need_few_probes() -> None:
+    """Keys that are counters need few probes of the table each; probes are counted, not timed."""
     records = PageTable(1 << 30, 1 << 22)
     for number in range(20_000):
         records.publish(records.reserve(1, number.to_bytes(32, "big"), 4096), bytes(16), 5)
@@ -111,7 +114,7 @@ def test_hashes_that_are_counters_do_not_crowd_the_table() -> None:
     assert looked_at < 4 * 20_000
 
 
-def test_a_page_that_is_verified_while_its_namespaces_number_goes_to_another_is_not_called_damaged(
+def test_scrub_during_reuse_of_a_namespace_number_finds_no_damage(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.index.KEPT", 1)

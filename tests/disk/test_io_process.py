@@ -31,8 +31,8 @@ from node.memory.arena import Arena
 from node.server import Node
 
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
-# What a get or put in RAM may take while the disk hangs: far less than those that wait for it
-# would, far more than it takes on a machine that is busy with other tests.
+# The longest a get and a put in RAM may take while the disk hangs: far less than a call that waits
+# for the disk, far more than on a machine that is busy with other tests.
 RAM_S_MAX = 1.5
 
 
@@ -45,14 +45,14 @@ def client(kept: Node) -> Iterator[Client]:
 
 
 def reason(client: Client) -> str:
-    """Why the disk tier is stopped, once it is."""
+    """Wait until the disk tier has stopped; return the reason."""
     wait_until(lambda: bool(client.node_status().disk.reason))
     return client.node_status().disk.reason
 
 
 @pytest.fixture
 def start(tmp_path: Path, fault: Fault) -> Iterator[Callable[[], NodeProcess]]:
-    """Starts nodes on one directory, in processes of their own."""
+    """Yield a function that starts a node process on the test's one directory."""
     started: list[NodeProcess] = []
 
     def begin() -> NodeProcess:
@@ -70,7 +70,7 @@ def connect(process: NodeProcess) -> Client:
 
 
 def longest_in_ram(client: Client, pages: Pages) -> float:
-    """Of so many gets and puts that the pages that wait to be written are more than may."""
+    """Return the longest time, in seconds, of a get and a put, repeated until the queue is full."""
     longest = 0.0
     for number in range(10_000, 10_060):
         begun = time.monotonic()
@@ -85,7 +85,7 @@ def longest_in_ram(client: Client, pages: Pages) -> float:
 # ---- a disk that hangs ---------------------------------------------------------------------
 
 
-def test_a_stalled_write_of_rows_is_not_seen_by_gets_and_puts_in_ram(
+def test_stalled_write_of_rows_does_not_slow_ram(
     client: Client, fault: Fault, pages: Pages
 ) -> None:
     assert pages.put(client, pages.keys(1), durable=True) == [STORED]
@@ -97,18 +97,18 @@ def test_a_stalled_write_of_rows_is_not_seen_by_gets_and_puts_in_ram(
     assert client.flush() > 2
 
 
-def test_a_io_process_that_stands_still_is_not_seen_by_gets_and_puts_in_ram(
+def test_suspended_io_process_does_not_slow_ram(
     kept: Node, client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who needs it, to list or to scrub, is told so before long.
+    """A suspended I/O process does not slow calls in RAM, and list and scrub fail in time.
 
-    Slow is not broken.
+    The disk tier is slow, not stopped: it goes on when the process does.
     """
     assert pages.put(client, pages.keys(1), durable=True) == [STORED]
     os.kill(io_process_of(kept), signal.SIGSTOP)
     assert longest_in_ram(client, pages) < RAM_S_MAX
     monkeypatch.setattr("node.disk.io_process.QUESTION_S", 0.2)
-    for _ in range(2 * OWED_MAX):  # nor do questions pile up
+    for _ in range(2 * OWED_MAX):  # unanswered questions do not pile up
         with pytest.raises(Exhausted, match="has not answered"):
             list(client.list_pages(pages.namespace))
         monkeypatch.setattr("node.disk.io_process.QUESTION_S", 0.01)
@@ -122,11 +122,13 @@ def test_a_io_process_that_stands_still_is_not_seen_by_gets_and_puts_in_ram(
     assert len(list(client.list_pages(pages.namespace))) == client.scrub().intact == count
 
 
-def test_calls_that_wait_for_a_disk_that_hangs_do_not_stop_the_client_from_reading_ram(
+def test_calls_that_wait_for_a_hanging_disk_leave_the_breaker_closed(
     kept: Node, client: Client, pages: Pages
 ) -> None:
-    """A durable put that took too long opened the breaker: no page in RAM could be had for four
-    times as long. The node knows how long its caller waits, and answers before.
+    """The node answers a call that waits for the disk before the caller's timeout.
+
+    Regression: a timed-out durable put opened the circuit breaker, and for four times as long the
+    client could read no page, not even from RAM.
     """
     assert pages.put(client, pages.keys(1), durable=True) == [STORED]
     os.kill(io_process_of(kept), signal.SIGSTOP)
@@ -141,10 +143,10 @@ def test_calls_that_wait_for_a_disk_that_hangs_do_not_stop_the_client_from_readi
     os.kill(io_process_of(kept), signal.SIGCONT)
 
 
-def test_a_node_without_descriptors_goes_on_writing_and_reading_its_disk(
+def test_node_without_free_descriptors_uses_its_disk(
     start: Callable[[], NodeProcess], pages: Pages
 ) -> None:
-    """All extents are open from the start."""
+    """A node at its limit of descriptors still uses its disk: it opens all extents at the start."""
     process = start()
     with connect(process) as client:
         pages.put(client, pages.keys(0), durable=True)
@@ -165,10 +167,13 @@ def test_a_node_without_descriptors_goes_on_writing_and_reading_its_disk(
 # ---- an I/O process that is killed ---------------------------------------------------------------
 
 
-def test_a_killed_io_process_costs_no_page_that_was_promised(
+def test_killed_io_process_loses_no_durable_page(
     kept: Node, client: Client, fault: Fault, pages: Pages
 ) -> None:
-    """In each of its phases: while it writes pages, before and after their rows, in a sync."""
+    """An I/O process killed in any phase of a write loses no durable page.
+
+    The phases: while it writes pages, before and after their rows, in a sync.
+    """
     assert pages.put(client, pages.keys(0), durable=True) == [STORED]
     phases = ("pages", "rows", "after rows", "sync pages", "after sync rows")
     for number, phase in enumerate(phases, 1):
@@ -187,10 +192,13 @@ def test_a_killed_io_process_costs_no_page_that_was_promised(
         assert pages.get(client, pages.keys(*range(number + 1))) == [True] * (number + 1), phase
 
 
-def test_an_idle_io_process_that_is_killed_is_missed_soon_and_no_other_directory_takes_its_place(
+def test_killed_idle_io_process_is_noticed_and_recovers_on_its_directory_only(
     kept: Node, client: Client, pages: Pages, tmp_path: Path
 ) -> None:
-    """The node knows what lies in the old one: pages of a new one would be overwritten."""
+    """The node notices that its idle I/O process was killed, and recovers only on its directory.
+
+    It keeps the index of the old directory and would overwrite pages of another one.
+    """
     pages.put(client, pages.keys(1), durable=True)
     os.kill(io_process_of(kept), signal.SIGKILL)
     assert "ended by SIGKILL" in reason(client)
@@ -210,7 +218,7 @@ def test_an_idle_io_process_that_is_killed_is_missed_soon_and_no_other_directory
 # ---- a node that ends ----------------------------------------------------------------------
 
 
-def test_a_io_process_ends_with_its_node_and_the_next_one_waits_for_it(
+def test_io_process_ends_with_its_node_and_the_next_one_waits(
     start: Callable[[], NodeProcess], pages: Pages
 ) -> None:
     process = start()
@@ -230,7 +238,7 @@ def test_a_io_process_ends_with_its_node_and_the_next_one_waits_for_it(
     assert not is_running(io_process)
 
 
-def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_io_process(
+def test_node_stops_in_time_on_a_hanging_disk_and_kills_its_io_process(
     fault: Fault, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for wait in ("io_process.QUESTION_S", "tier.RECOVER_WAIT_S"):
@@ -259,11 +267,11 @@ def test_a_node_that_stops_while_its_disk_hangs_does_so_in_time_and_kills_its_io
         begun = time.monotonic()
         node.stop()
         took_s = time.monotonic() - begun
-    assert took_s < 30.0, "of 60 that calls of the disk are waited for"
+    assert took_s < 30.0, "the stop waited for calls of the disk, which may take 60 s"
     assert not is_running(io_process)
 
 
-def test_the_lock_of_a_io_process_that_does_not_end_is_waited_for_so_long_and_named(
+def test_held_lock_of_a_directory_is_an_error_after_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.data_dir.LOCK_WAIT_S", 0.1)
@@ -276,10 +284,10 @@ def test_the_lock_of_a_io_process_that_does_not_end_is_waited_for_so_long_and_na
     arena.close()
 
 
-def test_a_signal_to_the_whole_group_ends_the_node_when_all_is_written(
+def test_signal_to_the_process_group_ends_the_node_after_its_writes(
     fault: Fault, pages: Pages, tmp_path: Path
 ) -> None:
-    """As Ctrl-C in a terminal does, and some supervisors."""
+    """A signal to the process group, as of Ctrl-C, ends the node after all pages are written."""
     command = [
         sys.executable,
         "-m",

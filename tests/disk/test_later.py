@@ -1,4 +1,4 @@
-"""Pages that wait for their turn on a full disk, against a plain list."""
+"""The queue of pages that wait for space on a full disk, compared with a plain list."""
 
 import random
 
@@ -9,7 +9,7 @@ from node.memory.page import Page, State
 
 
 class Space:
-    """As much of a namespace as a page refers to."""
+    """Stand in for the namespace of a page."""
 
 
 def page(state: State = State.VISIBLE) -> Page:
@@ -18,7 +18,7 @@ def page(state: State = State.VISIBLE) -> Page:
     return made
 
 
-def test_delayed_tasks_run_in_order(seed: int) -> None:
+def test_deferred_pages_come_in_order(seed: int) -> None:
     rng, later = random.Random(seed), DeferredWrites()
     came: list[tuple[int, Page]] = []
     for due in range(5000):
@@ -30,7 +30,9 @@ def test_delayed_tasks_run_in_order(seed: int) -> None:
             due_first, first = later.first()
             assert later.pop() is first
             while came[0][1] is not first:
-                assert came.pop(0)[1].state is State.DOOMED, "a page that RAM has is left out"
+                assert came.pop(0)[1].state is State.DOOMED, (
+                    "a page that is still in RAM was skipped"
+                )
             assert came.pop(0) == (due_first, first)
     left = [later.pop() for _ in range(len(later))]
     assert [waiting for waiting in left if waiting.state is State.VISIBLE] == [
@@ -50,5 +52,5 @@ def test_evicted_pages_are_dropped_a_few_at_a_time() -> None:
         later.add(due, page(), count_max=1000)
         assert len(later) >= before + 1 - PRUNED_PER_ADD
         lengths.append(len(later))
-    assert max(lengths[:500]) <= 1000, "as long as there are evicted ones"
-    assert lengths[-1] == 1500, "what RAM still has stays"
+    assert max(lengths[:500]) <= 1000, "the queue grew while it had evicted pages to drop"
+    assert lengths[-1] == 1500, "pages that are still in RAM stay"

@@ -1,6 +1,6 @@
-"""Data directories put together of pieces that do not belong together: rows of one day, extents of
-another, or of another node. Each hit is compared byte by byte, and nothing may break. `SEEDS=1000`
-for a longer run.
+"""Data directories mixed from backups: rows of one time, extents of another time or node.
+
+Each hit is compared byte by byte, and no call may fail. Set `SEEDS=1000` for a longer run.
 """
 
 import os
@@ -30,7 +30,7 @@ def operator_key(path: Path) -> str:
 
 
 class Storm:
-    """Several lives of nodes on one directory, each of which leaves a backup."""
+    """Run nodes one after another on one directory and take a backup after each."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Storm:
         self.backups: list[Path] = []
 
     def live(self, name: str) -> None:
-        """Puts, removes, is asked, and stops."""
+        """Run a node with random puts, removals and reads, stop it, and take the backup `name`."""
         node = self.nodes.start(**self.settings)
         client = self.nodes.connect(node)
         for _ in range(6):
@@ -67,7 +67,7 @@ class Storm:
         self.backups.append(snapshot(self.nodes.data_dir, self.folder / name))
 
     def ask(self, node: Node) -> int:
-        """How many hits there are; the bytes of each are right."""
+        """Read all keys, check the bytes of each hit, and return the number of hits."""
         client, hits = self.nodes.connect(node), 0
         for pages in self.spaces:
             keys = pages.keys(*KEYS)
@@ -77,7 +77,7 @@ class Storm:
         return hits
 
     def mix(self) -> None:
-        """Rows of one backup, each extent of any."""
+        """Rebuild the data directory: the rows of one backup, each extent of a random one."""
         rows, *_ = self.randomly.sample(self.backups, 1)
         shutil.rmtree(self.nodes.data_dir)
         snapshot(rows, self.nodes.data_dir)
@@ -91,7 +91,7 @@ class Storm:
 
 @pytest.mark.parametrize("key", ["plain", "encrypted"])
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_directories_of_pieces_of_several_backups_give_right_bytes_or_misses(
+def test_directory_mixed_from_backups_gives_right_bytes_or_misses(
     nodes: Nodes, tmp_path: Path, seed: int, key: str
 ) -> None:
     randomly = random.Random(seed)
@@ -107,10 +107,10 @@ def test_directories_of_pieces_of_several_backups_give_right_bytes_or_misses(
         node = nodes.start(**settings)
         hits += storm.ask(node)
         client = nodes.connect(node)
-        for pages in storm.spaces:  # and what is put now is there
+        for pages in storm.spaces:  # new puts are stored and found
             some = pages.keys(*randomly.sample(KEYS, 10))
             pages.put(client, some)
             assert pages.get(client, some) == [True] * len(some)
         storm.ask(node)
         nodes.stop(node)
-    assert hits, "a storm in which nothing is found shows nothing"
+    assert hits, "without a hit this test shows nothing"

@@ -1,5 +1,6 @@
-"""What a node writes is for its own user only, whatever the umask; an older directory is told, not
-changed.
+"""A node's files are readable by its own user only, whatever the umask.
+
+An existing directory with wider permissions is reported, not changed.
 """
 
 import os
@@ -23,8 +24,8 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_all_that_a_node_writes_is_for_its_user_only(tmp_path: Path) -> None:
-    """The least careful umask, files of RocksDB among them; the audit log lies beside."""
+def test_files_of_a_node_are_private(tmp_path: Path) -> None:
+    """All files of a node under umask 0, with those of RocksDB and the audit log, are private."""
     pages, data, audit = Pages("modes", 4096), tmp_path / "above" / "data", tmp_path / "audit.log"
     identities = tmp_path / "identities"
     identities.write_text("")
@@ -57,7 +58,7 @@ def test_all_that_a_node_writes_is_for_its_user_only(tmp_path: Path) -> None:
     )
 
 
-def test_an_older_directory_is_named_with_the_remedy_and_left_as_it_is(tmp_path: Path) -> None:
+def test_wider_directory_is_reported_with_a_remedy_and_not_changed(tmp_path: Path) -> None:
     pages, data = Pages("modes", 4096), tmp_path / "data of mine"
     flags = (*FLAGS, "--data-dir", str(data))
     with (
@@ -68,11 +69,11 @@ def test_an_older_directory_is_named_with_the_remedy_and_left_as_it_is(tmp_path:
     for path in (data, data / "rows"):
         path.chmod(0o755)
     with NodeProcess(*flags) as process:
-        (told,) = [
+        (warning,) = [
             line for line in process.log_text.splitlines() if "readable for other users" in line
         ]
         assert mode(data) == mode(data / "rows") == 0o755
-    remedy = told.partition("close it with: ")[2]
+    remedy = warning.partition("close it with: ")[2]
     assert remedy == f"chmod -R o= '{data}'"
     subprocess.run(["sh", "-c", remedy], check=True)
     with (
@@ -87,15 +88,15 @@ def test_an_older_directory_is_named_with_the_remedy_and_left_as_it_is(tmp_path:
     ("top", "inside", "is_open"),
     [
         (0o700, 0o755, False),
-        (0o750, 0o755, False),  # nobody gets past the top
-        (0o755, 0o700, False),  # a mount point that is not the node's, as in Kubernetes
+        (0o750, 0o755, False),  # other users can not enter the top directory
+        (0o755, 0o700, False),  # a mount point owned by another user, as in Kubernetes
         (0o2775, 0o2770, False),
         (0o755, 0o755, True),
         (0o711, 0o644, True),
-        (0o777, 0o700, True),  # others may rename what is in it
+        (0o777, 0o700, True),  # others may rename its files
     ],
 )
-def test_open_to_others_is_what_others_can_reach(
+def test_open_to_others_considers_the_whole_path(
     tmp_path: Path, top: int, inside: int, is_open: bool
 ) -> None:
     data = tmp_path / "data"

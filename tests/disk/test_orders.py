@@ -1,4 +1,4 @@
-"""Orders to an I/O process, byte for byte: parsed as they were packed; cut or too long: refused."""
+"""Requests to the I/O process survive packing and unpacking; cut or oversized ones are refused."""
 
 import contextlib
 import errno
@@ -30,14 +30,14 @@ GONE = [b"P\0\1" + bytes(64), b"x"]
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, Channel]]:
-    """A bare socket, and the channel at its other end."""
+    """Yield a bare socket and the channel at its other end."""
     ours, theirs = socket.socketpair()
     yield ours, Channel(theirs)
     ours.close()
     theirs.close()
 
 
-def test_orders_come_out_as_they_went_in() -> None:
+def test_requests_are_unpacked_as_packed() -> None:
     assert io_protocol.unpack_slots(io_protocol.pack_slots(SLOTS)) == SLOTS
     assert io_protocol.unpack_rows(io_protocol.pack_rows(PAIRS, GONE)) == (PAIRS, GONE)
     assert [pair[:2] for pair in io_protocol.unpack_pairs(io_protocol.pack_pairs(PAIRS))] == PAIRS
@@ -54,12 +54,12 @@ def test_orders_come_out_as_they_went_in() -> None:
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), OSError("rows: a word")]
 )
-def test_an_error_of_the_io_process_is_the_same_at_the_node(error: OSError) -> None:
+def test_error_of_the_io_process_is_equal_at_the_node(error: OSError) -> None:
     found = io_protocol.unpack_error(io_protocol.pack_error(error))
     assert (found.errno, str(found)) == (error.errno, str(error))
 
 
-def test_orders_that_are_cut_off_are_refused() -> None:
+def test_cut_requests_are_refused() -> None:
     slots = io_protocol.pack_slots(SLOTS)
     for body in (slots, io_protocol.pack_rows(PAIRS[:2], GONE)):
         unpack = io_protocol.unpack_slots if body is slots else io_protocol.unpack_rows
@@ -69,10 +69,10 @@ def test_orders_that_are_cut_off_are_refused() -> None:
                 found = repr(unpack(body[:cut]))
             except Broken:
                 continue
-            assert found not in whole, f"{cut} bytes say what {len(body)} did"
+            assert found not in whole, f"the first {cut} bytes of {len(body)} are read as the whole"
 
 
-def test_a_frame_that_says_too_much_is_refused_before_it_is_believed(
+def test_frame_with_an_oversized_length_is_refused(
     ends: tuple[socket.socket, Channel],
 ) -> None:
     sock, channel = ends
@@ -81,7 +81,7 @@ def test_a_frame_that_says_too_much_is_refused_before_it_is_believed(
         channel.recv(1.0)
 
 
-def test_a_frame_that_comes_late_is_not_lost_in_between(
+def test_frame_in_pieces_survives_a_timeout(
     ends: tuple[socket.socket, Channel],
 ) -> None:
     sock, channel = ends
@@ -100,8 +100,11 @@ def test_a_frame_that_comes_late_is_not_lost_in_between(
         channel.recv(1.0)
 
 
-def test_waiter_of_a_channel_closed_here_returns() -> None:
-    """The other end may be an I/O process in a disk call, which not even SIGKILL ends."""
+def test_closing_a_channel_wakes_its_reader() -> None:
+    """Closing a channel wakes its reader although the other end stays open.
+
+    The other end may be an I/O process in a disk call that not even SIGKILL ends.
+    """
     ours, theirs = socket.socketpair()
     channel, ended = Channel(ours), threading.Event()
 
@@ -126,7 +129,7 @@ def test_waiter_of_a_channel_closed_here_returns() -> None:
         (0, 1 << 20, 4096),
     ],
 )
-def test_a_slot_outside_of_an_extent_or_of_the_arena_is_not_written(
+def test_slot_outside_an_extent_or_the_arena_is_not_written(
     ends: tuple[socket.socket, Channel], offset: int, arena_offset: int, nbytes: int
 ) -> None:
     outside = Slot(arena_offset, nbytes, DiskLocation(offset, None))

@@ -1,4 +1,4 @@
-"""Ranges of pages that are on disk only: what is read for them, and that the bytes are right."""
+"""Ranges of pages that are on disk only: the leaves that are read, and the returned bytes."""
 
 import os
 from typing import Any
@@ -14,7 +14,7 @@ WIRES = ["shm", "bulk", "grpc"]
 
 
 def read_log(node: Node, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(offset, nbytes) of what is read from now on."""
+    """Return a list that gets (offset, nbytes) of each read from now on."""
     assert node.disk is not None
     files, log = node.disk.files, list[tuple[int, int]]()
     read = files.read
@@ -54,7 +54,7 @@ RANGES = {
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
-def test_only_the_leaves_of_a_range_are_read_and_its_bytes_are_right(
+def test_range_reads_only_its_leaves(
     node: Node,
     nodes: Nodes,
     large: Pages,
@@ -104,7 +104,7 @@ def test_range_requested_twice_is_read_once(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_nearly_all_of_a_page_is_read_whole_and_is_then_in_ram(
+def test_range_of_nearly_a_whole_page_loads_the_page_into_ram(
     node: Node, nodes: Nodes, large: Pages, stored: list[bytes], wire: str
 ) -> None:
     client = nodes.connect(node, wire)
@@ -119,7 +119,7 @@ def test_nearly_all_of_a_page_is_read_whole_and_is_then_in_ram(
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_a_damaged_leaf_is_a_miss_for_those_who_touch_it(
+def test_damaged_leaf_is_a_miss_for_ranges_that_touch_it(
     node: Node, nodes: Nodes, large: Pages, stored: list[bytes], wire: str
 ) -> None:
     client = nodes.connect(node, wire)
@@ -135,7 +135,7 @@ def test_a_damaged_leaf_is_a_miss_for_those_who_touch_it(
     assert ask(client, large, stored, (6 * LEAF - 1, 1)) == [True, True]
 
 
-def test_leaves_are_there_after_a_restart(
+def test_leaf_checksums_survive_a_restart(
     nodes: Nodes, node: Node, large: Pages, stored: list[bytes]
 ) -> None:
     client = nodes.connect(nodes.restart(node))
@@ -143,7 +143,7 @@ def test_leaves_are_there_after_a_restart(
     assert client.node_status().disk.pages_read_in_part == 2
 
 
-def test_a_page_that_was_loaded_and_written_anew_has_its_leaves(
+def test_page_written_again_after_a_load_has_leaf_checksums(
     nodes: Nodes, node: Node, large: Pages, stored: list[bytes]
 ) -> None:
     client = nodes.connect(node)

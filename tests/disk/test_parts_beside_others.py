@@ -1,5 +1,5 @@
-"""Ranges of pages that are on disk only, beside whatever else happens there: writers, a disk that
-hangs, an I/O process that ends, a RAM that is full.
+"""Range reads of pages that are on disk only, with concurrent writers, a disk that hangs, an I/O
+process that ends, or a full RAM.
 """
 
 import concurrent.futures
@@ -28,7 +28,7 @@ from node.server import Node
 WIRES = ["shm", "bulk", "grpc"]
 
 
-def test_a_place_on_disk_is_not_used_again_while_a_part_of_it_is_read(
+def test_slot_on_disk_is_not_reused_during_a_range_read(
     nodes: Nodes, node: Node, layer: FaultyLayer, large: Pages, stored: list[bytes]
 ) -> None:
     client, other = nodes.connect(node), nodes.connect(node)
@@ -49,10 +49,10 @@ def test_a_place_on_disk_is_not_used_again_while_a_part_of_it_is_read(
     assert client.lookup(large.namespace, stored).present == (False, False)
 
 
-def test_a_page_that_is_replaced_while_its_row_is_asked_for_is_a_miss(
+def test_page_replaced_during_its_row_lookup_is_a_miss(
     nodes: Nodes, node: Node, large: Pages, stored: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one with other bytes: what is read is of the one, and the row of the other."""
+    """A page replaced between the read of its bytes and of its row is a miss, not damage."""
     assert node.disk is not None
     client, other, rows = nodes.connect(node), nodes.connect(node), node.disk.rows
     page = rows.page
@@ -75,7 +75,7 @@ def test_a_page_that_is_replaced_while_its_row_is_asked_for_is_a_miss(
     assert client.node_status().disk.pages_corrupt == 0
 
 
-def test_a_page_that_is_removed_while_its_row_is_asked_for_is_a_miss(
+def test_page_removed_during_its_row_lookup_is_a_miss(
     nodes: Nodes, node: Node, large: Pages, stored: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert node.disk is not None
@@ -92,10 +92,13 @@ def test_a_page_that_is_removed_while_its_row_is_asked_for_is_a_miss(
     assert client.node_status().disk.pages_corrupt == 0
 
 
-def test_bytes_are_right_beside_puts_and_removals(
+def test_range_reads_are_right_beside_puts_and_removals(
     nodes: Nodes, node: Node, large: Pages, seed: int
 ) -> None:
-    """RAM has room for 16 pages, the disk for 32, and there are 40."""
+    """Reads return right bytes beside puts and removals of 40 pages.
+
+    RAM has room for 16 of them, the disk for 32.
+    """
     keys, stop, status = large.keys(*range(40)), threading.Event(), nodes.connect(node).node_status
 
     def worker(number: int, work: Callable[[Client, random.Random], object], wire: str) -> None:
@@ -125,7 +128,7 @@ def test_bytes_are_right_beside_puts_and_removals(
     with concurrent.futures.ThreadPoolExecutor(len(works)) as pool:
         workers = [pool.submit(worker, number, *work) for number, work in enumerate(works)]
         stop.wait(2.0)
-        try:  # longer on a busy machine
+        try:  # a busy machine needs longer
             wait_until(
                 lambda: (
                     status().disk.pages_read_in_part > 0 or any(ended.done() for ended in workers)
@@ -152,8 +155,8 @@ def wait_for_hang(node: Node) -> None:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_parts_have_room_where_whole_pages_have_none(nodes: Nodes, large: Pages, wire: str) -> None:
-    """Twice as many pages as the RAM holds, in one get; the pages in it stay but for one or two."""
+def test_ranges_of_many_pages_evict_nearly_nothing(nodes: Nodes, large: Pages, wire: str) -> None:
+    """Ranges of twice as many pages as RAM holds are read, and evict at most two pages from RAM."""
     node = nodes.start(batch_nbytes_max=1 << 20)
     client, keys = nodes.connect(node), large.keys(*range(32))
     for start in range(0, 32, 8):
@@ -167,7 +170,7 @@ def test_parts_have_room_where_whole_pages_have_none(nodes: Nodes, large: Pages,
     assert client.node_status().ram.page_count >= before - 2
 
 
-def test_the_slots_of_parts_are_free_after_the_read_and_do_not_turn_ram_over(
+def test_slots_of_parts_are_free_after_the_read(
     node: Node, nodes: Nodes, large: Pages, stored: list[bytes]
 ) -> None:
     client = nodes.connect(node)
@@ -178,7 +181,7 @@ def test_the_slots_of_parts_are_free_after_the_read_and_do_not_turn_ram_over(
     assert (node.tier.eviction.placed_nbytes, node.tier.slots.used_nbytes) == (placed, used)
 
 
-def test_a_process_keeps_the_parts_that_it_holds_and_no_longer(
+def test_session_keeps_its_parts_until_it_ends(
     node: Node, nodes: Nodes, large: Pages, stored: list[bytes]
 ) -> None:
     client = nodes.connect(node, "shm")
@@ -203,21 +206,21 @@ def large_request(pages: Pages, keys: list[bytes]) -> Any:
     return pb.GetRequest(namespace=pages.digest, prefix_hashes=keys, ranges=ranges)
 
 
-def test_without_room_for_its_parts_a_page_is_a_miss_and_stays_on_disk(
+def test_range_without_room_in_ram_is_a_miss_and_stays_on_disk(
     node: Node, nodes: Nodes, large: Pages, stored: list[bytes]
 ) -> None:
     others = Pages("others", 64 << 10)
     client, keys = nodes.connect(node), others.keys(*range(16))
     others.put(client, keys, durable=True)
     held = [page for page in node.tier.acquire(others.digest, keys, False, 0).pages if page]
-    assert len(held) == 16, "all of the RAM"
+    assert len(held) == 16, "the pages do not fill the RAM"
     assert ask(client, large, stored, (LEAF, 1)) == [False, False]
     node.tier.release(held)
     assert ask(client, large, stored, (LEAF, 1)) == [True, True]
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_while_a_read_of_a_part_hangs_others_do_not_wait_for_the_disk(
+def test_hanging_range_read_does_not_block_others(
     node: Node,
     nodes: Nodes,
     layer: FaultyLayer,
@@ -247,12 +250,12 @@ def test_cancelled_range_request_stops_reading(
         with pytest.raises(Unavailable, match="the caller has left"):
             node.service.begin_get(session, large_request(large, stored))
         assert not session.held
-    assert layer.calls["read"] == before + 2, "both parts of one page"
+    assert layer.calls["read"] == before + 2, "more was read than both parts of one page"
     assert node.disk is not None
     assert node.disk.present(large.digest, stored) == [True, True]
 
 
-def test_rows_that_do_not_come_make_a_miss_and_hang_nobody_else(
+def test_hanging_row_lookup_is_a_miss_and_does_not_block_others(
     node: Node, nodes: Nodes, large: Pages, stored: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.reads.HANGS_S", 0.2)
@@ -278,7 +281,7 @@ def test_rows_that_do_not_come_make_a_miss_and_hang_nobody_else(
     assert ask(client, large, stored, (LEAF, 1)) == [True, True]
 
 
-def test_a_failing_read_of_a_part_stops_the_disk_tier(
+def test_failing_range_read_stops_the_disk_tier(
     node: Node, nodes: Nodes, layer: FaultyLayer, large: Pages, stored: list[bytes]
 ) -> None:
     client = nodes.connect(node)
@@ -297,7 +300,7 @@ def kept_pages(kept: Node, nodes: Nodes, pages: Pages) -> tuple[Client, list[byt
     return client, keys
 
 
-def test_the_io_process_tells_the_leaves(kept: Node, nodes: Nodes, large: Pages) -> None:
+def test_io_process_returns_leaf_checksums(kept: Node, nodes: Nodes, large: Pages) -> None:
     client, keys = kept_pages(kept, nodes, large)
     assert ask(client, large, [*keys, *large.keys(4)], (3 * LEAF - 1, 2)) == [
         True,
@@ -311,9 +314,7 @@ def test_the_io_process_tells_the_leaves(kept: Node, nodes: Nodes, large: Pages)
     client.close()
 
 
-def test_without_its_io_process_a_range_on_disk_is_a_miss(
-    kept: Node, nodes: Nodes, large: Pages
-) -> None:
+def test_range_without_an_io_process_is_a_miss(kept: Node, nodes: Nodes, large: Pages) -> None:
     client, keys = kept_pages(kept, nodes, large)
     os.kill(io_process_of(kept), signal.SIGKILL)
     assert ask(client, large, keys, (LEAF, 1)) == [False] * 3
@@ -323,7 +324,7 @@ def test_without_its_io_process_a_range_on_disk_is_a_miss(
     client.close()
 
 
-def test_a_io_process_that_hangs_in_its_rows_costs_a_range_no_longer_than_the_call(
+def test_hanging_row_lookup_of_the_io_process_is_a_miss(
     kept: Node, nodes: Nodes, fault: Fault, large: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.io_process.QUESTION_S", 0.3)

@@ -1,4 +1,4 @@
-"""A few power losses; `make test-power` makes thousands."""
+"""Simulate a few power losses; `make test-power` simulates thousands."""
 
 import os
 import subprocess
@@ -8,8 +8,8 @@ from pathlib import Path
 HARNESS = Path(__file__).parents[1] / "helpers" / "power.py"
 
 
-def test_a_power_loss_at_any_moment_loses_nothing_that_was_acknowledged(seed: int) -> None:
-    """And nothing that is found is wrong, and nothing that was removed and flushed is back."""
+def test_power_loss_keeps_acknowledged_pages(seed: int) -> None:
+    """After a power loss, acknowledged pages exist, hits are right, and flushed removals hold."""
     done = subprocess.run(
         [sys.executable, str(HARNESS), "--runs", "2", "--images", "20", "--moments", "800"],
         env={**os.environ, "KVSTORE_SEED": str(seed)},

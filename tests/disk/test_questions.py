@@ -1,4 +1,4 @@
-"""What is asked of an I/O process beside its orders, while its disk hangs."""
+"""Questions to an I/O process, such as a list of pages, while its disk hangs."""
 
 import pytest
 from disk_nodes import Pages
@@ -11,11 +11,12 @@ from node.disk.io_process import QUESTION_S
 from node.server import Node
 
 
-def test_a_list_on_a_disk_that_hangs_ends_before_its_client_leaves_the_node_alone(
+def test_list_on_a_hanging_disk_ends_before_the_client_deadline(
     kept: Node, fault: Fault, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends by the node's answer, and not by the client's deadline, which says that the node
-    hangs.
+    """A list on a hanging disk ends with the node's error, before the client's deadline.
+
+    A deadline would open the client's circuit breaker, as if the node hung.
     """
     assert ClientConfig().timeout_s >= QUESTION_S + 1.0
     monkeypatch.setattr("node.disk.io_process.QUESTION_S", 1.0)

@@ -1,5 +1,5 @@
-"""Quotas of the disk: who floods loses his own pages, and nobody who is within his quota
-loses any.
+"""Quotas of the disk: a tenant over its quota loses its own pages, never those of a tenant within
+its quota.
 """
 
 import random
@@ -21,7 +21,7 @@ NAMES = {QUIET: "quiet", LOUD: "loud", FREE: "free"}
 
 
 class Shelf:
-    """Records of three tenants, by the number of their one namespace."""
+    """A page table with three tenants of one namespace each, named by the namespace's number."""
 
     def __init__(self, pages: int, block_pages: int = 16) -> None:
         self.records = PageTable(pages * PAGE, block_pages * PAGE)
@@ -38,7 +38,7 @@ class Shelf:
             self.records.regroup(record, used_s)
 
     def put(self, number: int, *names: int, nbytes: int = PAGE) -> bool:
-        """Whether all of them are there now, one after the other."""
+        """Store the pages one after the other; return whether there was room for all."""
         for name in names:
             self.now_s += 1
             while not (record := self.records.reserve(number, key(name), nbytes)):
@@ -58,7 +58,7 @@ def key(name: int) -> bytes:
     return name.to_bytes(16, "big")
 
 
-def test_a_tenant_at_its_quota_gives_up_its_own_oldest_page() -> None:
+def test_tenant_at_its_quota_loses_its_own_oldest_pages() -> None:
     shelf = Shelf(64)
     shelf.limit(quiet=32, loud=32)
     shelf.put(QUIET, *range(32))
@@ -68,7 +68,7 @@ def test_a_tenant_at_its_quota_gives_up_its_own_oldest_page() -> None:
     assert shelf.records.check() == []
 
 
-def test_one_without_a_quota_has_what_the_others_leave() -> None:
+def test_tenant_without_quota_uses_the_space_that_others_leave() -> None:
     shelf = Shelf(64)
     shelf.limit(quiet=32)
     shelf.put(QUIET, *range(16))
@@ -81,25 +81,27 @@ def test_one_without_a_quota_has_what_the_others_leave() -> None:
     assert shelf.records.check() == []
 
 
-def test_a_quota_that_is_lowered_or_comes_while_pages_are_there() -> None:
+def test_quota_set_or_lowered_later_applies_to_stored_pages() -> None:
     shelf = Shelf(64)
     shelf.put(QUIET, *range(32))
     shelf.put(LOUD, *range(32))
     shelf.limit(loud=8)
     assert shelf.records.check() == []
     shelf.put(QUIET, *range(100, 108))
-    assert shelf.present(QUIET, *range(32)) == [*range(32)], "who is over his quota gives first"
+    assert shelf.present(QUIET, *range(32)) == [*range(32)], (
+        "a tenant over its quota loses pages first"
+    )
     assert shelf.present(LOUD, *range(32)) == [*range(8, 32)], "the oldest first"
     shelf.limit(loud=8, quiet=40)
     shelf.put(LOUD, 50)
     assert shelf.present(LOUD, *range(60)) == [*range(25, 32), 50], (
-        "in the order in which they were used before"
+        "a new quota keeps the order of last use"
     )
     shelf.limit()
     assert shelf.records.check() == []
 
 
-def test_sizes_of_one_cost_another_no_page() -> None:
+def test_page_sizes_of_one_tenant_evict_no_page_of_another() -> None:
     shelf = Shelf(256)
     shelf.limit(quiet=128, loud=128)
     for name in range(128):
@@ -112,7 +114,7 @@ def test_sizes_of_one_cost_another_no_page() -> None:
     assert shelf.records.check() == []
 
 
-def test_a_page_that_is_more_than_the_quota_costs_its_tenant_none() -> None:
+def test_page_larger_than_the_quota_evicts_no_page() -> None:
     shelf = Shelf(64)
     shelf.limit(loud=8)
     shelf.put(LOUD, *range(8))
@@ -135,7 +137,7 @@ def test_disk_quota_counts_pages_of_an_earlier_run() -> None:
     assert shelf.records.check() == []
 
 
-def test_a_random_life_takes_nothing_from_who_is_within_his_quota(seed: int) -> None:
+def test_random_load_evicts_no_page_of_a_tenant_within_its_quota(seed: int) -> None:
     rng, shelf = random.Random(seed), Shelf(128)
     quotas = {"quiet": 48, "loud": 64}
     for step in range(3000):
@@ -164,14 +166,14 @@ def test_a_random_life_takes_nothing_from_who_is_within_his_quota(seed: int) -> 
             shelf.records.touch(record, shelf.now_s)
         for other in within - {number}:
             assert set(before[other]) <= set(shelf.present(other, *range(200))), (
-                "lost a page to another"
+                "a tenant within its quota lost a page to another"
             )
         if step % 20 == 0:
             assert shelf.records.check() == []
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_flood_of_a_node_leaves_what_another_has_on_disk(nodes: Nodes, restarted: bool) -> None:
+def test_flood_by_one_tenant_keeps_the_pages_of_another(nodes: Nodes, restarted: bool) -> None:
     quotas = {name: Quota(ram_nbytes=1 << 20, disk_nbytes=2 << 20) for name in ("quiet", "loud")}
     sizes = {"ram_nbytes": 2 << 20, "disk_nbytes": 4 << 20}
     node = nodes.start(**sizes)
@@ -202,7 +204,10 @@ def test_a_flood_of_a_node_leaves_what_another_has_on_disk(nodes: Nodes, restart
 def test_waiter_for_a_queue_share_does_not_poll(
     nodes: Nodes, layer: FaultyLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of the queue is left for others, so it has room, but not for him."""
+    """A durable put that waits for its tenant's share of the disk queue does not poll.
+
+    Half of the queue is reserved for others: the queue has room, but not for this tenant.
+    """
     node = nodes.start(ram_nbytes=2 << 20, disk_queue_nbytes=256 << 10)
     node.quotas.set({"loud": Quota(ram_nbytes=1 << 20)})
     client, loud = nodes.connect(node), Pages("m", 16 << 10, tenant="loud")

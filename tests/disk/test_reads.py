@@ -1,4 +1,4 @@
-"""A read from disk that hangs costs its own caller, and nobody else."""
+"""A read from disk that hangs delays its own caller only."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ class Clock:
         return self.now
 
 
-def test_the_oldest_read_tells() -> None:
+def test_oldest_read_decides_whether_reads_hang() -> None:
     clock, ended = Clock(), list[int]()
     reads = Reads(ended.append, clock)
     assert not reads.hang
@@ -43,7 +43,7 @@ def test_the_oldest_read_tells() -> None:
     assert ended == [8, 7, 9]
 
 
-def test_while_one_hangs_pages_on_disk_are_misses_and_those_in_ram_are_there(
+def test_hanging_read_makes_disk_pages_misses_and_keeps_ram(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.reads.HANGS_S", 0.2)
@@ -64,7 +64,7 @@ def test_while_one_hangs_pages_on_disk_are_misses_and_those_in_ram_are_there(
         [*on_disk, *in_ram]
     )
     assert [stat.on_disk for stat in client.stat(pages.namespace, on_disk)] == [True, True]
-    # A durable put of theirs has nothing to wait for
+    # The pages are on disk, so a durable put of them has nothing to wait for
     assert node.disk.safe(pages.digest, on_disk) == [
         True,
         True,
@@ -75,11 +75,12 @@ def test_while_one_hangs_pages_on_disk_are_misses_and_those_in_ram_are_there(
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_read_after_a_given_up_one_is_served_at_once(
+def test_read_after_a_timed_out_one_is_served_soon(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, wire: str
 ) -> None:
-    """The node says that it lives: the client does not leave it alone for four times what the disk
-    cost.
+    """After a read timed out on a hanging disk, the client soon reads from the node again.
+
+    The node shows that it is alive, so the circuit breaker does not pause for four timeouts.
     """
     node = nodes.start()
     client = nodes.connect(node, timeout_s=1.0, connect_timeout_s=1.0, wire=wire)
@@ -89,19 +90,19 @@ def test_read_after_a_given_up_one_is_served_at_once(
     layer.reading.clear()
     with pytest.raises(DeadlineExceeded):
         pages.get(client, pages.keys(1))
-    end = time.monotonic() + 3.0  # its pause would be 4 s
+    end = time.monotonic() + 3.0  # the pause of an open breaker would be 4 s
     while True:
         try:
             assert pages.get(client, pages.keys(2)) == [True]
             break
         except Unavailable:
-            assert time.monotonic() < end, "the node is still left alone"
+            assert time.monotonic() < end, "the circuit breaker is still open"
             time.sleep(0.02)
     layer.reading.set()
 
 
 class Slow:
-    """Files whose reads take so many seconds of the clock for each MiB, all of them zeros."""
+    """Files of zeros whose reads take `s_per_mib` seconds of the clock for each MiB."""
 
     def __init__(self, clock: Clock, s_per_mib: float) -> None:
         self.clock, self.s_per_mib = clock, s_per_mib
@@ -120,8 +121,8 @@ class Slow:
 
 @pytest.mark.parametrize("nbytes", [1, 4096, (1 << 20) + 1, (9 << 20) - 4097, 70 << 20])
 @pytest.mark.parametrize("verified", [False, True])
-def test_a_large_page_that_comes_is_no_read_that_hangs(nbytes: int, verified: bool) -> None:
-    """Of 70 MiB in 28 s: any page, whatever its size, had 2 s."""
+def test_slow_read_of_a_large_page_does_not_count_as_hanging(nbytes: int, verified: bool) -> None:
+    """Regression: a page of any size had to be read in 2 s; 70 MiB take 28 s here."""
     clock = Clock()
     reads = Reads(lambda record: None, clock)
     files: Any = Slow(clock, 0.4)
@@ -132,17 +133,17 @@ def test_a_large_page_that_comes_is_no_read_that_hangs(nbytes: int, verified: bo
             found = read.leaves(files, DiskLocation(8192, None), nbytes)
         else:
             found = read.page(files, DiskLocation(8192, None), memoryview(bytearray(end)), nbytes)
-        # As long as what comes behind it takes, that is no fault of the disk
+        # Work after the last read does not count as a hanging disk
         clock.now += HANGS_S + 1.0
         assert not reads.hang
     assert found == leaves(bytes(nbytes))
     assert not any(files.hung)
     assert sum(files.read_nbytes) == end
     if verified:
-        assert max(files.read_nbytes) <= 1 << 20, "this much memory, whatever the page's size"
+        assert max(files.read_nbytes) <= 1 << 20, "a verify uses more than 1 MiB of memory"
 
 
-def test_a_piece_of_a_large_page_that_hangs_is_told() -> None:
+def test_hanging_piece_of_a_large_page_counts_as_hanging() -> None:
     clock = Clock()
     files: Any = Slow(clock, HANGS_S / 4)
     files.reads = Reads(lambda record: None, clock)
@@ -152,7 +153,7 @@ def test_a_piece_of_a_large_page_that_hangs_is_told() -> None:
 
 
 @pytest.mark.usefixtures("small_leaves")
-def test_a_page_of_many_pieces_is_verified_and_its_last_byte_matters(
+def test_verify_of_a_page_in_pieces_covers_its_last_byte(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.reads.VERIFIED_NBYTES", 8192)
@@ -180,8 +181,11 @@ def test_a_page_of_many_pieces_is_verified_and_its_last_byte_matters(
 
 @pytest.fixture
 def hanging(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> Iterator[tuple[Any, Any]]:
-    """A node in which one read hangs, of page 1; page 3 is in RAM, page 2 on disk."""
-    node = nodes.start(grpc_threads=8)  # six transfers, four from disk, of which one peer has two
+    """Yield (node, key) while the read of page 1, named by the key, hangs.
+
+    Page 2 is on disk, page 3 in RAM.
+    """
+    node = nodes.start(grpc_threads=8)  # six transfers, four from disk, two of those for one peer
     client = nodes.connect(node, timeout_s=60.0)
     pages.put(client, pages.keys(1, 2), durable=True)
     pages.drop_from_ram(node)
@@ -204,10 +208,10 @@ def wait_for(
     return hits, time.monotonic() - began
 
 
-def test_one_deadline_for_all_pages_that_another_loads(
+def test_wait_for_loads_of_others_has_one_deadline(
     hanging: tuple[Any, Any], pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was 10 s for each, also of a key that stood there a thousand times."""
+    """Regression: the wait was 10 s per key, even for duplicates."""
     monkeypatch.setattr("node.disk.reads.HANGS_S", 3600.0)
     monkeypatch.setattr("node.memory.promotion.LOAD_S_MAX", 1.0)
     hits, took_s = wait_for(hanging[0], pages.digest, [hanging[1]] * 20)
@@ -230,10 +234,10 @@ def test_waiter_for_another_load_ends_when_cancelled_or_disk_hangs(
     assert took_s < 15.0
 
 
-def test_gets_from_a_disk_that_hangs_leave_transfers_to_others(
+def test_gets_from_a_hanging_disk_leave_transfers_free(
     hanging: tuple[Any, Any], nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They had all of their peer's for as long as it hung, though their callers had left."""
+    """Regression: gets from a hanging disk held all transfers of their peer, even if cancelled."""
     monkeypatch.setattr("node.disk.reads.HANGS_S", 3600.0)
     node, client = hanging[0], nodes.connect(hanging[0], "grpc", timeout_s=20.0)
     hasty = [nodes.connect(node, "grpc", timeout_s=20.0) for _ in range(3)]

@@ -1,5 +1,6 @@
-"""Whatever reads a page from disk gives its record back, whichever way that ends: one that stays in
-use is never evicted, and its slot never free.
+"""Every read of a page from disk releases the page's record, however the read ends.
+
+A record that stays in use is never evicted, and its slot never becomes free.
 """
 
 import time
@@ -11,7 +12,7 @@ import pytest
 from disk_nodes import FaultyLayer, Nodes, Pages
 
 
-def test_a_verify_and_a_scrub_give_their_records_back(nodes: Nodes, pages: Pages) -> None:
+def test_verify_and_scrub_release_their_records(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1, 2), durable=True)
@@ -20,10 +21,10 @@ def test_a_verify_and_a_scrub_give_their_records_back(nodes: Nodes, pages: Pages
     assert not node.disk.records._busy
 
 
-def test_a_scrub_that_hangs_is_told(
+def test_hanging_scrub_marks_the_disk_as_hanging(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a read does for a get: others do not wait behind it."""
+    """A scrub in a hanging read marks the disk as hanging, so that gets do not wait behind it."""
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)
@@ -39,7 +40,7 @@ def test_a_scrub_that_hangs_is_told(
     assert hangs
 
 
-def test_a_read_for_which_ram_has_no_room_gives_its_record_back(
+def test_read_without_room_in_ram_releases_its_record(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()

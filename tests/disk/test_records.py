@@ -1,6 +1,6 @@
-"""The records of pages on disk against a naive model of them.
+"""The table of pages on disk, compared with a naive model.
 
-KVSTORE_MODEL_STEPS=20000 makes for a longer life.
+Set KVSTORE_MODEL_STEPS=20000 for a longer run.
 """
 
 import os
@@ -23,14 +23,14 @@ STEPS = int(os.environ.get("KVSTORE_MODEL_STEPS") or 2000)
 
 
 class Model:
-    """What Records promises, in dicts and lists: keys in order of use, exact LRU of each size."""
+    """A naive page table of dicts and lists: keys in order of use, exact LRU of each size."""
 
     def __init__(self) -> None:
         self.by_key: dict[tuple[int, bytes], int] = {}
         self.order: list[int] = []  # oldest first
         self.used_s: dict[int, int] = {}
         self.size: dict[int, int] = {}
-        self.pinned: dict[int, int] = {}  # in no order; the newest once the pin is over
+        self.pinned: dict[int, int] = {}  # record -> end; becomes the newest when its pin ends
         self.uses: dict[int, int] = {}
 
     def add(self, key: tuple[int, bytes], record: int, size: int, now_s: int) -> None:
@@ -70,13 +70,13 @@ class Model:
         return not self.uses.get(record) and record not in self.pinned
 
     def oldest(self, size: int, now_s: int) -> int:
-        """Of the pages of one size that may go; 0 if there is none."""
+        """Return the least recently used evictable page of one size, or 0 if there is none."""
         self.end_pins(now_s)
         return next((r for r in self.order if self.size[r] == size and self.is_evictable(r)), 0)
 
 
 class Play:
-    """Random operations on records and model side by side."""
+    """Random operations on the page table and the model side by side."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -85,8 +85,7 @@ class Play:
         self.now_s = 1000
         self.doomed: list[int] = []  # removed while in use
         self.met: Counter[str] = Counter()
-        # Few distinct starts and a few lengths: keys of two namespaces share them, and so do keys
-        # of one.
+        # Few distinct prefixes and lengths: keys share them within a namespace and across two
         starts = [self.rng.randbytes(8) for _ in range(120)]
         self.keys = [
             (number, start + self.rng.randbytes(nbytes))
@@ -100,7 +99,7 @@ class Play:
 
     def step(self) -> None:
         self.now_s += self.rng.randrange(2)
-        some = list(self.model.by_key) if self.rng.random() < 0.4 else []  # else most are not there
+        some = list(self.model.by_key) if self.rng.random() < 0.4 else []  # else most miss
         key = self.rng.choice(some or self.keys)
         record = self.records.find(*key)
         assert record == self.known(key)
@@ -123,7 +122,7 @@ class Play:
                 self.records.remove(victim)
                 self.model.remove(victim)
             record = self.records.reserve(*key, size)
-        assert self.records.find(*key) == 0, "reserved is not published"
+        assert self.records.find(*key) == 0, "a reserved record was found before it was published"
         assert self.records.busy(record)
         if self.rng.random() < 0.1:
             self.records.cancel(record)
@@ -135,16 +134,17 @@ class Play:
         assert self.records.expiry_s(record) == self.now_s + 5
 
     def check_victims(self, victims: list[int], size: int) -> None:
-        """The oldest of our size, or all that is in the place of a block of a size whose oldest
-        page is older.
+        """Check that the victims are the oldest page of this size, or one block of another size.
+
+        Such a block is taken if the oldest page of its size is older.
         """
         model, slots = self.model, self.records.slots
         assert all(model.is_evictable(victim) for victim in victims)
         ours = model.oldest(size, self.now_s)
         if victims == [ours]:
-            self.met["oldest went"] += 1
+            self.met["oldest evicted"] += 1
             return
-        self.met["another size gave way"] += 1
+        self.met["block of another size evicted"] += 1
         others = {model.oldest(model.size[victim], self.now_s) for victim in victims}
         assert not ours or any(model.used_s[other] < model.used_s[ours] for other in others)
         area = slots.area(self.records.offset(victims[0]), slots.level(size))
@@ -193,7 +193,7 @@ class Play:
             listed = (record for record in records.records() if record not in model.pinned)
             ours = [record for record in listed if model.size[record] == size]
             assert ours == [record for record in model.order if model.size[record] == size], (
-                "exact LRU"
+                "the order is not exact LRU"
             )
         doomed_nbytes = sum(
             records.slots.block_of(records.offset(r)).kind.slot_nbytes for r in self.doomed
@@ -207,7 +207,7 @@ class Play:
         )
 
 
-def test_records_do_what_a_naive_model_does(seed: int) -> None:
+def test_page_table_agrees_with_a_naive_model(seed: int) -> None:
     play = Play(seed)
     for number in range(STEPS):
         play.step()
@@ -218,11 +218,11 @@ def test_records_do_what_a_naive_model_does(seed: int) -> None:
     play.check()
     assert all(
         play.met[what] > 5
-        for what in ("oldest went", "another size gave way", "removed while in use")
+        for what in ("oldest evicted", "block of another size evicted", "removed while in use")
     ), play.met
 
 
-def test_a_record_that_is_removed_while_it_is_read_keeps_its_slot_until_the_read_ends() -> None:
+def test_record_removed_during_a_read_keeps_its_slot_until_the_read_ends() -> None:
     records = PageTable(4096, 4096)
     record = records.reserve(1, b"a" * 16, 4096)
     records.publish(record, bytes(16), 5)
@@ -235,7 +235,7 @@ def test_a_record_that_is_removed_while_it_is_read_keeps_its_slot_until_the_read
     assert records.reserve(1, b"b" * 16, 4096)
 
 
-def test_pinned_and_busy_records_are_no_victims() -> None:
+def test_pinned_and_busy_records_are_not_evicted() -> None:
     records = PageTable(3 * 4096, 4096 * 3)
     hashes = [bytes([i]) * 16 for i in range(3)]
     stored = [records.reserve(1, prefix_hash, 4096) for prefix_hash in hashes]
@@ -247,15 +247,15 @@ def test_pinned_and_busy_records_are_no_victims() -> None:
     records.pin(stored[2], 200)
     assert records.victims(1, 4096, 50) == []
     assert records.victims(1, 12288, 50) == [], (
-        "a place with a pinned page does not change its size"
+        "a block with a pinned page was given to another size"
     )
-    assert records.victims(1, 4096, 100) == [stored[0]], "its pin is over"
+    assert records.victims(1, 4096, 100) == [stored[0]], "an ended pin still protects its page"
     records.end_use(stored[1])
-    assert records.victims(1, 4096, 100) == [stored[1]], "it is older"
+    assert records.victims(1, 4096, 100) == [stored[1]], "the older record was not evicted first"
     assert records.check() == []
 
 
-def test_a_colder_extent_of_another_size_serves_the_new_one() -> None:
+def test_least_recently_used_pages_of_another_size_make_room() -> None:
     records = PageTable(4 * 8192, 8192)
     for i in range(8):
         records.publish(records.reserve(1, bytes([i]) * 16, 4096), bytes(16), 10 + i)
@@ -273,7 +273,7 @@ def restored_row(
     return PageRow(namespace, prefix_hash, offset, slot_nbytes, 0, used_s, 0, bytes(16))
 
 
-def test_restore_refuses_a_slot_that_is_taken_or_outside() -> None:
+def test_restore_refuses_a_taken_or_invalid_slot() -> None:
     records = PageTable(4 * 8192, 8192)
     assert records.restore(restored_row(1, b"a" * 16, 4096, 4096))
     assert not records.restore(restored_row(1, b"b" * 16, 4096, 4096)), "the slot is taken"
@@ -298,10 +298,11 @@ def test_restored_pages_are_evicted_in_order_of_use() -> None:
     assert records.check() == []
 
 
-def test_a_record_takes_about_64_bytes_beside_its_hash() -> None:
-    """Whether the table has just grown or is nearly full; slots and their owners included.
+def test_record_takes_at_most_64_bytes_beside_its_hash() -> None:
+    """A record takes at most 64 bytes beside its hash, with slots and their owners.
 
-    The longest hashes waste the most.
+    This holds right after the table has grown and when it is nearly full. The longest hashes waste
+    the most memory.
     """
     nbytes, record_count = 64, 100_000
     records = PageTable(1 << 30, 1 << 26)
@@ -323,8 +324,9 @@ def test_a_record_takes_about_64_bytes_beside_its_hash() -> None:
 
 @pytest.mark.parametrize("restored", [False, True])
 def test_large_pages_take_less_than_240_bytes_of_memory_each(restored: bool) -> None:
-    """Of 1 MiB each in extents of 64 MiB: the objects of their blocks, and what a start needs for a
-    while. What docs/operations.md tells operators.
+    """Pages of 1 MiB in extents of 64 MiB stay below the bound in docs/operations.md.
+
+    The bound includes the objects of their blocks and the peak of a start.
     """
     count, page_nbytes = 8192, 1 << 20
     records, rng = PageTable(count * page_nbytes, 64 << 20), random.Random(5)
@@ -365,12 +367,10 @@ def test_restored_pages_of_two_sizes_are_evicted_colder_first() -> None:
 
 
 @pytest.mark.parametrize("restored", [False, True])
-def test_no_page_waits_for_the_whole_table_to_grow(
+def test_growth_moves_one_segment_at_a_time(
     monkeypatch: pytest.MonkeyPatch, restored: bool
 ) -> None:
-    """Of the records that are there already a new one moves at most a segment full, however many
-    there are.
-    """
+    """Storing a record moves at most one segment of the others, whatever the size of the table."""
     moved, put = [0], RecordTable._put
 
     def counted(*args: Any) -> None:
@@ -392,12 +392,12 @@ def test_no_page_waits_for_the_whole_table_to_grow(
     assert records.check() == []
 
 
-def test_a_segment_that_a_start_fills_is_split_before_it_is_full() -> None:
-    """One without a free place would be searched for ever.
+def test_segment_is_split_by_a_start_before_it_is_full() -> None:
+    """A start splits a segment before it is full: a search of a full one would never end.
 
-    `check` does not look.
+    `check` does not look for full segments.
     """
-    # All of the segment of even ones
+    # Even marks, which all belong to one segment
     marks = [
         0,
         *((number * 0x9E3779B1 & 0xFFFFFFFE) for number in range(1, 1001)),
@@ -410,10 +410,8 @@ def test_a_segment_that_a_start_fills_is_split_before_it_is_full() -> None:
     assert max(segment.count for segment in table.segments) <= FULL
 
 
-def test_records_come_and_go_without_growth() -> None:
-    """The table keeps no tombstones, which would have filled it twice, and numbers are
-    used again.
-    """
+def test_turnover_of_records_does_not_grow_the_table() -> None:
+    """The table keeps no tombstones, which would fill it twice here, and reuses record numbers."""
     records = PageTable(1 << 24, 1 << 20)
     stored = []
     for i in range(4096):
@@ -429,7 +427,7 @@ def test_records_come_and_go_without_growth() -> None:
     assert records.check() == []
 
 
-def test_the_one_place_on_disk_that_can_be_cleared_is_found_wherever_it_is() -> None:
+def test_only_extent_without_pins_is_found_as_victim() -> None:
     records = PageTable(64 * EXTENT_NBYTES, EXTENT_NBYTES)
     stored = [records.reserve(1, number.to_bytes(16, "big"), 4096) for number in range(64 * 16)]
     for number, record in enumerate(stored):

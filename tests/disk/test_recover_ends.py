@@ -1,6 +1,4 @@
-"""What a recover leaves behind: no limit for what is ordered later, and nothing that no sync had
-covered.
-"""
+"""After a recover, its time limit is gone, and pages that no sync covered are dropped."""
 
 import os
 import signal
@@ -26,11 +24,11 @@ def client(kept: Node) -> Iterator[Client]:
         yield client
 
 
-def test_the_limit_of_a_recover_ends_with_it(
+def test_time_limit_of_a_recover_ends_with_it(
     kept: Node, client: Client, fault: Fault, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a minute later every write that waited for its disk was taken for one that hangs, and
-    the tier stopped.
+    """Regression: half a minute after a recover, each slow write counted as hanging and stopped the
+    tier.
     """
     assert kept.disk is not None
     pages.put(client, pages.keys(1), durable=True)
@@ -47,11 +45,14 @@ def test_the_limit_of_a_recover_ends_with_it(
 def test_unsynced_pages_of_an_ended_io_process_are_dropped(
     kept: Node, client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new I/O process can not sync its predecessor's writes: such pages once counted as safe."""
+    """Regression: unsynced pages of an ended I/O process counted as safe.
+
+    A new I/O process can not sync the writes of the old one.
+    """
     disk = kept.disk
     assert disk is not None
     with monkeypatch.context() as patch:
-        # From the next wait on nothing is synced without need
+        # No more idle syncs after the writer's next wait
         patch.setattr("node.disk.writer.IDLE_S", 60.0)
         pages.put(client, pages.keys(1), durable=True)
         pages.put(client, pages.keys(2))

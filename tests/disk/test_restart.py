@@ -1,4 +1,4 @@
-"""What is on disk after a node stopped, was interrupted or got other limits."""
+"""Pages on disk after a node stopped, was interrupted or was started with other limits."""
 
 import errno
 import logging
@@ -21,8 +21,10 @@ STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
 # ---- start and stop ------------------------------------------------------------------------
 
 
-def test_a_new_directory_outlives_power_loss(tmp_path: Path) -> None:
-    """It is an entry of the one above, which is new too, and rows and extents are entries of it."""
+def test_new_directory_survives_power_loss(tmp_path: Path) -> None:
+    """A new data directory, its new parent and its entries are synced in an order safe for power
+    loss.
+    """
     synced: list[str] = []
 
     class Listing(FileLayer):
@@ -36,9 +38,7 @@ def test_a_new_directory_outlives_power_loss(tmp_path: Path) -> None:
     assert synced == ["new", ".", "new/data/extents", "new/data"]
 
 
-def test_a_graceful_stop_writes_what_is_in_ram_only(
-    nodes: Nodes, layer: FaultyLayer, pages: Pages
-) -> None:
+def test_graceful_stop_writes_pages_in_ram(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> None:
     node = nodes.start(disk_queue_nbytes=64 << 10)
     client = nodes.connect(node)
     layer.writing.clear()
@@ -50,14 +50,14 @@ def test_a_graceful_stop_writes_what_is_in_ram_only(
 
 
 @pytest.mark.parametrize("count", [3, 4])
-def test_a_stop_checks_tiers_of_few_pages_only(
+def test_stop_checks_only_tiers_with_few_pages(
     nodes: Nodes,
     pages: Pages,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     count: int,
 ) -> None:
-    """A check looks at every page: that of two million took ten seconds, with nothing to write."""
+    """Regression: a stop checked every page, which took ten seconds for two million."""
     monkeypatch.setattr("node.server.CHECKED_MAX", 3, raising=False)
     node = nodes.start()
     pages.put(nodes.connect(node), pages.keys(*range(count)), durable=True)
@@ -80,10 +80,10 @@ def test_a_stop_checks_tiers_of_few_pages_only(
     ] == [count == 4] * 2
 
 
-def test_a_write_that_was_interrupted_leaves_free_space(
+def test_interrupted_write_leaves_its_space_free(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
-    """The bytes are in the file, the row is not: as if the process had been killed in between."""
+    """Bytes without a row leave their space free, as after a kill between the two writes."""
     node = nodes.start()
     client = nodes.connect(node)
     kept, cut = pages.keys(1, 2), pages.keys(3, 4)
@@ -97,12 +97,12 @@ def test_a_write_that_was_interrupted_leaves_free_space(
     assert pages.get(client, kept + cut) == [True, True, False, False]
 
 
-def test_a_start_tells_how_many_rows_it_dropped_and_why(
+def test_start_logs_dropped_rows_by_reason(
     nodes: Nodes, pages: Pages, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Most pages of a directory went once, and nobody was told.
+    """Regression: a start dropped most pages of a directory without a log line.
 
-    A time to live that is over is no loss.
+    Rows whose time to live is over are not counted as dropped.
     """
     node = nodes.start()
     keys = pages.keys(*range(9))
@@ -120,8 +120,8 @@ def test_a_start_tells_how_many_rows_it_dropped_and_why(
     with caplog.at_level(logging.WARNING):
         node = nodes.start()
     (line,) = [line for line in caplog.messages if "dropped at the start" in line]
-    for said in ("3 with an impossible slot", "1 of an unknown namespace", "1 damaged"):
-        assert said in line
+    for text in ("3 with an impossible slot", "1 of an unknown namespace", "1 damaged"):
+        assert text in line
     assert node.disk.records.count == 2
     caplog.clear()
     nodes.connect(node).flush()
@@ -130,9 +130,7 @@ def test_a_start_tells_how_many_rows_it_dropped_and_why(
     assert "dropped" not in caplog.text
 
 
-def test_a_smaller_disk_forgets_what_lies_beyond_and_gives_the_files_back(
-    nodes: Nodes, pages: Pages
-) -> None:
+def test_smaller_disk_drops_pages_beyond_and_frees_their_files(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start(disk_nbytes=2 << 20)
     client = nodes.connect(node)
     keys = pages.keys(*range(200))
@@ -146,7 +144,7 @@ def test_a_smaller_disk_forgets_what_lies_beyond_and_gives_the_files_back(
     assert sum(path.stat().st_size for path in (nodes.data_dir / "extents").iterdir()) <= 1 << 20
 
 
-def test_a_node_whose_extents_became_too_small_for_a_namespace_starts_without_it(
+def test_namespace_too_large_for_smaller_extents_is_closed_until_they_grow(
     nodes: Nodes, pages: Pages
 ) -> None:
     node = nodes.start()
@@ -163,7 +161,7 @@ def test_a_node_whose_extents_became_too_small_for_a_namespace_starts_without_it
     assert large.get(nodes.connect(node), large.keys(1)) == [True]
 
 
-def test_namespaces_of_an_earlier_run_are_known_and_numbers_are_used_again(
+def test_namespaces_survive_a_restart_and_numbers_are_reused(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.index.KEPT", 4)
@@ -182,12 +180,10 @@ def test_namespaces_of_an_earlier_run_are_known_and_numbers_are_used_again(
     assert max(number for number, _ in node.disk.rows.namespaces()) <= 5
 
 
-def test_a_node_with_more_ram_keeps_the_extents_of_its_directory(
+def test_node_with_more_ram_keeps_the_extent_size_of_its_directory(
     nodes: Nodes, pages: Pages
 ) -> None:
-    """By default extents on disk follow those of RAM, but a directory that has some keeps their
-    size.
-    """
+    """An existing directory keeps its extent size, although the default follows that of RAM."""
     sizes = {"disk_extent_nbytes": 0, "disk_nbytes": 128 << 20}
     node = nodes.start(**sizes)
     keys = pages.keys(*range(8))
@@ -199,7 +195,7 @@ def test_a_node_with_more_ram_keeps_the_extents_of_its_directory(
     assert pages.get(nodes.connect(node), keys) == [True] * 8
 
 
-def test_a_disk_smaller_than_an_extent_is_refused(nodes: Nodes, pages: Pages) -> None:
+def test_disk_smaller_than_an_extent_is_refused(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start(disk_extent_nbytes=0, disk_nbytes=64 << 20)
     pages.put(nodes.connect(node), pages.keys(1), durable=True)
     nodes.stop(node)
@@ -225,10 +221,10 @@ def test_more_extents_than_the_process_may_open_are_refused(
         "node.disk.data_dir.resource.setrlimit", lambda which, limits: raised.append(limits)
     )
     nodes.start()
-    assert raised[0] == (544, 4096), "before those for connections"
+    assert raised[0] == (544, 4096), "the limit is raised for extents before that for connections"
 
 
-def test_an_extent_that_found_too_little_space_gives_it_back(
+def test_failed_allocation_of_an_extent_frees_its_space(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_out(fd: int, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""The row database: what a row says, and what a damaged, foreign or interrupted one does."""
+"""The row database: the format of rows, and damaged, foreign or interrupted databases."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def rows(tmp_path: Path) -> Iterator[Rows]:
 
 
 @pytest.mark.parametrize("nbytes", [16, 32, 64])
-def test_a_row_comes_back_as_it_was(nbytes: int) -> None:
+def test_row_is_parsed_as_written(nbytes: int) -> None:
     ours = row(7, 65535, nbytes)._replace(
         offset=(1 << 44) - 4096, used_s=(1 << 32) - 1, expiry_s=(1 << 32) - 1
     )
@@ -63,21 +63,19 @@ def test_a_row_comes_back_as_it_was(nbytes: int) -> None:
     ("expiry_s", "ahead_s", "is_over"),
     [
         (2_000_000, 0, False),
-        (2_000_000, 10, False),  # a clock that is kept right is set back by seconds
+        (2_000_000, 10, False),  # a synchronized clock may be set back by seconds
         (2_000_000, 11, True),
         (999_999, 0, True),
-        (0, 11, False),  # without a time to live it does not matter when it was written
+        (0, 11, False),  # without a time to live, the time of writing does not matter
     ],
 )
-def test_a_row_of_the_future_counts_as_one_whose_time_is_over(
-    expiry_s: int, ahead_s: int, is_over: bool
-) -> None:
+def test_row_from_the_future_counts_as_expired(expiry_s: int, ahead_s: int, is_over: bool) -> None:
     ours = row(7)._replace(expiry_s=expiry_s)
     assert ours.is_expired(ours.stored_s - ahead_s) == is_over
 
 
-def test_a_row_is_what_the_format_says() -> None:
-    """docs/FORMAT.md by its example, made here without the project's code."""
+def test_row_follows_the_documented_format() -> None:
+    """A row equals the example of docs/FORMAT.md, built here without the project's code."""
     example = json.loads(GOLDEN.read_text())["row"]
     prefix_hash, page_checksum = (
         bytes.fromhex(example["prefix_hash"]),
@@ -105,13 +103,14 @@ def test_a_row_is_what_the_format_says() -> None:
     )
 
 
-def test_slots_lie_where_the_format_says() -> None:
-    """Where they may lie changed without a new format once: most pages of a directory were lost at
-    the start.
+def test_slots_are_placed_as_documented() -> None:
+    """Regression: the placement of slots changed without a new format version.
+
+    Most pages of an older directory were lost at the start.
     """
     example = json.loads(GOLDEN.read_text())["disk_blocks"]
     assert example["format"] == FORMAT_VERSION, (
-        "a new format, or another place for slots, needs an example of its own"
+        "a new format or placement of slots needs an example of its own"
     )
     extent_nbytes = example["extent_nbytes"]
     for text, block_nbytes in example["block_nbytes_by_slot_nbytes"].items():
@@ -131,7 +130,7 @@ def test_slots_lie_where_the_format_says() -> None:
 
 
 @pytest.mark.parametrize("leaves", [b"", b"leaf 0..leaf 1.."])
-def test_a_row_with_any_byte_changed_or_missing_is_no_row(leaves: bytes) -> None:
+def test_row_with_a_changed_or_missing_byte_is_refused(leaves: bytes) -> None:
     ours = row(7)._replace(leaves=leaves)
     key, value = ours.key, ours.value()
     for i in range(len(key)):
@@ -145,7 +144,7 @@ def test_a_row_with_any_byte_changed_or_missing_is_no_row(leaves: bytes) -> None
     assert parse_page_row(key[:-1], value) is None
 
 
-def test_rows_are_kept_in_the_order_of_namespace_and_hash(rows: Rows) -> None:
+def test_rows_are_ordered_by_namespace_and_hash(rows: Rows) -> None:
     wanted = [row(1), row(2), row(300), row(1, namespace=2), row(5, namespace=256)]
     rows.write({2: b"two", 256: b"more"}, reversed(wanted), [])
     assert [parse_page_row(*pair) for pair in rows.pages()] == wanted
@@ -153,7 +152,7 @@ def test_rows_are_kept_in_the_order_of_namespace_and_hash(rows: Rows) -> None:
     assert list(rows.namespaces()) == [(2, b"two"), (256, b"more")]
 
 
-def test_a_key_that_is_removed_and_stored_in_one_batch_is_stored(rows: Rows) -> None:
+def test_key_removed_and_stored_in_one_batch_is_stored(rows: Rows) -> None:
     rows.write({}, [row(1), row(2)], [])
     renewed = row(1)._replace(offset=8192)
     rows.write({}, [renewed], [row(1).key, row(2).key])
@@ -168,8 +167,8 @@ def test_rows_survive_closing_and_opening(tmp_path: Path) -> None:
         rows.close()
 
 
-def test_a_batch_that_was_cut_off_is_there_wholly_or_not_at_all(tmp_path: Path) -> None:
-    """The log of the database is cut at many places, as a crash would."""
+def test_cut_batch_is_present_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A batch is present as a whole or not at all, wherever a crash cuts the database's log."""
     rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
     rows.write({1: b"n"}, [row(number) for number in range(10)], [])
     rows.write(
@@ -190,11 +189,12 @@ def test_a_batch_that_was_cut_off_is_there_wholly_or_not_at_all(tmp_path: Path) 
     assert seen == {0, 10, 25}
 
 
-def test_rows_of_a_killed_run_are_in_a_synced_table_when_the_next_has_opened_them(
+def test_rows_of_a_killed_run_are_in_a_synced_table_after_opening(
     tmp_path: Path,
 ) -> None:
-    """Not in a log that the killed run left unsynced and nobody will sync: RocksDB syncs the tables
-    that it writes.
+    """Opening the database of a killed run moves its rows from the unsynced log to a table.
+
+    RocksDB syncs the tables that it writes, but never the log of an earlier run.
     """
     rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
     rows.write({1: b"n"}, [row(number) for number in range(10)], [])
@@ -208,8 +208,8 @@ def test_rows_of_a_killed_run_are_in_a_synced_table_when_the_next_has_opened_the
     opened.close()
 
 
-def test_a_sync_of_the_rows_asks_rocksdb_for_the_medium(rows: Rows) -> None:
-    """Not for the memory of the host only, which is what its log is written to without `True`."""
+def test_sync_of_the_rows_syncs_the_log_to_the_medium(rows: Rows) -> None:
+    """A sync passes `sync=True` to RocksDB, which else writes its log to the page cache only."""
 
     class Spy:
         def __init__(self) -> None:
@@ -227,10 +227,8 @@ def test_a_sync_of_the_rows_asks_rocksdb_for_the_medium(rows: Rows) -> None:
     assert spy.asked == [True]
 
 
-def test_a_flipped_bit_in_the_database_never_yields_a_changed_row(tmp_path: Path) -> None:
-    """RocksDB refuses the file, or the row's own checksum does; what is read is what was
-    written.
-    """
+def test_flipped_bit_in_the_database_yields_no_changed_row(tmp_path: Path) -> None:
+    """A flipped bit makes RocksDB refuse the file or a row fail its checksum; no row is changed."""
     rows = Rows(tmp_path / "rows", EXTENT_NBYTES)
     wanted = [row(number) for number in range(50)]
     rows.write({1: b"n"}, wanted, [])
@@ -265,7 +263,7 @@ def test_a_flipped_bit_in_the_database_never_yields_a_changed_row(tmp_path: Path
     assert refused + fewer > 0, "no flip was noticed"
 
 
-def test_another_extent_size_is_refused_with_both_named(tmp_path: Path) -> None:
+def test_another_extent_size_is_refused(tmp_path: Path) -> None:
     Rows(tmp_path / "rows", EXTENT_NBYTES).close()
     with pytest.raises(ConfigError, match=r"extents of 1048576 bytes.*2097152.*disk_extent_nbytes"):
         Rows(tmp_path / "rows", 2 * EXTENT_NBYTES)
@@ -276,8 +274,9 @@ def test_another_extent_size_is_refused_with_both_named(tmp_path: Path) -> None:
 def test_another_format_version_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
-    """And left as it is: rows of format 1, whose keys had 8 bytes of the hash, would be taken for
-    others.
+    """A database of another format version is refused and not changed.
+
+    Rows of format 1, for example, had keys with 8 bytes of the hash.
     """
     with monkeypatch.context() as older:
         older.setattr("node.disk.rows.FORMAT_VERSION", version)
@@ -295,7 +294,7 @@ def test_another_format_version_is_refused(
     rows.close()
 
 
-def test_a_refused_directory_keeps_its_extents_and_is_free_for_the_next(
+def test_refused_directory_keeps_its_extents_and_releases_its_lock(
     tmp_path: Path, arena: Arena
 ) -> None:
     def open_dir(extent_nbytes: int) -> None:
@@ -311,9 +310,7 @@ def test_a_refused_directory_keeps_its_extents_and_is_free_for_the_next(
     open_dir(EXTENT_NBYTES)
 
 
-def test_a_second_process_on_the_directory_is_refused_with_a_clear_message(
-    tmp_path: Path, arena: Arena
-) -> None:
+def test_second_node_on_one_directory_is_refused(tmp_path: Path, arena: Arena) -> None:
     directory = ProcessStorage(tmp_path, 1 << 22, EXTENT_NBYTES, arena.fd)
     ports = (
         "--host",
@@ -344,9 +341,7 @@ def test_a_second_process_on_the_directory_is_refused_with_a_clear_message(
 
 
 @pytest.mark.parametrize("kind", [DataDir, ProcessStorage])
-def test_a_data_dir_that_is_no_directory_is_refused(
-    tmp_path: Path, arena: Arena, kind: Any
-) -> None:
+def test_file_as_data_dir_is_refused(tmp_path: Path, arena: Arena, kind: Any) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can not be used"):
         kind(tmp_path / "file", 1 << 22, EXTENT_NBYTES, arena.fd)

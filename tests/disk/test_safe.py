@@ -1,7 +1,6 @@
-"""When a page counts as safe: when a sync began after its last write, whoever wrote or synced it.
+"""A page counts as safe when a sync began after its last write, whichever call wrote or synced it.
 
-`test_power_short.py` loses the power at random; here is one test for each way in which it could be
-forgotten.
+`test_power_short.py` cuts the power at random; here is one test for each way to break the rule.
 """
 
 import errno
@@ -21,7 +20,7 @@ from node.memory.page import Page
 
 
 class Trail:
-    """The order in which a layer wrote and synced: what the rule of an acknowledgement is about."""
+    """The order of the writes and syncs of a file layer."""
 
     def __init__(self, layer: FaultyLayer) -> None:
         self.calls: list[str] = []
@@ -34,7 +33,7 @@ class Trail:
             )
 
     def assert_synced(self) -> None:
-        """A sync began after the last write ended."""
+        """Check that a sync came after the last write."""
         assert self.calls[-1:] == ["sync"], f"the last calls were {self.calls[-4:]}"
 
 
@@ -46,9 +45,7 @@ def without_idle_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
 def write_between(
     node: Any, monkeypatch: pytest.MonkeyPatch, digest: bytes, keys: list[bytes]
 ) -> None:
-    """Another client's flush writes these pages, and has not synced them, right behind the next
-    barrier.
-    """
+    """Let another client's flush write these pages, unsynced, right after the next barrier."""
     durability = node.service.durability
     barrier, done = durability._barrier, []
 
@@ -65,7 +62,7 @@ def write_between(
 def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 10.0
     while not condition():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "the condition was not met in 10 s"
         threading.Event().wait(0.005)
 
 
@@ -79,7 +76,7 @@ def put_in_ram_only(
 
 
 @pytest.mark.usefixtures("without_idle_syncs")
-def test_a_durable_put_is_not_acknowledged_for_a_page_that_another_wrote_behind_its_barrier(
+def test_durable_put_waits_for_a_sync_of_pages_written_after_its_barrier(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
@@ -94,14 +91,14 @@ def test_a_durable_put_is_not_acknowledged_for_a_page_that_another_wrote_behind_
 
 @pytest.mark.usefixtures("without_idle_syncs")
 @pytest.mark.parametrize("still_in_ram", [True, False])
-def test_a_flush_does_not_return_for_a_page_that_another_wrote_behind_its_barrier(
+def test_flush_waits_for_a_sync_of_pages_written_after_its_barrier(
     nodes: Nodes,
     layer: FaultyLayer,
     pages: Pages,
     monkeypatch: pytest.MonkeyPatch,
     still_in_ram: bool,
 ) -> None:
-    """Also if RAM has evicted the page by the time the flush looks for what is left."""
+    """A flush waits for a sync of pages written after its barrier, even if RAM evicted them."""
     node = nodes.start()
     client = nodes.connect(node)
     put_in_ram_only(node, pages, client, pages.keys(1, 2), monkeypatch)
@@ -121,10 +118,13 @@ def test_a_flush_does_not_return_for_a_page_that_another_wrote_behind_its_barrie
     assert node.disk.safe(pages.digest, pages.keys(1, 2)) == [True, True]
 
 
-def test_a_durable_put_of_a_page_that_ram_lost_before_it_was_on_disk_is_not_acknowledged(
+def test_durable_put_fails_if_ram_evicts_the_page_before_its_write(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The queue was full, and RAM needed the slot."""
+    """A durable put fails if RAM evicted its page before it was written.
+
+    This happens when the disk queue is full and RAM needs the slot.
+    """
     node = nodes.start()
     client = nodes.connect(node)
     monkeypatch.setattr(node.disk.writer, "offer", lambda pages, urgent: 0)
@@ -144,7 +144,10 @@ def test_a_durable_put_of_a_page_that_ram_lost_before_it_was_on_disk_is_not_ackn
 def test_pages_of_an_earlier_run_are_synced_before_the_ack(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
-    """That run may have been killed before it synced; nobody can tell from its rows."""
+    """Pages of an earlier run are synced before they are acknowledged.
+
+    That run may have been killed before its sync, which its rows do not show.
+    """
     node = nodes.start()
     pages.put(nodes.connect(node), pages.keys(1, 2), durable=True)
     node = nodes.restart(node)
@@ -155,11 +158,11 @@ def test_pages_of_an_earlier_run_are_synced_before_the_ack(
     assert trail.calls == ["sync"]
     trail.calls.clear()
     assert pages.put(client, pages.keys(2), durable=True) == [PutOutcome.EXISTS]
-    assert trail.calls == [], "once is enough"
+    assert trail.calls == [], "safe pages were synced again"
 
 
 @pytest.mark.usefixtures("without_idle_syncs")
-def test_a_writer_that_is_never_idle_syncs_all_the_same(
+def test_busy_writer_syncs_without_idle_time(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.tier.SYNC_PAGES", 4)
@@ -170,10 +173,13 @@ def test_a_writer_that_is_never_idle_syncs_all_the_same(
 
 
 @pytest.mark.usefixtures("without_idle_syncs")
-def test_a_sync_does_not_return_before_another_that_took_its_work_has_ended(
+def test_sync_waits_for_a_concurrent_sync(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recover and the writer, say: the first takes the list of what is to be synced."""
+    """A second sync waits for the first one, which has taken the list of files to sync.
+
+    A recover and the writer may sync at the same time.
+    """
     node = nodes.start()
     begun, go_on, sync = threading.Event(), threading.Event(), layer.sync
 
@@ -197,10 +203,13 @@ def test_a_sync_does_not_return_before_another_that_took_its_work_has_ended(
     assert not too_early
 
 
-def test_a_sync_that_works_after_one_that_failed_makes_nothing_safe_until_a_recover(
+def test_sync_after_a_failed_one_makes_no_page_safe_until_recover(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if nobody has noticed yet that the tier is to be stopped."""
+    """After a failed sync, a successful one makes no page safe until a recover.
+
+    This holds even before the tier is stopped.
+    """
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)
@@ -219,12 +228,12 @@ def test_a_sync_that_works_after_one_that_failed_makes_nothing_safe_until_a_reco
     assert node.disk.safe(pages.digest, pages.keys(1, 2)) == [True, True]
 
 
-def test_recover_waits_for_the_store_that_is_under_way(
+def test_recover_waits_for_a_running_store(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or a failed sync of one would be what the other believes in.
+    """A recover waits for a running store for a limited time, and fails if the disk hangs.
 
-    A disk that hangs is told, not waited for.
+    Otherwise one of the two could rely on a sync of the other that failed.
     """
     node = nodes.start()
     client = nodes.connect(node)
@@ -240,7 +249,7 @@ def test_recover_waits_for_the_store_that_is_under_way(
 
 
 @pytest.mark.usefixtures("without_idle_syncs")
-def test_a_removal_is_synced_by_the_flush_behind_it(nodes: Nodes, pages: Pages) -> None:
+def test_flush_syncs_an_earlier_removal(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)
@@ -251,7 +260,7 @@ def test_a_removal_is_synced_by_the_flush_behind_it(nodes: Nodes, pages: Pages) 
     assert list(node.disk.rows.pages()) == []
 
 
-def test_an_idle_writer_syncs_a_removal(nodes: Nodes, pages: Pages) -> None:
+def test_idle_writer_syncs_a_removal(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     pages.put(client, pages.keys(1), durable=True)
@@ -262,11 +271,13 @@ def test_an_idle_writer_syncs_a_removal(nodes: Nodes, pages: Pages) -> None:
     wait_until(lambda: bool(synced))
 
 
-def test_a_page_whose_removal_was_not_synced_is_removed_once_more_after_recover(
+def test_unsynced_removal_is_repeated_after_recover(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sync that failed may have lost the deletion of its row, and one that works afterwards
-    does not bring it back: after a power loss the page would be there.
+    """After a failed sync, recover deletes the rows of removed pages once more.
+
+    The failed sync may have lost the deletions, and a later sync does not repeat them: after a
+    power loss, the pages would be back.
     """
     node = nodes.start()
     client = nodes.connect(node)
@@ -295,15 +306,18 @@ def test_a_page_whose_removal_was_not_synced_is_removed_once_more_after_recover(
     assert client.flush() == 2
     assert sorted(deleted) == sorted(first * 2)
     client.flush()
-    assert len(deleted) == 4, "what is safe is not deleted again"
+    assert len(deleted) == 4, "a synced deletion was repeated"
     assert client.lookup(pages.namespace, keys).present == (False, False, True, True)
 
 
 @pytest.mark.usefixtures("without_idle_syncs")
-def test_a_namespace_whose_number_was_anothers_when_a_sync_failed_is_there_after_a_restart(
+def test_namespace_with_a_reused_number_survives_a_failed_sync(
     nodes: Nodes, layer: FaultyLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other's row may not be deleted once more: it is in its place."""
+    """A namespace that got the number of a removed one before a failed sync survives a restart.
+
+    The repeated deletion of the old row must not delete the new one, which has the same key.
+    """
     node = nodes.start()
     client = nodes.connect(node)
     first, second = Pages("first"), Pages("second")
@@ -326,7 +340,7 @@ def test_a_namespace_whose_number_was_anothers_when_a_sync_failed_is_there_after
 def test_barrier_with_a_begun_sync_takes_no_more_waiters(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those who wait at the end of the queue share one barrier, as long as it is there."""
+    """Waiters share the barrier at the end of the queue only until its sync begins."""
     node = nodes.start()
     client = nodes.connect(node)
     begun, go_on, sync = threading.Event(), threading.Event(), node.disk.sync

@@ -1,5 +1,5 @@
-"""A node that runs out of descriptors, memory or threads: no fault of the disk, and over when it is
-over.
+"""A shortage of descriptors, memory or threads does not stop the disk tier, which works again
+without a recover.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def assert_disk_serves(client: Client) -> None:
 
 
 @pytest.mark.parametrize("code", SHORT, ids=map(os.strerror, SHORT))
-def test_a_write_that_lacks_descriptors_or_memory_leaves_the_page_in_ram_and_the_disk_alone(
+def test_write_short_of_resources_keeps_the_page_in_ram_and_the_disk_serving(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, code: int
 ) -> None:
     node = nodes.start()
@@ -41,13 +41,13 @@ def test_a_write_that_lacks_descriptors_or_memory_leaves_the_page_in_ram_and_the
     assert pages.get(client, pages.keys(*range(4))) == [True] * 4
     assert node.disk.records.slots.used_nbytes == 0
     layer.heal()
-    assert client.flush() == 4, "without a recover"
+    assert client.flush() == 4, "the tier needs a recover"
     pages.drop_from_ram(node)
     assert pages.get(client, pages.keys(*range(4))) == [True] * 4
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")], ids=repr)
-def test_a_writer_that_lacks_memory_or_threads_leaves_the_disk_alone(
+def test_writer_short_of_memory_or_threads_keeps_the_disk_serving(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     node = nodes.start()
@@ -69,7 +69,7 @@ def test_a_writer_that_lacks_memory_or_threads_leaves_the_disk_alone(
     assert client.flush() == 1
 
 
-def test_memory_that_ran_out_within_a_sync_leaves_everything_to_be_synced(
+def test_sync_short_of_memory_leaves_its_files_for_the_next_sync(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
@@ -86,11 +86,11 @@ def test_memory_that_ran_out_within_a_sync_leaves_everything_to_be_synced(
     synced: list[int] = []
     monkeypatch.setattr(layer, "sync", lambda fd: (synced.append(fd), sync(fd)))
     pages.put(client, pages.keys(1), durable=True)
-    assert synced, "the extent was synced by the one that worked"
+    assert synced, "the later sync left out the extent"
 
 
 @pytest.mark.parametrize("code", SHORT, ids=map(os.strerror, SHORT))
-def test_a_read_that_lacks_descriptors_or_memory_is_a_miss_and_the_page_stays(
+def test_read_short_of_resources_is_a_miss_and_keeps_the_page(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, code: int
 ) -> None:
     node = nodes.start()
@@ -108,7 +108,7 @@ def test_a_read_that_lacks_descriptors_or_memory_is_a_miss_and_the_page_stays(
     assert client.scrub().intact == 2
 
 
-def test_a_list_that_can_not_be_read_to_its_end_for_want_of_descriptors_is_no_shorter_list(
+def test_list_short_of_descriptors_is_an_error(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
@@ -131,7 +131,7 @@ def test_a_list_that_can_not_be_read_to_its_end_for_want_of_descriptors_is_no_sh
     )
 
 
-def test_a_background_scrub_that_lacks_memory_goes_on_later(
+def test_background_scrub_short_of_memory_goes_on_later(
     nodes: Nodes, layer: FaultyLayer, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.scrub.ROUND_PAUSE_S", 0.01)
@@ -149,7 +149,7 @@ def test_a_background_scrub_that_lacks_memory_goes_on_later(
         pass
 
 
-def test_a_sync_that_ran_out_of_memory_has_lost_writes_as_any_other(
+def test_sync_failing_with_enomem_stops_the_tier(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start()
@@ -178,8 +178,11 @@ def test_rocksdb_shortage_errors_are_recognized(code: int) -> None:
     assert not is_shortage(other.value)
 
 
-def test_idle_connections_that_take_all_descriptors_do_not_stop_the_disk(tmp_path: Path) -> None:
-    """The node may open only a few more files; each page here needs an extent of its own."""
+def test_idle_connections_on_all_descriptors_do_not_stop_the_disk(tmp_path: Path) -> None:
+    """Idle connections that use up all descriptors do not stop the disk tier.
+
+    Each page here needs an extent file of its own.
+    """
     pages = Pages("large", 64 << 10)
     sizes = (
         "--ram-bytes",
@@ -205,7 +208,7 @@ def test_idle_connections_that_take_all_descriptors_do_not_stop_the_disk(tmp_pat
                 idle.append(socket.create_connection(("127.0.0.1", node.bulk_port), timeout=5.0))
             for number in range(1, 40):
                 pages.put(client, pages.keys(number))
-            with contextlib.suppress(Exhausted):  # it may have opened all that it needs before
+            with contextlib.suppress(Exhausted):  # fails unless all files are open already
                 client.flush()
         finally:
             for connection in idle:

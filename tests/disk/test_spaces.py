@@ -1,6 +1,4 @@
-"""Namespaces on disk: they keep their pages over restarts, whatever became of their numbers and
-rows.
-"""
+"""Namespaces on disk keep their pages over restarts, even when their numbers and rows change."""
 
 from typing import Any
 
@@ -13,11 +11,12 @@ from node.disk.index import NamespaceIds
 from node.disk.page_table import PageTable
 
 
-def test_durable_pages_stay_when_their_namespace_was_forgotten_empty_and_came_back(
+def test_pages_of_a_namespace_with_a_new_number_survive_a_restart(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes back under another number, and its first row must not win: that of number 4, say,
-    when it has number 2 now.
+    """A namespace that was dropped empty and came back under another number keeps durable pages.
+
+    Its old row, with the old number, must not win after a restart.
     """
     monkeypatch.setattr("node.disk.index.KEPT", 4)
     node = nodes.start()
@@ -26,7 +25,7 @@ def test_durable_pages_stay_when_their_namespace_was_forgotten_empty_and_came_ba
     for pages in spaces[:4]:
         pages.put(client, pages.keys(1), durable=True)
         client.remove_namespace(pages.namespace)
-    back = [spaces[4], spaces[3]]  # the first of them made room, and got number 1
+    back = [spaces[4], spaces[3]]  # spaces[4] displaced an empty one and got number 1
     for pages in back:
         pages.put(client, pages.keys(1, 2), durable=True)
     node = nodes.restart(node)
@@ -38,10 +37,10 @@ def test_durable_pages_stay_when_their_namespace_was_forgotten_empty_and_came_ba
     assert len({message for _, message in rows}) == len(rows) == 2, "one row each"
 
 
-def test_namespace_forgotten_while_rows_fail_is_there_after_a_restart(
+def test_namespace_with_failed_rows_survives_a_restart(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The batch that was to give it a number failed, or reached the log all the same."""
+    """Namespaces survive if the batch with their number failed but reached the log all the same."""
     monkeypatch.setattr("node.disk.index.KEPT", 2)
     node = nodes.start()
     client = nodes.connect(node)
@@ -69,7 +68,7 @@ def test_namespace_forgotten_while_rows_fail_is_there_after_a_restart(
         assert pages.get(client, pages.keys(1)) == [True]
 
 
-def test_a_second_row_of_a_namespace_does_not_change_its_number(pages: Pages) -> None:
+def test_second_row_of_a_namespace_does_not_change_its_number(pages: Pages) -> None:
     spaces = NamespaceIds(PageTable(4096, 4096).accounts.of)
     row = namespace_message(pages.namespace).SerializeToString()
     assert spaces.restore(1, row) == ""
@@ -81,7 +80,7 @@ def listed(client: Any) -> set[bytes]:
     return {namespace.digest for namespace, _ in client.namespaces()}
 
 
-def test_namespaces_with_pages_are_listed_after_a_restart_however_many_empty_ones_there_were(
+def test_namespaces_with_pages_are_listed_after_many_empty_ones(
     nodes: Nodes,
 ) -> None:
     node = nodes.start(namespaces_max=8)
@@ -101,10 +100,10 @@ def test_namespaces_with_pages_are_listed_after_a_restart_however_many_empty_one
         assert [page.prefix_hash for page in client.list_pages(pages.namespace)] == pages.keys(1)
         assert pages.get(client, pages.keys(1)) == [True]
     client.flush()
-    assert len(list(node.disk.rows.namespaces())) == 2, "what is empty leaves no row behind"
+    assert len(list(node.disk.rows.namespaces())) == 2, "empty namespaces left rows behind"
 
 
-def test_namespaces_with_pages_are_listed_and_found_by_a_node_that_may_open_fewer(
+def test_namespaces_with_pages_are_served_beyond_a_lowered_limit(
     nodes: Nodes,
 ) -> None:
     node = nodes.start(namespaces_max=16)  # half for one peer
@@ -125,7 +124,9 @@ def test_namespaces_with_pages_are_listed_and_found_by_a_node_that_may_open_fewe
 
 
 def test_namespaces_with_long_descriptions_are_all_listed_after_a_restart(nodes: Nodes) -> None:
-    """Their rows are more than what may be described at a time; those with pages are not."""
+    """A namespace with pages is listed although the rows of empty ones exceed the limit of
+    descriptions.
+    """
     node = nodes.start()
     client = nodes.connect(node)
     kept = Pages("kept", tenant="k" * 1000)
@@ -142,10 +143,13 @@ def test_namespaces_with_long_descriptions_are_all_listed_after_a_restart(nodes:
         assert kept.get(client, kept.keys(1)) == [True]
 
 
-def test_a_page_that_is_read_from_disk_while_its_namespace_is_removed_does_not_stay(
+def test_page_read_during_the_removal_of_its_namespace_does_not_stay(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes to RAM behind those who look there, and before they look on disk."""
+    """A page read from disk while its namespace is removed does not stay in RAM.
+
+    The read happens after the removal has gone through RAM and before it goes through the disk.
+    """
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(4))

@@ -1,9 +1,9 @@
-"""A data directory on a file system that stalls, as one of a file server that is away: RAM serves,
-calls end in time.
+"""A data directory on a stalled file system, such as NFS without its server: RAM serves and calls
+end in time.
 
-The planted hangs of test_hangs.py hold up Python; here the kernel holds up whatever touches the
-files, also RocksDB's own threads, and no signal ends what waits. Needs root, /dev/fuse, and
-python3-fuse for /usr/bin/python3 (Debian).
+The hangs of test_hangs.py block Python only. Here the kernel blocks every thread that touches the
+files, even those of RocksDB, and no signal ends the wait. Needs root, /dev/fuse, and python3-fuse
+for /usr/bin/python3 (Debian).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from kvstore.tools.node_process import NodeProcess
 
 PYTHON, SCRIPT = "/usr/bin/python3", Path(__file__).parents[1] / "helpers" / "stalling_fs.py"
 CALL_S, LATE_S, STOP_S = 3.0, 5.0, 40.0
-# How long a stopping node waits for its pages to be on disk; then for its I/O process to end.
+# A stopping node waits `flush_s` for its writes before it waits for its I/O process to end
 SETTINGS = {**SMALL, "flush_s": 2.0}
 
 
@@ -48,11 +48,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-LONGER = "half a minute of waiting that begins as the first case: `make test-hostile` has it"
+LONGER = "waits for half a minute; runs in `make test-hostile`"
 
 
 class Mount:
-    """`path` is a directory there; `stall("write fsync")` holds such calls up until `clear`."""
+    """A mounted file system with the directory `path`.
+
+    `stall("write fsync")` blocks such calls until `clear`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.point, self._control = folder / "mount", folder / "control"
@@ -72,7 +75,7 @@ class Mount:
         )
         wait_until(lambda: os.path.ismount(self.point) or self.server.poll() is not None, 20.0)
         if self.server.poll() is not None:
-            pytest.skip("this system lets nobody mount")
+            pytest.skip("this system allows no mounts")
 
     def stall(self, operations: str) -> None:
         whole = self._control.with_suffix(".new")
@@ -82,7 +85,7 @@ class Mount:
     def clear(self) -> None:
         self.stall("")
 
-    def holds_up(self) -> bool:
+    def is_stalled(self) -> bool:
         return self._control.with_name("control.stalled").exists()
 
     def close(self) -> None:
@@ -151,7 +154,7 @@ def health(process: NodeProcess) -> int:
         ),
     ],
 )
-def test_node_on_a_file_system_that_stalls_serves_from_ram_and_ends(
+def test_node_on_a_stalled_file_system_serves_from_ram_and_stops(
     process: NodeProcess, mount: Mount, client: Client, pages: Pages, operations: str
 ) -> None:
     pages.put(client, pages.keys(*range(4)), durable=True)
@@ -164,7 +167,7 @@ def test_node_on_a_file_system_that_stalls_serves_from_ram_and_ends(
             with pytest.raises((DeadlineExceeded, Exhausted)):
                 pages.put(hasty, pages.keys(6), durable=True)
             assert time.monotonic() - began < CALL_S + LATE_S
-    wait_until(mount.holds_up, 20.0)
+    wait_until(mount.is_stalled, 20.0)
     assert pages.get(client, pages.keys(*range(4), 5)) == [True] * 5
     assert health(process) == 200
     began = time.monotonic()
@@ -172,12 +175,12 @@ def test_node_on_a_file_system_that_stalls_serves_from_ram_and_ends(
     assert time.monotonic() - began < STOP_S
 
 
-def test_reads_of_a_file_system_that_stalls_are_misses_and_come_back(
+def test_reads_of_a_stalled_file_system_are_misses_until_it_works(
     process: NodeProcess, mount: Mount, client: Client, pages: Pages
 ) -> None:
     on_disk, in_ram = pages.keys(*range(4)), pages.keys(*range(200, 204))
     pages.put(client, on_disk, durable=True)
-    for number in range(4, 130):  # more than the RAM takes
+    for number in range(4, 130):  # more than RAM holds
         pages.put(client, pages.keys(number), durable=True)
     pages.put(client, in_ram)
     mount.stall("read")
@@ -186,9 +189,9 @@ def test_reads_of_a_file_system_that_stalls_are_misses_and_come_back(
         Client(ClientConfig(process.address, wire="bulk", timeout_s=CALL_S)) as first,
         pytest.raises(DeadlineExceeded),
     ):
-        pages.get(first, on_disk)  # whoever begins the read that hangs waits for it
+        pages.get(first, on_disk)  # the caller of a hanging read waits for it
     assert time.monotonic() - began < CALL_S + LATE_S
-    assert mount.holds_up()
+    assert mount.is_stalled()
     assert pages.get(client, on_disk) == [False] * 4
     assert pages.get(client, in_ram) == [True] * 4
     assert health(process) == 200
@@ -196,13 +199,13 @@ def test_reads_of_a_file_system_that_stalls_are_misses_and_come_back(
     wait_until(lambda: pages.get(client, on_disk) == [True] * 4, 60.0)
 
 
-def test_start_on_a_file_system_that_stalls_ends_by_a_signal(mount: Mount) -> None:
-    """Also where the I/O process can not be killed."""
+def test_signal_ends_a_start_on_a_stalled_file_system(mount: Mount) -> None:
+    """A signal ends a start on a stalled file system even if its I/O process can not be killed."""
     NodeProcess(*flags(SETTINGS), "--data-dir", str(mount.path)).stop(STOP_S)
     mount.stall("write fsync")
     command = command_of(mount)
     starting = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_until(mount.holds_up, 30.0)
+    wait_until(mount.is_stalled, 30.0)
     starting.send_signal(signal.SIGTERM)
     try:
         starting.wait(STOP_S)
@@ -212,16 +215,16 @@ def test_start_on_a_file_system_that_stalls_ends_by_a_signal(mount: Mount) -> No
         starting.wait()
 
 
-def test_start_on_a_file_system_that_dies_says_so(mount: Mount) -> None:
-    """Closing the lock failed, too, and that error hid the first."""
+def test_start_on_a_dead_file_system_reports_the_error(mount: Mount) -> None:
+    """Regression: the error of closing the lock hid the first error."""
     mount.stall("create")
     command = command_of(mount)
     starting = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    wait_until(mount.holds_up, 30.0)
+    wait_until(mount.is_stalled, 30.0)
     mount.server.kill()
-    _, said = starting.communicate(timeout=STOP_S)
+    _, output = starting.communicate(timeout=STOP_S)
     assert starting.returncode == 2
-    assert "can not be used" in said
-    assert "Traceback" not in said
+    assert "can not be used" in output
+    assert "Traceback" not in output

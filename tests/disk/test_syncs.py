@@ -1,6 +1,4 @@
-"""What is synced: a directory that a node makes, and what a sync that failed had taken
-upon itself.
-"""
+"""Syncs of a new data directory, and of files whose last sync failed."""
 
 import errno
 import mmap
@@ -17,10 +15,12 @@ from node.disk.io_process import ProcessStorage
 from node.memory.arena import Arena
 
 
-def test_a_new_directory_is_synced_by_the_node_that_makes_it(
+def test_new_directory_is_synced_by_the_node_that_creates_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a node it is there before the I/O process is, which syncs what it makes itself."""
+    """A node syncs the directory it creates: the I/O process, started later, syncs only its own
+    files.
+    """
     synced, sync = list[str](), FileLayer.sync_directory
 
     def noted(layer: FileLayer, path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_new_directory_is_synced_by_the_node_that_makes_it(
 
 
 def test_next_sync_covers_a_failed_one(tmp_path: Path, layer: FaultyLayer) -> None:
-    """It covered nothing, and said that all was safe."""
+    """Regression: the sync after a failed one synced no file and succeeded."""
     memory = memoryview(mmap.mmap(-1, 8192))
     view: Callable[[int, int], memoryview] = lambda offset, nbytes: memory[offset : offset + nbytes]  # noqa: E731
     files = ExtentFiles(tmp_path / "extents", 64 << 10, 2, view, layer)

@@ -1,5 +1,4 @@
-"""What both tiers together promise about a page's life: removal, eviction, time to live, pins,
-promotion, listing, restart."""
+"""Both tiers together: promotion, removal, eviction, pins, time to live, listing and restart."""
 
 import threading
 import time
@@ -44,10 +43,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
         if condition():
             return
         threading.Event().wait(0.005)
-    raise AssertionError("waited in vain")
+    raise AssertionError("the condition was not met in 10 s")
 
 
-def test_a_page_that_occurs_twice_in_a_get_is_loaded_once(
+def test_page_requested_twice_in_one_get_is_loaded_once(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start()
@@ -59,15 +58,17 @@ def test_a_page_that_occurs_twice_in_a_get_is_loaded_once(
     assert layer.calls["read"] == 2
 
 
-def test_a_page_on_disk_is_a_miss_while_ram_is_full_of_pins(nodes: Nodes, pages: Pages) -> None:
-    """And so it is an error of nobody; when the pins are gone it is a hit."""
+def test_page_on_disk_is_a_miss_while_ram_is_full_of_pins(nodes: Nodes, pages: Pages) -> None:
+    """A get of a page on disk is a miss while pins fill RAM, not an error, and a hit afterwards."""
     node = nodes.start()
     client = nodes.connect(node)
     keys, pinned = pages.keys(*range(4)), pages.keys(*range(100, 228))
     pages.put(client, keys, durable=True)
     pages.drop_from_ram(node)
     pages.put(client, pinned, durable=True)  # 128 x 8 KiB: all of RAM
-    assert all(client.pin(pages.namespace, pinned[:64], 1000.0))  # no more than half
+    assert all(
+        client.pin(pages.namespace, pinned[:64], 1000.0)
+    )  # half of RAM, the most that may be pinned
     held = [
         page
         for page in node.tier.acquire(pages.namespace.digest, pinned[64:], False, 0).pages
@@ -82,7 +83,7 @@ def test_a_page_on_disk_is_a_miss_while_ram_is_full_of_pins(nodes: Nodes, pages:
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
-def test_a_ranged_read_of_a_page_on_disk_sends_the_ranges(
+def test_range_read_of_a_page_on_disk_returns_the_ranges(
     nodes: Nodes, pages: Pages, wire: str
 ) -> None:
     node = nodes.start()
@@ -102,9 +103,7 @@ def test_a_ranged_read_of_a_page_on_disk_sends_the_ranges(
         assert buffer == content[10:20] + content[8000:8020]
 
 
-def test_a_get_larger_than_what_is_free_in_ram_still_reads_every_page(
-    nodes: Nodes, pages: Pages
-) -> None:
+def test_get_larger_than_free_ram_reads_every_page(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start(disk_nbytes=4 << 20)
     client = nodes.connect(node)
     keys = pages.keys(*range(256))  # twice the RAM
@@ -115,9 +114,7 @@ def test_a_get_larger_than_what_is_free_in_ram_still_reads_every_page(
     assert client.node_status().disk.pages_evicted == 0
 
 
-def test_pages_on_disk_only_are_looked_up_told_and_listed_like_others(
-    nodes: Nodes, pages: Pages
-) -> None:
+def test_pages_on_disk_only_are_in_lookup_stat_and_list(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys, others = pages.keys(*range(40)), Pages("other")
@@ -146,7 +143,7 @@ def test_pages_on_disk_only_are_looked_up_told_and_listed_like_others(
     assert paged == wanted
 
 
-def test_a_put_of_pages_on_disk_only_says_that_they_exist(nodes: Nodes, pages: Pages) -> None:
+def test_put_of_pages_on_disk_only_returns_exists(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(*range(4))
@@ -160,7 +157,7 @@ def test_a_put_of_pages_on_disk_only_says_that_they_exist(nodes: Nodes, pages: P
 # ---- removal -------------------------------------------------------------------------------
 
 
-def test_a_page_removed_while_it_waits_or_is_written_does_not_come_back(
+def test_page_removed_before_or_during_its_write_stays_removed(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start()
@@ -181,10 +178,13 @@ def test_a_page_removed_while_it_waits_or_is_written_does_not_come_back(
     assert pages.get(nodes.connect(node), keys) == wanted
 
 
-def test_a_page_stored_again_after_its_removal_is_there_after_a_restart(
+def test_page_stored_again_after_its_removal_survives_a_restart(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
-    """Once with the removed one waiting in the same batch, once with it being written."""
+    """A page stored again after its removal survives a restart.
+
+    One removed page waits in the batch of the new one, the other is being written.
+    """
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(1, 2)
@@ -201,7 +201,7 @@ def test_a_page_stored_again_after_its_removal_is_there_after_a_restart(
     assert pages.get(nodes.connect(node), keys) == [True, True]
 
 
-def test_a_page_removed_while_it_is_loaded_is_gone_for_later_readers(
+def test_page_removed_during_its_load_is_gone_for_later_readers(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start()
@@ -216,7 +216,7 @@ def test_a_page_removed_while_it_is_loaded_is_gone_for_later_readers(
         assert client.remove(pages.namespace, keys) == [True]
         assert pages.get(client, keys) == [False]
         layer.reading.set()
-        read.result(20.0)  # whatever it was, its bytes were compared
+        read.result(20.0)  # a hit or a miss; the bytes of a hit were compared
     assert pages.get(client, keys) == [False]
     assert client.lookup(pages.namespace, keys).present == (False,)
     node = nodes.restart(node)
@@ -247,7 +247,7 @@ def test_removing_a_namespace_frees_its_space_in_both_tiers(nodes: Nodes, pages:
 # ---- eviction and pins ---------------------------------------------------------------------
 
 
-def test_the_disk_evicts_by_use_and_its_rows_agree_after_a_restart(
+def test_disk_evicts_least_recently_used_pages_and_keeps_the_rest(
     nodes: Nodes, pages: Pages
 ) -> None:
     node = nodes.start(disk_nbytes=1 << 20)  # 128 pages
@@ -275,7 +275,7 @@ def test_capacity_follows_a_change_of_page_size(nodes: Nodes, pages: Pages, cloc
     for start in range(0, 128, 32):
         pages.put(client, pages.keys(*range(start, start + 32)), durable=True)
     large = Pages("large", 65_536)
-    clock.now_s += 1  # use is told apart by seconds
+    clock.now_s += 1  # the time of use has a resolution of 1 s
     for number in range(16):
         assert large.put(client, large.keys(number), durable=True) == [STORED]
     large.drop_from_ram(node)
@@ -283,7 +283,7 @@ def test_capacity_follows_a_change_of_page_size(nodes: Nodes, pages: Pages, cloc
     assert client.node_status().disk.used_nbytes <= 1 << 20
 
 
-def test_pinned_pages_stay_on_disk_and_a_durable_put_without_space_says_so(
+def test_durable_put_fails_while_pins_fill_the_disk(
     nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.disk.disk_lru.PINNED_SHARE", 1)
@@ -294,7 +294,7 @@ def test_pinned_pages_stay_on_disk_and_a_durable_put_without_space_says_so(
     assert all(client.pin(pages.namespace, keys, 1000.0))
     with pytest.raises(Exhausted, match="8 pages are not on disk"):
         pages.put(client, more, durable=True)
-    assert pages.get(client, more) == [True] * 8, "visible all the same"
+    assert pages.get(client, more) == [True] * 8, "the pages are not visible in RAM"
     with pytest.raises(Exhausted, match="8 pages are not on disk"):
         client.flush()
     pages.drop_from_ram(node)
@@ -304,7 +304,7 @@ def test_pinned_pages_stay_on_disk_and_a_durable_put_without_space_says_so(
     assert pages.on_disk(node, more) == [True] * 8
 
 
-def test_pins_may_keep_half_of_the_disk_and_no_more(nodes: Nodes, pages: Pages) -> None:
+def test_pins_keep_at_most_half_of_the_disk(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start(disk_nbytes=1 << 20, ram_nbytes=4 << 20)
     client = nodes.connect(node)
     keys = pages.keys(*range(128))
@@ -316,17 +316,17 @@ def test_pins_may_keep_half_of_the_disk_and_no_more(nodes: Nodes, pages: Pages) 
         True
     ] * 64 + [False] * 16
     assert all(client.pin(pages.namespace, keys[:64], 2000.0)), (
-        "those that are pinned may be pinned for longer"
+        "a pin of pinned pages was not extended"
     )
     assert all(client.unpin(pages.namespace, keys[:32]))
     client.remove(pages.namespace, keys[32:64])
     assert node.disk.records._order.pinned_nbytes == 0
     assert all(client.pin(pages.namespace, keys[64:], 0.001))
     assert node.disk.records.victims(1, 8192, node.disk._clock_s() + 2)
-    assert node.disk.records._order.pinned_nbytes == 0, "their pins are over"
+    assert node.disk.records._order.pinned_nbytes == 0, "ended pins are still counted"
 
 
-def test_a_pin_of_a_page_on_disk_only_is_told_and_ended(nodes: Nodes, pages: Pages) -> None:
+def test_pin_of_a_page_on_disk_only_is_in_stat_until_unpin(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(1, 2)
@@ -341,7 +341,7 @@ def test_a_pin_of_a_page_on_disk_only_is_told_and_ended(nodes: Nodes, pages: Pag
 # ---- time to live --------------------------------------------------------------------------
 
 
-def test_a_time_to_live_holds_in_ram_on_disk_and_after_promotion(
+def test_time_to_live_holds_in_ram_on_disk_and_after_promotion(
     nodes: Nodes, pages: Pages, clock: Clock
 ) -> None:
     node = nodes.start()
@@ -365,21 +365,21 @@ def test_a_time_to_live_holds_in_ram_on_disk_and_after_promotion(
     assert pages.put(client, mortal) == [STORED] * 3
 
 
-def test_a_time_to_live_goes_on_over_a_restart(
+def test_time_to_live_continues_over_a_restart(
     nodes: Nodes, pages: Pages, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     keys = pages.keys(1, 2)
     pages.put(client, keys[:1], durable=True, ttl_s=100)
-    pages.put(client, keys[1:], durable=True, ttl_s=1 << 33)  # longer than a clock of 32 bits
+    pages.put(client, keys[1:], durable=True, ttl_s=1 << 33)  # more than 32 bits of seconds
     node = nodes.restart(node)
     client = nodes.connect(node)
     assert 0 < client.stat(pages.namespace, keys)[0].ttl_ms <= 100_000
     assert client.stat(pages.namespace, keys)[1].ttl_ms > 1000 * 3600 * 24 * 365
     nodes.stop(node)
     since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    # A process that starts then
+    # Start a process 2,500,000,000 s later
     monkeypatch.setattr("node.clock._EPOCH_S", since_boot_s - 2_500_000_000)
     node = nodes.start()
     client = nodes.connect(node)
@@ -387,7 +387,7 @@ def test_a_time_to_live_goes_on_over_a_restart(
     assert client.node_status().disk.page_count == 0
 
 
-def test_a_node_without_a_disk_refuses_durable_puts_and_flush(nodes: Nodes, pages: Pages) -> None:
+def test_node_without_a_disk_refuses_durable_puts_and_flush(nodes: Nodes, pages: Pages) -> None:
     client = nodes.connect(nodes.start(data_dir=""))
     with pytest.raises(InvalidRequest, match="--data-dir"):
         pages.put(client, pages.keys(1), durable=True)

@@ -1,5 +1,5 @@
-"""What a node with a disk tells to whoever watches it: docs/operations.md, "A disk that fails" and
-"What to watch".
+"""Metrics, health and errors of a node with a disk, as docs/operations.md describes them under
+"A disk that fails" and "What to watch".
 """
 
 import re
@@ -25,7 +25,7 @@ SERVING, NOT_SERVING = (
 
 
 def metrics(node: Node) -> dict[str, float]:
-    """Of the whole node, made now."""
+    """Return fresh metrics of the node, by name."""
     node.metrics._cached.clear()
     with urllib.request.urlopen(
         f"http://127.0.0.1:{node.metrics.port}/metrics", timeout=10.0
@@ -37,7 +37,7 @@ def metrics(node: Node) -> dict[str, float]:
 
 
 def health(node: Node) -> tuple[int, int]:
-    """Of the node, and of its disk."""
+    """Return the gRPC health status of the node and of its disk."""
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         names = ("", "kvstore.Disk")
@@ -46,7 +46,7 @@ def health(node: Node) -> tuple[int, int]:
         )
 
 
-def test_metrics_and_health_tell_of_a_disk_that_stopped_and_works_again(
+def test_metrics_and_health_show_a_stopped_and_recovered_disk(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start()
@@ -69,10 +69,10 @@ def test_metrics_and_health_tell_of_a_disk_that_stopped_and_works_again(
     assert counts == {"corrupt": 2, "refused": 1, "written": 2, "evicted": 0}
 
 
-def test_pages_larger_than_the_extents_of_the_directory_stay_in_ram_and_cost_the_disk_nothing(
+def test_pages_larger_than_disk_extents_stay_in_ram_and_evict_none(
     nodes: Nodes, pages: Pages
 ) -> None:
-    """For one that fits nowhere all others went, durable ones too."""
+    """Regression: a page larger than the extents evicted all others, even durable ones."""
     node = nodes.start()
     keys = pages.keys(*range(50))
     pages.put(nodes.connect(node), keys, durable=True)
@@ -85,7 +85,7 @@ def test_pages_larger_than_the_extents_of_the_directory_stay_in_ram_and_cost_the
         large.put(client, large.keys(1), durable=True)
     with pytest.raises(Exhausted, match="than the extents of data_dir"):
         client.flush()
-    for number in range(2, 12):  # RAM turns over, and those that waited have their turn
+    for number in range(2, 12):  # RAM turns over, so deferred pages are offered to the disk
         large.put(client, large.keys(number))
     status = client.node_status()
     assert (status.state, status.disk.page_count, status.disk.pages_evicted) == ("SERVING", 50, 0)
@@ -94,14 +94,15 @@ def test_pages_larger_than_the_extents_of_the_directory_stay_in_ram_and_cost_the
     assert large.get(client, large.keys(11)) == [True]
 
 
-def test_a_list_that_waits_for_a_disk_that_hangs_is_answered_before_its_caller_gives_up() -> None:
-    """Who gives up leaves the node alone for a while, and all that is in RAM with it."""
+def test_list_on_a_hanging_disk_is_answered_before_the_default_timeout() -> None:
+    """The node answers a list on a hanging disk before the client's default timeout.
+
+    A timeout would open the client's circuit breaker, also for pages in RAM.
+    """
     assert ClientConfig().timeout_s >= QUESTION_S + 0.5
 
 
-def test_an_extent_takes_all_of_its_place_when_its_first_page_comes(
-    nodes: Nodes, pages: Pages
-) -> None:
+def test_extent_is_fully_allocated_at_its_first_page(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     extents = sorted((nodes.data_dir / "extents").iterdir())
     assert [path.stat().st_blocks for path in extents] == [0] * 32
@@ -111,7 +112,7 @@ def test_an_extent_takes_all_of_its_place_when_its_first_page_comes(
     assert taken[-1] >= 64 << 10
 
 
-def test_gets_that_wait_for_the_disk_are_told_and_timed_apart(
+def test_gets_that_wait_for_the_disk_are_counted_and_timed_apart(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start()

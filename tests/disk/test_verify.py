@@ -1,6 +1,4 @@
-"""Verifying pages: on disk beside the arena, so that it needs no room there and nobody
-goes for it.
-"""
+"""Verify reads pages on disk outside the arena, so it needs no room in RAM and evicts no page."""
 
 import pytest
 from disk_nodes import FaultyLayer, Nodes, Pages
@@ -9,12 +7,8 @@ from kvstore import ByteRange, Exhausted
 from node.memory.inventory import Inventory
 
 
-def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody(
-    nodes: Nodes, pages: Pages
-) -> None:
-    """Pages of the disk took slots of RAM to be verified; those for which there was no room counted
-    as absent.
-    """
+def test_verify_of_more_pages_than_ram_holds_evicts_no_page(nodes: Nodes, pages: Pages) -> None:
+    """Regression: verify loaded pages into RAM, and counted those without room as absent."""
     node = nodes.start(disk_nbytes=4 << 20)
     client = nodes.connect(node)
     keys = pages.keys(*range(300))
@@ -22,9 +16,9 @@ def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody
         pages.put(client, keys[first : first + 20])
         client.flush()
     stored = [page.prefix_hash for page in client.stat(pages.namespace, keys) if page.on_disk]
-    assert len(stored) == 300, "of 8 KiB, more than twice the RAM"
+    assert len(stored) == 300, "not all pages (8 KiB each, more than twice the RAM) are on disk"
     in_ram = {page.prefix_hash for page in client.stat(pages.namespace, keys) if page.in_ram}
-    half = sorted(in_ram)[: len(in_ram) // 2]  # more may not be pinned
+    half = sorted(in_ram)[: len(in_ram) // 2]  # the most that may be pinned
     assert client.pin(pages.namespace, half, 60.0) == [True] * len(half)
     before = client.node_status().totals
     assert client.verify(pages.namespace, stored) == (len(stored), 0, 0)
@@ -36,9 +30,7 @@ def test_verify_of_more_pages_than_ram_has_room_for_reads_each_and_evicts_nobody
 
 
 @pytest.mark.usefixtures("small_leaves")
-def test_a_page_from_disk_is_verified_by_the_parts_that_are_read(
-    nodes: Nodes, pages: Pages
-) -> None:
+def test_range_read_of_a_loaded_page_checks_only_its_parts(nodes: Nodes, pages: Pages) -> None:
     node = nodes.start()
     client = nodes.connect(node)
     (key,) = pages.keys(1)
@@ -52,7 +44,7 @@ def test_a_page_from_disk_is_verified_by_the_parts_that_are_read(
     assert buffer == pages.content(key)[:100]
 
 
-def test_verify_drops_a_page_whose_copy_on_disk_is_damaged(
+def test_verify_drops_a_damaged_copy_on_disk(
     nodes: Nodes, layer: FaultyLayer, pages: Pages
 ) -> None:
     node = nodes.start()

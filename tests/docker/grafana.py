@@ -1,5 +1,6 @@
-"""Whether a Grafana lets in whom it should, has the dashboard and asks Prometheus: for
-tests/docker/monitoring.sh.
+"""Check that a Grafana requires its password, has the dashboard and queries Prometheus.
+
+tests/docker/monitoring.sh runs it:
 
     python3 tests/docker/grafana.py http://127.0.0.1:3000 PASSWORD_FILE dashboard.json
 
@@ -23,7 +24,7 @@ OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def main(url: str, password_file: str, dashboard_file: str) -> str:
-    """What is wrong; empty: nothing."""
+    """Return what is wrong, or an empty string."""
     password = Path(password_file).read_text().strip()
     expected = json.loads(Path(dashboard_file).read_text())
     _await(lambda: _ask(url, "/api/health")["database"] == "ok")
@@ -59,7 +60,7 @@ def _await(condition: Callable[[], bool]) -> None:
 
 
 def _ask(url: str, path: str, who: str = "") -> Any:
-    """`who`: user:password.
+    """Return the JSON reply to a request by `who`, given as user:password.
 
     Raises OSError.
     """

@@ -1,11 +1,10 @@
-"""Whether two images, as `docker save` writes them, are the same: every file, and what is said
-about the whole.
+"""Compare two images, as written by `docker save`: every file and the configuration.
 
     python3 tests/docker/same.py ONE.tar TWO.tar
 
-Status 0: they are; then it says whether the layers are, byte by byte, too. 1: what differs, a line
-for each. Not compared is when they were built, which the configuration says, and with it the
-image's own digest.
+Exits with 0 if they are equal, and prints whether the layers are equal byte by byte, too. Exits
+with 1 if they differ, and prints a line per difference. The build time is not compared, and so
+neither is the image's digest.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ class Image(NamedTuple):
 
 
 def read(path: str) -> Image:
-    """Of one image in an archive."""
+    """Return the one image in an archive."""
     with tarfile.open(path) as archive:
         (manifest,) = json.load(_part(archive, "manifest.json"))
         config = json.load(_part(archive, manifest["Config"]))
@@ -63,9 +62,9 @@ def _entry(layer: tarfile.TarFile, member: tarfile.TarInfo) -> Entry:
 
 
 def differences(one: Image, two: Image) -> list[str]:
-    """A line for each, of what is said about them and of their files."""
-    said = sorted(one.about.keys() | two.about.keys())
-    unlike = [key for key in said if one.about.get(key) != two.about.get(key)]
+    """Return a line for each difference in configuration and files."""
+    keys = sorted(one.about.keys() | two.about.keys())
+    unlike = [key for key in keys if one.about.get(key) != two.about.get(key)]
     lines = [f"{key}: {one.about.get(key)} / {two.about.get(key)}" for key in unlike]
     for name in sorted(one.files.keys() | two.files.keys()):
         first, second = one.files.get(name), two.files.get(name)

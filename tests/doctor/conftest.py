@@ -1,4 +1,4 @@
-"""Nodes in this process, and examinations of them as `kvstore doctor` makes them."""
+"""Fixtures for nodes in the test's process, and for examinations of them by `kvstore doctor`."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +25,7 @@ def node(start_node: StartNode) -> Node:
 
 @pytest.fixture
 def doctor() -> Callable[..., Examined]:
-    """Of a node in this process, or of the address that is given."""
+    """Return a function that examines a node in this process, or a given address."""
 
     def examine(node: Node | None = None, **settings: Any) -> Examined:
         at = {} if node is None else {"address": f"127.0.0.1:{node.grpc.port}"}

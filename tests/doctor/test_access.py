@@ -1,4 +1,4 @@
-"""TLS, certificates and tokens: what keeps a client out, and what it may not."""
+"""The doctor's checks of TLS, certificates and tokens, for clients with full, few or no rights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +18,9 @@ Doctor = Callable[..., Examined]
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By role, and `path` of the file that a node reads.
+    """Return tokens by name, and the `path` of their identities file.
 
-    All of tenant team-a but the operator.
+    All are of tenant team-a except the operator's.
     """
     path = tmp_path_factory.mktemp("access") / "identities"
     made = {"path": str(path)}
@@ -38,14 +38,14 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def node(start_node: StartNode, tokens: dict[str, str], ours: Authority) -> Node:
-    """Over TLS, and it asks who is there."""
+    """Return a node with TLS and authentication."""
     return start_node(identities=tokens["path"], shm_trust="team-a", **pair(ours, "node"))
 
 
 # ---- tokens ----------------------------------------------------------------------------------
 
 
-def test_an_operator_sees_all(
+def test_doctor_of_an_operator_makes_all_checks(
     node: Node, doctor: Doctor, ours: Authority, tokens: dict[str, str]
 ) -> None:
     found = doctor(node, tls_ca=str(ours.path), token=tokens["operator"])
@@ -57,20 +57,20 @@ def test_an_operator_sees_all(
     assert found.of("removed").found.endswith("and the namespace")
 
 
-def test_a_writer_is_not_told_of_tiers_and_leaves_no_page(
+def test_doctor_of_a_writer_skips_the_tiers_and_leaves_no_page(
     node: Node, doctor: Doctor, ours: Authority, tokens: dict[str, str]
 ) -> None:
     found = doctor(node, tls_ca=str(ours.path), token=tokens["write"])
     assert found.failed == set()
     assert found.of("memory and disk").state is FindingState.SKIPPED
     assert found.of("clock", group="what").state is FindingState.OK
-    # The node itself says that it has none
+    # The node reports that it has no disk
     assert found.of("disk", group="pages").state is FindingState.SKIPPED
     assert "its name stays" in found.of("removed").found
     assert node.tier.visible_count == 0
 
 
-def test_a_tenants_administrator_removes_the_namespace(
+def test_doctor_of_a_tenant_administrator_removes_the_namespace(
     node: Node, doctor: Doctor, ours: Authority, tokens: dict[str, str]
 ) -> None:
     found = doctor(node, tls_ca=str(ours.path), token=tokens["admin"])
@@ -97,7 +97,7 @@ def test_doctor_reports_an_identity_of_other_models(
 
 
 @pytest.mark.parametrize("token", ["", "team-a." + "x" * 43])
-def test_a_token_that_the_node_does_not_know(
+def test_doctor_reports_an_unknown_token(
     node: Node, doctor: Doctor, ours: Authority, token: str
 ) -> None:
     found = doctor(node, tls_ca=str(ours.path), token=token)
@@ -105,7 +105,7 @@ def test_a_token_that_the_node_does_not_know(
     assert "kvstore tokens list" in found.of("gRPC").remedy
 
 
-def test_a_token_file_that_can_not_be_used(
+def test_doctor_reports_an_unusable_token_file(
     node: Node, doctor: Doctor, ours: Authority, tmp_path: Path
 ) -> None:
     path = tmp_path / "token"
@@ -120,20 +120,22 @@ def test_a_token_file_that_can_not_be_used(
 # ---- TLS -------------------------------------------------------------------------------------
 
 
-def test_a_plain_client_is_told_that_the_node_speaks_tls(node: Node, doctor: Doctor) -> None:
+def test_doctor_without_tls_reports_a_node_with_tls(node: Node, doctor: Doctor) -> None:
     found = doctor(node)
     assert found.failed == {"TLS"}
     assert "KVSTORE_TLS_CA" in found.of("TLS").remedy
     assert found.of("gRPC").state is FindingState.SKIPPED
 
 
-def test_a_node_that_speaks_no_tls(start_node: StartNode, doctor: Doctor, ours: Authority) -> None:
+def test_doctor_with_tls_reports_a_node_without_tls(
+    start_node: StartNode, doctor: Doctor, ours: Authority
+) -> None:
     found = doctor(start_node(), tls_ca=str(ours.path))
     assert found.failed == {"TLS"}
     assert "does not use TLS" in found.of("TLS").found
 
 
-def test_another_authority(
+def test_doctor_reports_a_certificate_of_another_authority(
     node: Node, doctor: Doctor, strangers: Authority, tokens: dict[str, str]
 ) -> None:
     found = doctor(node, tls_ca=str(strangers.path), token=tokens["operator"])
@@ -141,15 +143,17 @@ def test_another_authority(
     assert f"not from an authority in tls_ca={strangers.path}" in found.of("TLS").found
 
 
-def test_a_name_that_is_not_in_the_certificate(node: Node, doctor: Doctor, ours: Authority) -> None:
-    """The names that are in it are told."""
+def test_doctor_reports_a_name_not_in_the_certificate(
+    node: Node, doctor: Doctor, ours: Authority
+) -> None:
+    """The doctor reports that a name is not in the certificate, and prints the names in it."""
     found = doctor(node, tls_ca=str(ours.path), tls_name="elsewhere")
     assert found.failed == {"TLS"}
     assert "does not name elsewhere" in found.of("TLS").found
     assert "is for localhost, 127.0.0.1, ::1" in found.of("TLS").found
 
 
-def test_a_node_whose_certificate_has_expired(
+def test_doctor_reports_an_expired_node_certificate(
     start_node: StartNode, doctor: Doctor, ours: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours.node("old", HERE, -0.5, force=True, since_days=1.0)
@@ -159,7 +163,9 @@ def test_a_node_whose_certificate_has_expired(
     assert "has expired" in found.of("certificate").found
 
 
-def test_certificates_that_end_soon(start_node: StartNode, doctor: Doctor, ours: Authority) -> None:
+def test_doctor_warns_of_certificates_that_end_soon(
+    start_node: StartNode, doctor: Doctor, ours: Authority
+) -> None:
     ours.node("ending", HERE, 3.0, force=True)
     ours.client("ending-client", "team-a", 2.0, force=True)
     node = start_node(**pair(ours, "ending"), tls_client_ca=str(ours.path))
@@ -168,7 +174,7 @@ def test_certificates_that_end_soon(start_node: StartNode, doctor: Doctor, ours:
     assert {"certificate", "own certificate", "tls_cert"} <= found.names(FindingState.WARN)
 
 
-def test_a_client_without_the_certificate_that_is_asked_for(
+def test_doctor_reports_a_missing_client_certificate(
     start_node: StartNode, doctor: Doctor, ours: Authority
 ) -> None:
     node = start_node(**of_node(ours))
@@ -178,7 +184,7 @@ def test_a_client_without_the_certificate_that_is_asked_for(
     assert doctor(node, **of_client(ours)).failed == set()
 
 
-def test_an_own_certificate_that_has_expired(
+def test_doctor_reports_an_expired_client_certificate(
     start_node: StartNode, doctor: Doctor, ours: Authority
 ) -> None:
     ours.node("late", HERE, -0.5, force=True, since_days=1.0)

@@ -1,4 +1,4 @@
-"""Checks are run so that none keeps another from being made."""
+"""The runner of checks: a failing or hanging check does not stop the others."""
 
 import threading
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def test_hanging_check_is_abandoned_with_its_findings() -> None:
     assert "did not end within 0.1 s" in found[1].found
 
 
-def test_an_error_is_a_finding_and_one_that_nobody_expected_too() -> None:
+def test_expected_and_unexpected_errors_are_findings() -> None:
     def refused() -> Finding:
         raise Unauthenticated("nobody is known by this token")
 
@@ -41,16 +41,16 @@ def test_an_error_is_a_finding_and_one_that_nobody_expected_too() -> None:
     assert "the check itself failed: ZeroDivisionError: by zero" in found[1].found
 
 
-def test_findings_are_in_the_order_of_the_checks_and_say_whose_they_are() -> None:
+def test_findings_are_in_the_order_of_the_checks_and_name_their_member() -> None:
     later = threading.Event()
 
     def first() -> Finding:
         later.wait(LONG_S)
-        return ok("first", "said last")
+        return ok("first", "ended last")
 
     def second() -> Finding:
         later.set()
-        return ok("second", "said first")
+        return ok("second", "ended first")
 
     checks = [one("first", first, LONG_S)._replace(of="n1"), one("second", second, LONG_S)]
     assert [(finding.of, finding.name) for finding in run_all(checks)] == [
@@ -59,7 +59,7 @@ def test_findings_are_in_the_order_of_the_checks_and_say_whose_they_are() -> Non
     ]
 
 
-def test_some_at_a_time() -> None:
+def test_limited_number_of_checks_runs_at_a_time() -> None:
     lock, now, most = threading.Lock(), [0], [0]
     full = threading.Event()
 
@@ -74,13 +74,13 @@ def test_some_at_a_time() -> None:
             now[0] -= 1
         return ok("one", "of many")
 
-    said: list[float] = []
-    assert len(run_all([one("one", count, LONG_S)] * 3 * ABREAST, said.append)) == 3 * ABREAST
+    progress: list[float] = []
+    assert len(run_all([one("one", count, LONG_S)] * 3 * ABREAST, progress.append)) == 3 * ABREAST
     assert most[0] == ABREAST
-    assert said[-1] == 3 * ABREAST
+    assert progress[-1] == 3 * ABREAST
 
 
-def test_an_interrupt_ends_it_at_once() -> None:
+def test_interrupt_ends_the_checks_at_once() -> None:
     ended = threading.Event()
 
     def tick(done: float) -> None:

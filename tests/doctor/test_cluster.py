@@ -1,4 +1,4 @@
-"""Several members: one is dead, one has another view or list, one is near."""
+"""The doctor's checks of a cluster: dead members, differing views and lists, and the near node."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +41,7 @@ def become(nodes: Sequence[Node], view: View) -> None:
 
 
 def left(nodes: Sequence[Node]) -> int:
-    """Pages, and names of the namespace."""
+    """Return the number of pages and doctor namespaces that are left on the nodes."""
     count = 0
     for node in nodes:
         with node.tier.lock:
@@ -51,9 +51,7 @@ def left(nodes: Sequence[Node]) -> int:
     return count
 
 
-def test_all_members_are_well_and_pages_are_at_none_of_them_in_the_end(
-    fleet: list[Node], doctor: Doctor
-) -> None:
+def test_healthy_cluster_passes_and_keeps_no_page(fleet: list[Node], doctor: Doctor) -> None:
     found = doctor(fleet[0])
     assert found.failed == set()
     assert found.of("members").found == "3 of 3 answer here"
@@ -71,11 +69,12 @@ def test_all_members_are_well_and_pages_are_at_none_of_them_in_the_end(
     assert left(fleet) == 0
 
 
-def test_of_members_that_no_page_is_put_at_nothing_stays_open(
+def test_connections_to_members_without_pages_are_closed(
     fleet: list[Node], doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a hundred all descriptors would be taken, and the pages of the others could not be
-    removed.
+    """Connections to members without test pages are closed before the clean-up.
+
+    Connections to a hundred members would use up all descriptors, so that the clean-up failed.
     """
     closed: list[str] = []
     closed_then: list[set[str]] = []
@@ -99,7 +98,7 @@ def test_of_members_that_no_page_is_put_at_nothing_stays_open(
     assert closed_then[0] == {f"127.0.0.1:{node.grpc.port}" for node in fleet[1:]}
 
 
-def test_one_of_three_is_dead(nodes: list[Node], doctor: Doctor) -> None:
+def test_dead_member_is_reported(nodes: list[Node], doctor: Doctor) -> None:
     gone = Member("gone", "127.0.0.1:9")
     become(nodes[:2], view_of(nodes[:2], gone))
     found = doctor(nodes[0])
@@ -111,10 +110,8 @@ def test_one_of_three_is_dead(nodes: list[Node], doctor: Doctor) -> None:
     assert left(nodes[:2]) == 0
 
 
-def test_members_of_a_fixed_list_that_know_only_their_own_port_agree(
-    fleet: list[Node], doctor: Doctor
-) -> None:
-    """With --cluster static:... each node adds only its own frame port to its view."""
+def test_members_of_a_static_list_with_own_ports_agree(fleet: list[Node], doctor: Doctor) -> None:
+    """Views of a static list agree although each node adds its own frame port to its own view."""
     for node in fleet:
         assert node.bulk is not None
         node.membership.serve_frames(node.bulk.port)
@@ -123,7 +120,7 @@ def test_members_of_a_fixed_list_that_know_only_their_own_port_agree(
     assert found.of("view").state is FindingState.OK
 
 
-def test_a_list_that_differs(fleet: list[Node], doctor: Doctor) -> None:
+def test_differing_member_list_is_reported(fleet: list[Node], doctor: Doctor) -> None:
     fleet[1].membership.become(view_of(fleet[:2]), "n1")
     found = doctor(fleet[0])
     assert found.of("view").state is FindingState.FAIL
@@ -149,15 +146,15 @@ def test_member_with_a_changing_view_is_asked_again(
     assert doctor(fleet[0]).of("view").state is FindingState.OK
 
 
-def test_a_near_node_that_is_no_member(fleet: list[Node], doctor: Doctor) -> None:
+def test_near_node_outside_the_cluster_is_reported(fleet: list[Node], doctor: Doctor) -> None:
     found = doctor(fleet[0], near="n7")
     assert found.failed == {"near node"}
     assert "n0, n1, n2" in found.of("near node").remedy
     assert doctor(fleet[0], near="n1").of("near node").state is FindingState.OK
 
 
-def test_one_member_alone(fleet: list[Node], doctor: Doctor) -> None:
-    """Whose pages are removed everywhere all the same."""
+def test_direct_check_of_one_member_cleans_all_members(fleet: list[Node], doctor: Doctor) -> None:
+    """Pages put through one member alone are removed from all members."""
     found = doctor(fleet[1], direct=True)
     assert found.failed == set()
     assert found.of("bulk", group="pages").state is FindingState.OK
@@ -166,7 +163,7 @@ def test_one_member_alone(fleet: list[Node], doctor: Doctor) -> None:
     assert left(fleet) == 0
 
 
-def test_a_registry_that_can_not_be_asked(fleet: list[Node], doctor: Doctor) -> None:
+def test_unreachable_registry_is_a_warning(fleet: list[Node], doctor: Doctor) -> None:
     fleet[2].membership.registry = lambda: (
         "since 10 s: connection refused",
         ["n9: speaks protocol 9"],

@@ -1,4 +1,4 @@
-"""The doctor at addresses of frames: which steps there are, and what is wrong with them."""
+"""The doctor at frame addresses (bulk:// and unix:): its steps and failures."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ def at_bulk(node: Node) -> dict[str, str]:
     return {"address": f"bulk://127.0.0.1:{node.bulk.port}"}
 
 
-def test_the_way_by_frames(node: Node, doctor: Callable[..., Examined]) -> None:
+def test_doctor_at_a_bulk_address_skips_grpc(node: Node, doctor: Callable[..., Examined]) -> None:
     found = doctor(**at_bulk(node))
     assert not found.failed
     assert "answers in" in found.of("frames").found
@@ -24,7 +24,9 @@ def test_the_way_by_frames(node: Node, doctor: Callable[..., Examined]) -> None:
     assert {found.of(name, group="wires").state for name in ("shm", "bulk")} == {FindingState.OK}
 
 
-def test_the_way_through_a_socket(node: Node, doctor: Callable[..., Examined]) -> None:
+def test_doctor_at_a_unix_socket_skips_tcp_and_grpc(
+    node: Node, doctor: Callable[..., Examined]
+) -> None:
     assert node.shm is not None
     found = doctor(address=f"unix:{node.shm.path}")
     assert not found.failed
@@ -35,13 +37,13 @@ def test_the_way_through_a_socket(node: Node, doctor: Callable[..., Examined]) -
     assert not {"name", "TCP", "TLS"} & {finding.name for _, finding in found.found}
 
 
-def test_a_socket_that_is_not_there(doctor: Callable[..., Examined]) -> None:
+def test_doctor_reports_a_missing_socket(doctor: Callable[..., Examined]) -> None:
     found = doctor(address="unix:/tmp/no-kvstore-is-here.sock")
     assert "frames" in found.failed
     assert "does not exist here" in found.of("frames").found
 
 
-def test_tls_by_frames(
+def test_doctor_checks_tls_at_a_bulk_address(
     start_node: StartNode, doctor: Callable[..., Examined], ours: Authority
 ) -> None:
     secured = start_node(**of_node(ours))

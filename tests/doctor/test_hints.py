@@ -1,4 +1,4 @@
-"""R15: the cause of a zero hit rate is told in plain words."""
+"""R15: hints explain the cause of a zero hit rate."""
 
 import dataclasses
 from typing import Any
@@ -26,7 +26,7 @@ def info(page_count: int = 0, **counters: int) -> pb.NamespaceInfo:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "text"),
     [
         ({"tp_size": 4}, "tp_size (4, there 2)"),
         ({"revision": ""}, "revision (empty, there main)"),
@@ -39,8 +39,8 @@ def info(page_count: int = 0, **counters: int) -> pb.NamespaceInfo:
         ({"layout": layout(layers=3)}, "layout.kv.layers (0..2, there 0..1)"),
     ],
 )
-def test_r15_a_reader_that_differs_from_the_writer_is_told_in_what(
-    change: dict[str, Any], said: str
+def test_r15_hint_names_the_field_in_which_reader_and_writer_differ(
+    change: dict[str, Any], text: str
 ) -> None:
     reader = dataclasses.replace(WRITER, **change)
     known = [
@@ -48,12 +48,12 @@ def test_r15_a_reader_that_differs_from_the_writer_is_told_in_what(
         (reader, info(pages_asked=40, miss_absent=40)),
     ]
     (hint,) = hints(known)
-    assert said in hint
+    assert text in hint
     assert f"llama [{reader.digest.hex()[:12]}]: 0 of 40 pages asked hit" in hint
     assert f"[{WRITER.digest.hex()[:12]}] of the same model holds 7 pages" in hint
 
 
-def test_r15_the_writer_that_differs_least_is_named() -> None:
+def test_r15_hint_names_the_writer_with_the_fewest_differences() -> None:
     reader = dataclasses.replace(WRITER, salt="x")
     far = dataclasses.replace(WRITER, tp_size=8, revision="old", layout=layout("float16"))
     known = [
@@ -66,7 +66,7 @@ def test_r15_the_writer_that_differs_least_is_named() -> None:
     assert far.digest.hex()[:12] not in hint
 
 
-def test_another_model_and_itself_are_no_neighbours() -> None:
+def test_hint_compares_with_namespaces_of_the_same_model_only() -> None:
     other = dataclasses.replace(WRITER, model="qwen")
     reader = (WRITER, info(page_count=3, pages_asked=5, miss_evicted=5))
     (hint,) = hints([(other, info(page_count=9)), reader])
@@ -74,20 +74,20 @@ def test_another_model_and_itself_are_no_neighbours() -> None:
     assert "evicted" in hint
 
 
-def test_as_many_differences_as_are_shown_are_not_cut() -> None:
+def test_hint_with_few_differences_shows_all() -> None:
     reader = dataclasses.replace(WRITER, tenant="b", revision="r", tp_size=4, salt="s")
     (hint,) = hints([(WRITER, info(page_count=1)), (reader, info(pages_asked=1, miss_absent=1))])
     assert "more" not in hint
 
 
-def test_many_differences_are_cut_and_counted() -> None:
+def test_hint_with_many_differences_counts_the_rest() -> None:
     reader = Namespace("llama", layout("float16", 32, 4, 3), tenant="b", revision="r", tp_size=4)
     (hint,) = hints([(WRITER, info(page_count=1)), (reader, info(pages_asked=1, miss_absent=1))])
     assert f"and {len(differences(reader, WRITER)) - 4} more" in hint
 
 
 @pytest.mark.parametrize(
-    ("counters", "said"),
+    ("counters", "text"),
     [
         ({"miss_absent": 5}, "never stored"),
         ({"miss_absent": 2, "miss_evicted": 3}, "evicted"),
@@ -98,33 +98,33 @@ def test_many_differences_are_cut_and_counted() -> None:
         ({"pages_hit": 4, "miss_evicted": 1}, "not the first one of each request"),
     ],
 )
-def test_r15_without_such_a_writer_the_commonest_miss_is_explained(
-    counters: dict[str, int], said: str
+def test_r15_hint_without_a_writer_explains_the_most_common_miss(
+    counters: dict[str, int], text: str
 ) -> None:
     (hint,) = hints([(WRITER, info(pages_asked=5, **counters))])
-    assert said in hint
+    assert text in hint
 
 
-def test_namespaces_that_hit_or_were_never_asked_get_no_hint() -> None:
+def test_namespaces_with_hits_or_without_lookups_get_no_hint() -> None:
     other = dataclasses.replace(WRITER, salt="x")
     assert hints([(WRITER, info(pages_asked=5, prefix_hits=1)), (other, info(page_count=3))]) == []
 
 
-def test_a_namespace_without_pages_is_no_writer() -> None:
+def test_namespace_without_pages_is_not_a_writer() -> None:
     reader = dataclasses.replace(WRITER, salt="x")
     (hint,) = hints([(WRITER, info(page_count=0)), (reader, info(pages_asked=1, miss_absent=1))])
     assert "differs" not in hint
 
 
-def test_r15_a_writer_whose_pages_are_on_disk_only_is_named_too() -> None:
-    """As all are after a restart."""
+def test_r15_hint_names_a_writer_with_pages_on_disk_only() -> None:
+    """A writer whose pages are on disk only, as after a restart, is named in the hint."""
     reader = dataclasses.replace(WRITER, salt="x")
     on_disk = pb.NamespaceInfo(disk_page_count=7)
     (hint,) = hints([(WRITER, on_disk), (reader, info(pages_asked=1, miss_absent=1))])
     assert "of the same model holds 7 pages but differs in salt (x, there empty)" in hint
 
 
-def test_r15_every_reason_of_a_miss_is_explained_and_shown() -> None:
+def test_r15_every_miss_reason_is_explained_and_shown() -> None:
     reasons = {
         field.name for field in pb.Counters.DESCRIPTOR.fields if field.name.startswith("miss_")
     }

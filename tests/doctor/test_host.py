@@ -1,4 +1,4 @@
-"""What is said of a host, from files as a kernel has them."""
+"""The doctor's checks of a host, from fake /proc and /sys files."""
 
 import ctypes
 import resource
@@ -25,7 +25,7 @@ MEMINFO = "MemTotal:       16000000 kB\nMemAvailable:    {available} kB\n"
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Of a host where all is well."""
+    """Return the root folder of a healthy host."""
     limits(tmp_path)
     write(tmp_path, "proc/meminfo", MEMINFO.format(available=8 << 20))
     write(tmp_path, SHMEM_ENABLED, "always within_size [advise] never deny force\n")
@@ -51,7 +51,7 @@ def of(root: Path, **about: Any) -> Host:
     return Host(root=root, **{"clock": lambda: False, **about})
 
 
-def test_a_host_where_all_is_well(root: Path) -> None:
+def test_healthy_host_passes(root: Path) -> None:
     found = list(of(root, serves=True, has_gpu=True).findings())
     assert [finding.name for finding in found if finding.state is not FindingState.OK] == []
     assert {"versions", "descriptors", "shared memory", "locked memory", "huge pages", "clock"} <= {
@@ -59,7 +59,7 @@ def test_a_host_where_all_is_well(root: Path) -> None:
     }
 
 
-def test_few_open_files(root: Path) -> None:
+def test_low_limit_of_open_files_is_a_warning(root: Path) -> None:
     limits(root, files="1024")
     found = of(root).descriptors()
     assert (found.state, "ulimit -Hn" in found.remedy) == (FindingState.WARN, True)
@@ -67,7 +67,7 @@ def test_few_open_files(root: Path) -> None:
     assert of(root).descriptors().state is FindingState.OK
 
 
-def test_no_descriptors_left_for_grpc(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_descriptors_left_is_a_failure(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left() -> None:
         raise Unavailable("this process has fewer than 16 descriptors left (ulimit -n)")
 
@@ -75,7 +75,7 @@ def test_no_descriptors_left_for_grpc(root: Path, monkeypatch: pytest.MonkeyPatc
     assert of(root).descriptors().state is FindingState.FAIL
 
 
-def test_little_memory_in_all_or_in_this_container(root: Path) -> None:
+def test_little_memory_of_host_or_container_is_a_warning(root: Path) -> None:
     assert of(root).memory().state is FindingState.OK
     write(root, "sys/fs/cgroup/memory.max", f"{2 << 30}\n")
     write(root, "sys/fs/cgroup/memory.current", f"{1900 << 20}\n")
@@ -92,7 +92,7 @@ def test_little_memory_in_all_or_in_this_container(root: Path) -> None:
     assert of(root).memory().state is FindingState.SKIPPED
 
 
-def test_shared_memory_that_is_limited_or_can_not_be_had(
+def test_limited_or_refused_shared_memory_is_reported(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits(root, space=str(4 << 30))
@@ -107,23 +107,23 @@ def test_shared_memory_that_is_limited_or_can_not_be_had(
 
 
 @pytest.mark.parametrize(
-    ("status", "nobody"), [(0x40, True), (0x2040, True), (0x2001, False), (0x20, False)]
+    ("status", "unsynced"), [(0x40, True), (0x2040, True), (0x2001, False), (0x20, False)]
 )
-def test_a_clock_that_nobody_sets_is_what_the_kernel_says(
-    monkeypatch: pytest.MonkeyPatch, status: int, nobody: bool
+def test_unsynchronized_clock_is_read_from_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, status: int, unsynced: bool
 ) -> None:
-    """`struct timex` of 64-bit Linux: modes, four longs, and at byte 40 the status."""
+    """The clock's state is the status field of `struct timex`, at byte 40 on 64-bit Linux."""
 
     def adjtimex(state: Any) -> int:
-        assert state.raw[:4] == bytes(4), "modes: nothing is set"
+        assert state.raw[:4] == bytes(4), "the call would set the clock"
         struct.pack_into("@Iqqqqi", state, 0, 0, -1, -1, -1, -1, status)
         return 5
 
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(adjtimex=adjtimex))
-    assert unsynchronised() is nobody
+    assert unsynchronised() is unsynced
 
 
-def test_locked_memory_matters_with_a_gpu_only(root: Path) -> None:
+def test_limit_of_locked_memory_is_a_warning_with_a_gpu_only(root: Path) -> None:
     limits(root, locked=str(8 << 20), locked_hard=str(8 << 20))
     assert of(root).locked_memory().state is FindingState.OK
     found = of(root, has_gpu=True).locked_memory()
@@ -133,7 +133,7 @@ def test_locked_memory_matters_with_a_gpu_only(root: Path) -> None:
     )
 
 
-def test_huge_pages_matter_where_a_node_runs(root: Path) -> None:
+def test_disabled_huge_pages_are_a_warning_where_a_node_runs(root: Path) -> None:
     write(root, SHMEM_ENABLED, "always within_size advise [never] deny force\n")
     assert of(root).huge_pages().state is FindingState.OK
     found = of(root, serves=True).huge_pages()
@@ -149,15 +149,17 @@ def test_huge_pages_matter_where_a_node_runs(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nobody", "state"),
+    ("unsynced", "state"),
     [(True, FindingState.WARN), (False, FindingState.OK), (None, FindingState.SKIPPED)],
 )
-def test_a_clock_that_nobody_sets(root: Path, nobody: bool | None, state: FindingState) -> None:
-    assert of(root, clock=lambda: nobody).clock().state is state
+def test_unsynchronized_clock_is_a_warning(
+    root: Path, unsynced: bool | None, state: FindingState
+) -> None:
+    assert of(root, clock=lambda: unsynced).clock().state is state
 
 
-def test_this_kernel_is_read_as_it_is() -> None:
-    """Not only the files that these tests write."""
+def test_real_kernel_files_are_read() -> None:
+    """The checks read this machine's real files, not only those that the tests write."""
     assert unsynchronised() in (True, False, None)
     real = Host()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -1,4 +1,6 @@
-"""One node, by whatever way: works, is dead, hangs, knows nobody, has no disk, no shared memory."""
+"""The doctor's checks of one node: healthy, dead or hanging, and without space, disk or shared
+memory.
+"""
 
 import socket
 from collections.abc import Callable
@@ -30,7 +32,7 @@ def names(node: Node) -> set[str]:
         return {index.value.model for index in node.tier.namespaces.all()}
 
 
-def test_all_is_well_and_nothing_is_left_behind(node: Node, doctor: Doctor) -> None:
+def test_healthy_node_passes_and_keeps_no_page(node: Node, doctor: Doctor) -> None:
     found = doctor(node)
     assert found.failed == set()
     for wire in WIRES:
@@ -56,7 +58,7 @@ def test_doctor_leaves_other_pages(node: Node, doctor: Doctor) -> None:
         client.remove_namespace(other)
 
 
-def test_pages_that_another_doctor_has_put_stay(node: Node, doctor: Doctor) -> None:
+def test_pages_of_another_doctor_stay(node: Node, doctor: Doctor) -> None:
     with Client(
         ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)
     ) as client:
@@ -67,7 +69,7 @@ def test_pages_that_another_doctor_has_put_stay(node: Node, doctor: Doctor) -> N
         client.remove_namespace(space)
 
 
-def test_an_interrupt_leaves_nothing_behind(node: Node) -> None:
+def test_interrupt_leaves_no_page(node: Node) -> None:
     config = ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)
 
     def tick(done: float) -> None:
@@ -84,7 +86,7 @@ def test_an_interrupt_leaves_nothing_behind(node: Node) -> None:
     wait_until(lambda: names(node) == set() and node.tier.visible_count == 0)
 
 
-def test_a_page_that_comes_back_with_other_bytes(
+def test_page_with_wrong_bytes_is_a_failure(
     node: Node, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put = Client.put
@@ -100,7 +102,7 @@ def test_a_page_that_comes_back_with_other_bytes(
     assert "take this node out of service" in found.of("bulk", group="pages").remedy
 
 
-def test_a_node_without_room(start_node: StartNode, doctor: Doctor) -> None:
+def test_full_node_is_a_failure(start_node: StartNode, doctor: Doctor) -> None:
     node = start_node(ram_nbytes=1 << 20, extent_nbytes=1 << 20)
     space = Namespace("pinned", opaque_layout(1 << 20))
     with Client(
@@ -113,7 +115,7 @@ def test_a_node_without_room(start_node: StartNode, doctor: Doctor) -> None:
         assert found.of("bulk", group="wires").state is FindingState.OK
 
 
-# ---- on the way ------------------------------------------------------------------------------
+# ---- connection ------------------------------------------------------------------------------
 
 
 def test_port_without_a_listener_fails(doctor: Doctor) -> None:
@@ -123,25 +125,25 @@ def test_port_without_a_listener_fails(doctor: Doctor) -> None:
     assert {"gRPC", "status", "wires", "pages"} <= found.names(FindingState.SKIPPED)
 
 
-def test_a_name_that_nobody_knows(doctor: Doctor) -> None:
+def test_unknown_host_name_is_a_failure(doctor: Doctor) -> None:
     found = doctor(address="nobody.invalid:7440")
     assert found.failed == {"name"}
 
 
-def test_a_firewall_that_drops(swallowing_port: int, doctor: Doctor) -> None:
+def test_firewall_that_drops_packets_is_a_failure(swallowing_port: int, doctor: Doctor) -> None:
     found = doctor(address=f"127.0.0.1:{swallowing_port}", connect_timeout_s=0.3)
     assert found.failed == {"TCP"}
     assert "a firewall" in found.of("TCP").remedy
 
 
-def test_something_else_listens_there(doctor: Doctor) -> None:
+def test_port_of_another_program_is_a_failure(doctor: Doctor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         found = doctor(address=f"127.0.0.1:{listener.getsockname()[1]}", connect_timeout_s=0.5)
     assert found.failed == {"gRPC"}
     assert "another program" in found.of("gRPC").remedy
 
 
-def test_a_node_that_hangs(doctor: Doctor) -> None:
+def test_hanging_node_is_a_failure(doctor: Doctor) -> None:
     with NodeProcess("--ram-bytes", "16MiB") as process:
         process.pause()
         found = doctor(address=process.address, connect_timeout_s=0.5, timeout_s=1.0)
@@ -150,10 +152,10 @@ def test_a_node_that_hangs(doctor: Doctor) -> None:
     assert "hangs or is stopped" in found.of("gRPC").remedy
 
 
-def test_one_of_two_addresses_is_dead(node: Node, doctor: Doctor) -> None:
-    """Which is said of that one.
+def test_dead_address_of_two_is_reported(node: Node, doctor: Doctor) -> None:
+    """A dead address is reported by itself, and the node at the other one is checked.
 
-    A node that is alone is no cluster of two.
+    Two addresses do not make a node without a cluster a member.
     """
     address = f"127.0.0.1:{node.grpc.port}"
     found = doctor(address=f"127.0.0.1:1,{address}")
@@ -166,14 +168,14 @@ def test_one_of_two_addresses_is_dead(node: Node, doctor: Doctor) -> None:
 # ---- wires -----------------------------------------------------------------------------------
 
 
-def test_no_shared_memory_because_there_is_none(start_node: StartNode, doctor: Doctor) -> None:
+def test_node_without_shared_memory_skips_its_check(start_node: StartNode, doctor: Doctor) -> None:
     node = start_node(shm_socket="none")
     assert doctor(node).of("shm", group="wires").state is FindingState.SKIPPED
     assert doctor(node, wire="shm").of("shm", group="wires").state is FindingState.FAIL
 
 
-def test_a_socket_that_is_not_here(node: Node, doctor: Doctor, tmp_path: Path) -> None:
-    """The node is on this host, perhaps in a container."""
+def test_missing_shm_socket_is_a_warning(node: Node, doctor: Doctor, tmp_path: Path) -> None:
+    """A missing socket of a node on this host, perhaps in a container, is a warning."""
     found = doctor(node, shm_dir=str(tmp_path))
     assert found.of("shm", group="wires").state is FindingState.WARN
     assert "KVSTORE_SHM_DIR" in found.of("shm", group="wires").remedy
@@ -183,7 +185,7 @@ def test_a_socket_that_is_not_here(node: Node, doctor: Doctor, tmp_path: Path) -
     assert {"shm", "as a client"} <= wanted.failed
 
 
-def test_a_bulk_port_that_is_closed(
+def test_closed_bulk_port_is_a_failure(
     node: Node, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node.service, "bulk_port", 1)
@@ -196,7 +198,7 @@ def test_a_bulk_port_that_is_closed(
 # ---- disk, clock, version --------------------------------------------------------------------
 
 
-def test_a_page_is_read_from_disk(tmp_path: Path) -> None:
+def test_doctor_checks_a_page_on_disk(tmp_path: Path) -> None:
     flags = ("--ram-bytes", "16MiB", "--data-dir", str(tmp_path / "data"), "--disk-bytes", "64MiB")
     with NodeProcess(*flags, "--disk-extent-bytes", "16MiB") as process:
         config = ClientConfig(process.address, timeout_s=20.0, connect_timeout_s=10.0)
@@ -210,20 +212,20 @@ def test_a_page_is_read_from_disk(tmp_path: Path) -> None:
 
 
 def test_disk_findings() -> None:
-    def said(**told: Any) -> FindingState:
+    def state_of(**status: Any) -> FindingState:
         known = {
             "state": "SERVING",
             "data_dir": "/data",
             "direct_io": True,
             "queue_nbytes_max": 100,
         }
-        return disk(pb.NodeStatusReply(disk=pb.DiskStatus(**{**known, **told}))).state
+        return disk(pb.NodeStatusReply(disk=pb.DiskStatus(**{**known, **status}))).state
 
-    assert said() is FindingState.OK
-    assert said(direct_io=False) is FindingState.WARN
-    assert said(queue_nbytes=95) is FindingState.WARN
-    assert said(pages_corrupt=1) is FindingState.WARN
-    assert said(state="POISONED", reason="no space left") is FindingState.FAIL
+    assert state_of() is FindingState.OK
+    assert state_of(direct_io=False) is FindingState.WARN
+    assert state_of(queue_nbytes=95) is FindingState.WARN
+    assert state_of(pages_corrupt=1) is FindingState.WARN
+    assert state_of(state="POISONED", reason="no space left") is FindingState.FAIL
     assert disk(pb.NodeStatusReply()).state is FindingState.SKIPPED
 
 
@@ -233,28 +235,28 @@ def test_disk_findings() -> None:
         (0.5, 0.01, FindingState.OK),
         (-1.9, 0.01, FindingState.OK),
         (3.0, 0.01, FindingState.WARN),
-        (3.0, 2.5, FindingState.OK),  # it may well be less than two
+        (3.0, 2.5, FindingState.OK),  # the difference may be below 2 s
         (-3.0, 0.01, FindingState.WARN),
         (-400.0, 0.01, FindingState.FAIL),
     ],
 )
-def test_a_clock_that_differs(ahead_s: float, within_s: float, state: FindingState) -> None:
+def test_differing_clock_is_reported(ahead_s: float, within_s: float, state: FindingState) -> None:
     found = clock(Clock(ahead_s, within_s))
     assert found.state is state
     assert ("ahead of" if ahead_s > 0 else "behind") in found.found
 
 
-def test_a_nodes_clock_is_compared_with_ours(
+def test_clock_of_a_node_is_compared_with_the_clients(
     node: Node, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.serving.status.time.time_ns", lambda: 1_000_000_000)
     assert doctor(node).of("clock", group="what").state is FindingState.FAIL
 
 
-def test_an_older_node_does_not_tell_its_clock() -> None:
+def test_clock_of_an_older_node_is_skipped() -> None:
     assert clock(None).state is FindingState.SKIPPED
 
 
-def test_versions_that_differ() -> None:
+def test_differing_versions_are_a_warning() -> None:
     assert version(pb.HelloReply(version="0.0.1", protocol_version=4)).state is FindingState.WARN
     assert version(pb.HelloReply(version="0.1.0", protocol_version=3)).state is FindingState.WARN

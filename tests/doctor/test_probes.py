@@ -1,5 +1,5 @@
-"""Checks in a process of their own: of a data directory and of a GPU; one that hangs, dies or
-talks.
+"""Probes, which are checks in a process of their own: of a data directory and of a GPU, and probes
+that hang, crash or print other text.
 """
 
 import errno
@@ -24,7 +24,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> str:
     return "some_probe"
 
 
-def test_a_data_directory_as_it_is_here(tmp_path: Path) -> None:
+def test_probe_of_a_data_directory_passes(tmp_path: Path) -> None:
     found = list(
         probed("data directory", "kvstore.doctor.data_dir", [str(tmp_path)], LONG_S, "mend it")
     )
@@ -40,13 +40,13 @@ def test_a_data_directory_as_it_is_here(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_a_node_would_make(tmp_path: Path) -> None:
+def test_missing_data_directory_passes_if_it_can_be_created(tmp_path: Path) -> None:
     found = {finding.name: finding for finding in findings(tmp_path / "a" / "b")}
     assert f"makes it in {tmp_path}" in found["data directory"].found
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
+def test_file_as_data_directory_is_a_failure(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("")
     found = list(findings(path))
@@ -54,7 +54,9 @@ def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
     assert found[-1].state is FindingState.SKIPPED
 
 
-def test_one_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_data_directory_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     found = data_dir.permission(tmp_path, tmp_path)
     assert (found.state, "chown" in found.remedy) == (FindingState.FAIL, True)
@@ -71,7 +73,7 @@ some /mnt/some fuse.sshfs rw 0 0
 
 
 @pytest.mark.parametrize(
-    ("path", "state", "said"),
+    ("path", "state", "message"),
     [
         ("/var/lib", FindingState.OK, "ext4 on /dev/vda1"),
         ("/data/pages", FindingState.OK, "xfs on /dev/nvme0n1"),
@@ -81,13 +83,17 @@ some /mnt/some fuse.sshfs rw 0 0
         ("/mnt/far away/pages", FindingState.WARN, "nfs4 on server:/x"),
     ],
 )
-def test_file_systems(path: str, state: FindingState, said: str) -> None:
+def test_unsuitable_file_systems_are_a_warning(
+    path: str, state: FindingState, message: str
+) -> None:
     found = file_system(Path(path), MOUNTS)
     assert found.state is state
-    assert said in found.found
+    assert message in found.found
 
 
-def test_a_file_system_without_o_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_o_direct_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = os.open
 
     def without(path: Any, flags: int, *rest: Any, **more: Any) -> int:
@@ -101,7 +107,7 @@ def test_a_file_system_without_o_direct(tmp_path: Path, monkeypatch: pytest.Monk
     assert "MB/s written" in found["speed"].found
 
 
-def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_free_space_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         f_bavail, f_blocks, f_frsize, f_files, f_favail = 1000, 1 << 30, 4096, 1 << 20, 1 << 20
 
@@ -112,7 +118,7 @@ def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Full.f_files = 0  # a file system that does not count them
     found = data_dir.free_space(tmp_path)
     assert (found.state, found.found.rpartition(" ")[2]) == (FindingState.OK, "1,945.6GiB"), (
-        "of 2,048, a twentieth for rows"
+        "of 2,048 GiB, a twentieth is reserved for rows"
     )
 
 
@@ -124,7 +130,7 @@ def test_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (0.001, 0.02, FindingState.WARN),
     ],
 )
-def test_a_slow_disk_by_a_clock_that_is_ours(
+def test_slow_disk_is_a_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     sync_s: float,
@@ -154,10 +160,10 @@ def test_a_slow_disk_by_a_clock_that_is_ours(
     assert found.state is state
 
 
-def test_nothing_is_written_where_there_is_little_room(
+def test_nearly_full_disk_is_not_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node on that disk would find it full, and stop its disk tier."""
+    """The speed test is skipped on a nearly full disk, as it could make a node's writes fail."""
     written: list[int] = []
     monkeypatch.setattr(data_dir, "_free_nbytes", lambda where: data_dir.ROOM_NBYTES - 1)
     monkeypatch.setattr(os, "pwrite", lambda fd, page, at: written.append(len(page)))
@@ -169,9 +175,7 @@ def test_nothing_is_written_where_there_is_little_room(
     )
 
 
-def test_a_folder_that_one_may_not_look_into(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(path: Path) -> bool:
         raise PermissionError(13, "Permission denied")
 
@@ -184,23 +188,26 @@ def test_a_folder_that_one_may_not_look_into(
     )
 
 
-def test_one_that_can_not_even_be_killed_is_left_and_counts_as_far_as_it_came(
+def test_unkillable_probe_is_abandoned_with_its_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that waits in the kernel for a disk."""
+    """A probe that can not be killed, as it waits in the kernel for a disk, is abandoned.
+
+    Its findings so far count.
+    """
     processes: list[subprocess.Popen[bytes]] = []
 
     class Stuck(subprocess.Popen[bytes]):
         def kill(self) -> None:
             processes.append(self)
 
-    said = '{"name": "first", "state": "ok", "found": "there", "remedy": ""}'
+    line = '{"name": "first", "state": "ok", "found": "there", "remedy": ""}'
     name = module(
-        tmp_path, monkeypatch, f"import time\nprint({said!r}, flush=True)\ntime.sleep(600)\n"
+        tmp_path, monkeypatch, f"import time\nprint({line!r}, flush=True)\ntime.sleep(600)\n"
     )
     monkeypatch.setattr(subprocess, "Popen", Stuck)
     try:
-        for limit_s in (0.5, 4.0, 32.0):  # until a busy machine has begun it
+        for limit_s in (0.5, 4.0, 32.0):  # on a busy machine, the probe may start late
             *before, last = probed("disk", name, [], limit_s, "mend the disk")
             assert (last.found, last.remedy) == (f"hangs: no end in {limit_s:g} s", "mend the disk")
             if before:
@@ -213,11 +220,11 @@ def test_one_that_can_not_even_be_killed_is_left_and_counts_as_far_as_it_came(
 
 
 def test_findings_before_a_hang_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = '{"name": "first", "state": "ok", "found": "there", "remedy": ""}'
+    line = '{"name": "first", "state": "ok", "found": "there", "remedy": ""}'
     name = module(
-        tmp_path, monkeypatch, f"import time\nprint({said!r}, flush=True)\ntime.sleep(600)\n"
+        tmp_path, monkeypatch, f"import time\nprint({line!r}, flush=True)\ntime.sleep(600)\n"
     )
-    for limit_s in (0.5, 4.0, 32.0):  # until a busy machine has begun it
+    for limit_s in (0.5, 4.0, 32.0):  # on a busy machine, the probe may start late
         *before, last = probed("disk", name, [], limit_s, "mend the disk")
         assert (last.state, last.remedy) == (FindingState.FAIL, "mend the disk")
         assert last.found == f"hangs: no end in {limit_s:g} s"
@@ -226,34 +233,36 @@ def test_findings_before_a_hang_count(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [(finding.name, finding.state) for finding in before] == [("first", FindingState.OK)]
 
 
-def test_one_that_can_not_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_that_can_not_run_reports_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = module(tmp_path, monkeypatch, "print('a library talks')\nimport torch_of_nobody")
     (found,) = probed("GPU", name, [], LONG_S, "another Python")
     assert found.state is FindingState.FAIL
     assert found.found == "ModuleNotFoundError: No module named 'torch_of_nobody'"
 
 
-SAID = '{"name": "first", "state": "ok", "found": "there", "remedy": ""}'
+LINE = '{"name": "first", "state": "ok", "found": "there", "remedy": ""}'
 BREAKS = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
 
 
-def test_one_that_broke_before_it_had_told_all_is_a_failure_that_names_the_signal(
+def test_probe_that_crashes_before_its_end_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = module(tmp_path, monkeypatch, f"print({SAID!r}, flush=True)\n{BREAKS}")
+    name = module(tmp_path, monkeypatch, f"print({LINE!r}, flush=True)\n{BREAKS}")
     first, last = probed("GPU", name, [], LONG_S, "another Python")
     assert first.state is FindingState.OK
     assert (last.state, last.found) == (FindingState.FAIL, "it was ended by SIGSEGV")
 
 
-def test_one_that_broke_after_it_had_told_all_is_a_warning(
+def test_probe_that_crashes_after_its_end_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = (
+    program = (
         "from kvstore.doctor.checks import ok, print_findings\n"
         "print_findings([ok('first', 'there')])\n"
     )
-    name = module(tmp_path, monkeypatch, told + BREAKS)
+    name = module(tmp_path, monkeypatch, program + BREAKS)
     first, last = probed("GPU", name, [], LONG_S, "another Python")
     assert first.state is FindingState.OK
     assert (last.state, last.remedy) == (FindingState.WARN, "another Python")
@@ -261,19 +270,19 @@ def test_one_that_broke_after_it_had_told_all_is_a_warning(
     assert "SIGSEGV" in last.found
 
 
-def test_findings_of_one_that_ends_well_are_all_there_is(
+def test_probe_that_ends_well_yields_its_findings_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = (
+    program = (
         "from kvstore.doctor.checks import ok, print_findings\n"
         "print_findings([ok('first', 'there')])\n"
     )
-    name = module(tmp_path, monkeypatch, told)
+    name = module(tmp_path, monkeypatch, program)
     assert [finding.name for finding in probed("GPU", name, [], LONG_S, "another Python")] == [
         "first"
     ]
 
 
-@pytest.mark.parametrize(("status", "said"), [(3, "status 3"), (-9, "SIGKILL"), (-60, "signal 60")])
-def test_how_a_process_ended_is_said_for_people(status: int, said: str) -> None:
-    assert checks.ending(status).endswith(said)
+@pytest.mark.parametrize(("status", "text"), [(3, "status 3"), (-9, "SIGKILL"), (-60, "signal 60")])
+def test_exit_status_is_described(status: int, text: str) -> None:
+    assert checks.ending(status).endswith(text)

@@ -1,4 +1,4 @@
-"""What a node and members tell, and what is made of it: pure, one thing wrong at a time."""
+"""Findings from the hellos and statuses of members, without a node: one fault at a time."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ VIEW = View("fleet", 1, MEMBERS, 2)
 
 
 def of_members(*views: View | None, peers: pb.PeersStatus | None = None) -> dict[str, Finding]:
-    """By name; None: one that is in no cluster."""
+    """Return the findings, by name, about members with these views; None: in no cluster."""
     nodes: dict[str, Any] = {}
     for number, view in enumerate(views):
         hello = pb.HelloReply() if view is None else pb.HelloReply(view=view.message)
@@ -31,24 +31,24 @@ def of_members(*views: View | None, peers: pb.PeersStatus | None = None) -> dict
 
 
 @pytest.fixture(autouse=True)
-def nobody_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_settle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "SETTLE_S", 0.0)
 
 
-def test_members_that_agree_are_well_and_as_many_as_there_are_copies_are_enough() -> None:
+def test_members_that_agree_pass() -> None:
     found = of_members(VIEW, VIEW, peers=pb.PeersStatus(registry="static"))
     assert {finding.state for finding in found.values()} == {FindingState.OK}
     assert found.keys() == {"members", "view", "registry"}
 
 
-def test_a_member_that_does_not_answer_is_named_and_one_that_is_named_has_to_be_one() -> None:
+def test_silent_member_and_unknown_near_node_are_failures() -> None:
     found = of_members(VIEW)["members"]
     assert (found.state, found.found) == (FindingState.FAIL, "1 of 2 answer here; not n1")
     assert members.near(VIEW, ClientConfig(near="n1"), {}).state is FindingState.OK
     assert members.near(VIEW, ClientConfig(near="n7"), {}).state is FindingState.FAIL
 
 
-def test_a_view_that_reaches_a_member_a_moment_later_is_the_same() -> None:
+def test_view_that_reaches_a_member_late_passes() -> None:
     later = View("fleet", 2, MEMBERS, 2)
     behind = SimpleNamespace(hello=pb.HelloReply(view=VIEW.message), status=pb.NodeStatusReply())
     behind.ask_again = lambda: setattr(behind, "hello", pb.HelloReply(view=later.message))
@@ -60,7 +60,7 @@ def test_a_view_that_reaches_a_member_a_moment_later_is_the_same() -> None:
     assert (found["view"].state, "number 2" in found["view"].found) == (FindingState.OK, True)
 
 
-def test_more_copies_than_members() -> None:
+def test_more_replicas_than_members_are_a_warning() -> None:
     three = View("fleet", 1, MEMBERS, 3)
     nodes: dict[str, Any] = {"n0": SimpleNamespace(hello=None)}
     (found,) = (finding for finding in members.findings(three, nodes) if finding.name == "replicas")
@@ -71,7 +71,7 @@ def test_more_copies_than_members() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "text"),
     [
         (None, "n1 is in no cluster"),
         (View("fleet", 2, MEMBERS, 2), "n0 has 1, n1 has 2"),
@@ -80,9 +80,9 @@ def test_more_copies_than_members() -> None:
         (View("swarm", 1, MEMBERS, 2), "the cluster's name"),
     ],
 )
-def test_members_that_differ(other: View | None, said: str) -> None:
+def test_differing_members_are_a_failure(other: View | None, text: str) -> None:
     found = of_members(VIEW, other)["view"]
-    assert (found.state, said in found.found) == (FindingState.FAIL, True), found
+    assert (found.state, text in found.found) == (FindingState.FAIL, True), found
 
 
 def test_registry_findings_depend_on_the_role() -> None:
@@ -96,16 +96,16 @@ def test_registry_findings_depend_on_the_role() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wire", "said"),
+    ("wire", "text"),
     [
         ("auto", "n1, by shared memory"),
         ("shm", "n1, by shared memory"),
         ("bulk", "none by wire bulk"),
     ],
 )
-def test_a_near_node_is_one_by_shared_memory(wire: str, said: str) -> None:
+def test_near_node_is_reached_by_shared_memory(wire: str, text: str) -> None:
     found = members.near(VIEW, ClientConfig(wire=wire), {"n0": False, "n1": True})
-    assert (found.state, found.found.startswith(said)) == (FindingState.OK, True)
+    assert (found.state, found.found.startswith(text)) == (FindingState.OK, True)
 
 
 # ---- a node ----------------------------------------------------------------------------------
@@ -125,11 +125,11 @@ def test_a_near_node_is_one_by_shared_memory(wire: str, said: str) -> None:
         ),
     ],
 )
-def test_versions(hello: pb.HelloReply, state: FindingState) -> None:
+def test_differing_versions_are_a_warning(hello: pb.HelloReply, state: FindingState) -> None:
     assert members.version(hello).state is state
 
 
-def test_one_that_is_being_stopped_and_one_that_strangers_reach() -> None:
+def test_draining_and_insecure_nodes_are_a_warning() -> None:
     assert members.state(pb.NodeStatusReply(state="SERVING")).state is FindingState.OK
     assert members.state(pb.NodeStatusReply(state="DRAINING")).state is FindingState.WARN
     names = {
@@ -145,7 +145,7 @@ def test_one_that_is_being_stopped_and_one_that_strangers_reach() -> None:
     }
 
 
-def test_of_a_way_what_is_not_well_is_told_else_one_line() -> None:
+def test_connection_shows_failures_or_one_line() -> None:
     tcp, bad = ok("TCP", "in 1 ms"), fail("gRPC", "hangs", "look")
     assert [finding.name for finding in members.reached([tcp])] == ["reached"]
     assert [finding.name for finding in members.reached([tcp, bad])] == ["gRPC"]

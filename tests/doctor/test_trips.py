@@ -1,4 +1,4 @@
-"""Pages there and back, by a client that does one thing wrong."""
+"""The doctor's puts and gets of test pages, with a fake client that does one thing wrong."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -18,9 +18,8 @@ KEY = b"k" * 32
 
 
 class Client:
-    """`hits`: of one get after the other.
-
-    `changes`: the bytes that it gives.
+    """A fake client: `hits` are the results of successive gets; `changes` makes gets return other
+    bytes.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ def pages() -> Pages:
 
 
 @pytest.mark.parametrize(
-    ("client", "state", "said"),
+    ("client", "state", "message"),
     [
         (Client(), FindingState.OK, f"{PAGE_NBYTES >> 10} KiB came back equal"),
         (Client(hits=(False, True)), FindingState.OK, "came back equal"),
@@ -72,13 +71,15 @@ def pages() -> Pages:
         (Client(hits=(False,), corrupt=1), FindingState.FAIL, "other bytes"),
     ],
 )
-def test_a_page_there_and_back(pages: Pages, client: Any, state: FindingState, said: str) -> None:
+def test_round_trip_of_a_page_is_checked(
+    pages: Pages, client: Any, state: FindingState, message: str
+) -> None:
     found = pages._trip("bulk", client, KEY)
-    assert (found.state, said in found.found) == (state, True), found
+    assert (found.state, message in found.found) == (state, True), found
 
 
 @pytest.mark.parametrize(
-    ("client", "state", "said"),
+    ("client", "state", "message"),
     [
         (Client(), FindingState.OK, "its copy on disk is intact"),
         (Client(dropped=1), FindingState.FAIL, "does not match its checksum"),
@@ -86,13 +87,15 @@ def test_a_page_there_and_back(pages: Pages, client: Any, state: FindingState, s
         (Client(intact=0), FindingState.FAIL, "is not on disk"),
     ],
 )
-def test_a_page_on_disk(pages: Pages, client: Any, state: FindingState, said: str) -> None:
+def test_durable_page_is_checked(
+    pages: Pages, client: Any, state: FindingState, message: str
+) -> None:
     found = pages._durable(client, KEY)
-    assert (found.state, said in found.found) == (state, True), found
+    assert (found.state, message in found.found) == (state, True), found
     assert client.durable
 
 
-def test_pages_are_not_sealed_and_a_member_gets_one_that_it_owns_first(pages: Pages) -> None:
+def test_pages_are_not_keyed_and_each_member_owns_one(pages: Pages) -> None:
     assert (pages._config.page_key, pages._config.page_key_file) == ("", "")
     members = tuple(Member(f"n{number}", f"10.0.0.{number}:7440") for number in range(4))
     view = View("fleet", 1, members, 2)
@@ -105,6 +108,6 @@ def test_pages_are_not_sealed_and_a_member_gets_one_that_it_owns_first(pages: Pa
 
 
 def test_pages_check_after_a_failed_removal_puts_no_more(pages: Pages) -> None:
-    assert list(pages.clean()) == [], "there was none"
+    assert list(pages.clean()) == [], "no page was put before"
     with pytest.raises(Unavailable, match="over"), pages._under_way():
-        raise AssertionError("it began")
+        raise AssertionError("a put began")

@@ -1,1 +1,1 @@
-"""Fuzzing of every parser of bytes from outside; `guided.py` is what `make fuzz` runs."""
+"""Fuzz tests of every parser of bytes from outside; `make fuzz` runs `guided.py`."""

@@ -1,8 +1,7 @@
-"""Inputs that were found once, and are refused or taken as they should be now: (target, input, what
-came of it).
+"""Inputs of former bugs, which are handled correctly now: (target, input, effect of the bug).
 
-Each did harm where its bytes come from. A node did not start, or an engine's call raised what it
-does not know.
+Each could come from outside and did harm: a node did not start, or a call of an engine raised an
+undocumented exception.
 """
 
 from inside import SPACE

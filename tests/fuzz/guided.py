@@ -1,10 +1,10 @@
-"""`make fuzz`: the same targets, guided by what of the code their inputs reach (atheris).
+"""`make fuzz`: run the same targets guided by code coverage (atheris).
 
     python tests/fuzz/guided.py [--inputs N] [--target NAME] [--corpus DIR] [--list]
 
-Each target runs in a process of its own with a bounded address space, until it has had its share of
-the inputs. What is found is told once for each place, and kept in DIR/found/; the corpus of a
-target is DIR/NAME/. Ends with status 1 if anything was found, with 2 if atheris is not here.
+Each target runs in a process of its own with a limited address space, until it has had its share of
+the inputs. A finding is printed once per place in the code and kept in DIR/found/; the corpus of a
+target is DIR/NAME/. Exits with status 1 if anything was found, with 2 if atheris is not installed.
 """
 
 import argparse
@@ -22,16 +22,16 @@ from typing import Any
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 INPUTS = 1_000_000
-# Of addresses, than a target has at its start: no input may ask for as much at once
+# Address space that a target may use beyond that at its start; no input may allocate as much
 MORE_NBYTES = 1 << 30
-PARSERS = ("kvstore", "node")  # what is guided by
+PARSERS = ("kvstore", "node")  # packages whose coverage guides the inputs
 
 
 # ---- one target, in a process of its own -----------------------------------------------------
 
 
 class Run:
-    """Counts, and ends the process by itself when all inputs have been."""
+    """Run a target on each input, count the inputs, and exit the process after the last one."""
 
     def __init__(self, name: str, target: Any, watch: Any, inputs: int, folder: Path) -> None:
         self._name, self._target, self._watch = name, target, watch
@@ -46,7 +46,7 @@ class Run:
         if self._count % self._target.batch == 0 or self._count == self._inputs:
             self._note(self._watch.check(self._target, data))
         if self._count == self._inputs:
-            self._tell()
+            self._write_report()
             os._exit(0)
 
     def _note(self, found: Any) -> None:
@@ -57,20 +57,20 @@ class Run:
         (self._folder / "found").mkdir(parents=True, exist_ok=True)
         (self._folder / "found" / name).write_bytes(found.data)
         print(
-            f"{found.kind} of {self._name}: {found.where}\n{found.data[:400]!r}\n{found.told}",
+            f"{found.kind} of {self._name}: {found.where}\n{found.data[:400]!r}\n{found.details}",
             flush=True,
         )
 
-    def _tell(self) -> None:
+    def _write_report(self) -> None:
         kinds = [found.kind for found in self._found.values()]
-        told = {
+        report = {
             "inputs": self._count,
             "seconds": time.monotonic() - self._began,
             "found": {kind: kinds.count(kind) for kind in ("crash", "hang", "memory", "state")},
             "peak_nbytes": self._watch.peak_nbytes,
             "slowest_s": self._watch.slowest_s,
         }
-        (self._folder / f"{_file(self._name)}.json").write_text(json.dumps(told))
+        (self._folder / f"{_file(self._name)}.json").write_text(json.dumps(report))
 
 
 def run_one(name: str, inputs: int, seed: int, folder: Path) -> None:
@@ -114,7 +114,7 @@ def _file(name: str) -> str:
 
 
 def run_all(names: list[str], inputs: int, seed: int, folder: Path) -> bool:
-    """Whether nothing was found."""
+    """Run all named targets and print a table; return whether there were no findings."""
     share = -(-inputs // len(names))
     print(
         f"{share:,} inputs for each of {len(names)} targets, KVSTORE_SEED={seed}, corpus and "
@@ -127,15 +127,15 @@ def run_all(names: list[str], inputs: int, seed: int, folder: Path) -> bool:
     print(f"{'':18} {columns} {'slowest ms':>11}")
     good, total, began = True, 0, time.monotonic()
     for name in names:
-        told = _run_in_process(name, share, seed, folder)
-        found = told["found"]
+        ran = _run_in_process(name, share, seed, folder)
+        found = ran["found"]
         good = good and not any(found.values())
-        total += told["inputs"]
-        rate = told["inputs"] / told["seconds"]
+        total += ran["inputs"]
+        rate = ran["inputs"] / ran["seconds"]
         print(
-            f"{name:18} {told['inputs']:9,} {rate:8,.0f} {found['crash']:8} {found['hang']:6} "
+            f"{name:18} {ran['inputs']:9,} {rate:8,.0f} {found['crash']:8} {found['hang']:6} "
             f"{found['memory']:7} "
-            f"{found['state']:6} {told['peak_nbytes'] >> 20:9,} {told['slowest_s'] * 1e3:11.1f}",
+            f"{found['state']:6} {ran['peak_nbytes'] >> 20:9,} {ran['slowest_s'] * 1e3:11.1f}",
             flush=True,
         )
     print(f"{'all':18} {total:9,} in {time.monotonic() - began:.0f} s")
@@ -143,9 +143,9 @@ def run_all(names: list[str], inputs: int, seed: int, folder: Path) -> bool:
 
 
 def _run_in_process(name: str, inputs: int, seed: int, folder: Path) -> Any:
-    """What it told.
+    """Run one target in a process of its own; return its report.
 
-    One that ended otherwise has crashed as a whole, or its one input takes for ever.
+    A process that ended without a report counts as a crash.
     """
     report = folder / f"{_file(name)}.json"
     report.unlink(missing_ok=True)
@@ -159,18 +159,18 @@ def _run_in_process(name: str, inputs: int, seed: int, folder: Path) -> Any:
         "--corpus",
         str(folder),
     ]
-    said = subprocess.run(
+    ended = subprocess.run(
         [*command, "--seed", str(seed)],
         capture_output=True,
         text=True,
         errors="replace",
         check=False,
     )
-    for line in said.stdout.splitlines():
+    for line in ended.stdout.splitlines():
         print(f"    {line}")
     if report.exists():
         return json.loads(report.read_text())
-    print(f"{name} ended with status {said.returncode}:\n{said.stderr[-4000:]}")
+    print(f"{name} ended with status {ended.returncode}:\n{ended.stderr[-4000:]}")
     return {
         "inputs": 0,
         "seconds": 1.0,
@@ -182,11 +182,13 @@ def _run_in_process(name: str, inputs: int, seed: int, folder: Path) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--inputs", type=int, default=INPUTS, help="of all targets together")
-    parser.add_argument("--target", help="only this one")
+    parser.add_argument(
+        "--inputs", type=int, default=INPUTS, help="number of inputs of all targets together"
+    )
+    parser.add_argument("--target", help="run only this target")
     parser.add_argument("--corpus", type=Path, default=ROOT / ".fuzz")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1, 1 << 31))
-    parser.add_argument("--list", action="store_true", help="the names of all targets")
+    parser.add_argument("--list", action="store_true", help="print the names of all targets")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     sys.path[:0] = [str(ROOT)]
@@ -194,9 +196,8 @@ def main() -> int:
         import atheris  # noqa: F401
     except ImportError:
         print(
-            "atheris is not installed here: it has wheels for Linux on x86-64, Python 3.11 to "
-            "3.13; the short run of "
-            "`make test` needs none",
+            "atheris is not installed (it has wheels for Linux on x86-64, Python 3.11 to 3.13); "
+            "the short run of `make test` works without it",
             file=sys.stderr,
         )
         return 2

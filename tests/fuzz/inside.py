@@ -1,5 +1,5 @@
-"""A node in this process that no thread serves: its connections are scripted, and a batch ends with
-a new one.
+"""A node in the test's process without server threads: its connections are scripted, and each batch
+of inputs gets a new node.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from node.server import Node
 
 PAGE_NBYTES = 4096
 SPACE = Namespace("fuzz", opaque_layout(PAGE_NBYTES))
-# Of another tenant, with pages of SECRET
+# The namespace of another tenant, with pages of SECRET
 OTHERS = Namespace("others", opaque_layout(PAGE_NBYTES), tenant="team-b")
 SECRET = b"\x5a" * PAGE_NBYTES
 KEYS = [bytes([number]) * 32 for number in range(8)]
-STORED = 4  # of them
+STORED = 4  # how many of KEYS have pages
 FRESH = KEYS[STORED:]
 SETTINGS: dict[str, Any] = {
     "host": "127.0.0.1",
@@ -37,7 +37,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Inside:
-    """`node` has pages under the first of KEYS, in two namespaces, until `check` begins anew."""
+    """A node with pages under the first STORED of KEYS in two namespaces; `check` replaces it."""
 
     def __init__(self, **settings: Any) -> None:
         self._settings = {**SETTINGS, **settings}
@@ -47,7 +47,7 @@ class Inside:
         self.node = Node(NodeConfig(**self._settings))
         self._store(SPACE, bytes(PAGE_NBYTES))
         self._store(OTHERS, SECRET)
-        self._descriptors = len(sent_descriptors())  # this process may have some of its own
+        self._descriptors = len(sent_descriptors())  # those that this process had before
 
     def _store(self, space: Namespace, page: bytes) -> None:
         service, asked = self.node.service, put(KEYS[:STORED])
@@ -64,7 +64,7 @@ class Inside:
             service.commit_put(session, commit(len(views), page))
 
     def check(self) -> list[str]:
-        """What a connection that has ended left behind; then a new node."""
+        """Return what ended connections left behind in the node; then start a new node."""
         node, service = self.node, self.node.service
         wrong = node.check()
         left = {
@@ -87,15 +87,15 @@ class Inside:
 
 
 def sent_descriptors() -> list[str]:
-    """Open ones of the kinds that scripts bring along, and nobody else has."""
+    """Return this process's open descriptors of the kinds that only scripts send."""
     links = []
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that looked
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of `listdir` itself
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
     return [link for link in links if link in ("anon_inode:[pidfd]", "/dev/zero")]
 
 
-# ---- what is asked of it ---------------------------------------------------------------------
+# ---- requests --------------------------------------------------------------------------------
 
 
 def put(keys: list[bytes], **more: Any) -> pb.PutRequest:
@@ -114,7 +114,7 @@ def opening(model: str) -> pb.OpenNamespaceRequest:
 
 
 def unary() -> dict[str, Any]:
-    """A request of each kind that is answered at once, as BulkRequest names them."""
+    """Return one request of each unary operation, by its name in BulkRequest."""
     some: dict[str, Any] = {"namespace": SPACE.digest, "prefix_hashes": KEYS}
     return {
         "hello": pb.HelloRequest(protocol_version=4),

@@ -1,11 +1,9 @@
-"""Inputs made of others without looking at what they reach: the short run of `make test` has no
-more.
-"""
+"""Random mutations of seed inputs, without coverage guidance, for the short run of `make test`."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-# Numbers on whose other side something ends, as bytes.
+# Numbers at the limits of integer types, as bytes
 EDGES = [
     number.to_bytes(nbytes, order)
     for nbytes in (1, 2, 4, 8)
@@ -25,7 +23,7 @@ WORDS = [
 
 
 def inputs(chance: random.Random, seeds: Sequence[bytes], nbytes_max: int) -> Iterator[bytes]:
-    """The seeds, then without end what comes of one or two of them."""
+    """Yield the seeds, then mutations of one or two of them without end."""
     yield from seeds
     while True:
         data = bytearray(chance.choice(seeds))

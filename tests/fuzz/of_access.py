@@ -1,4 +1,4 @@
-"""Who may what: the file of identities, and connections of those who may nothing, or little."""
+"""Access rights: the identities file, and connections of callers with no or few rights."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,12 +18,14 @@ from node.auth.access import Access
 from node.memory.inventory import Inventory
 
 TOKEN = "default." + "r" * 43
-SAID_NBYTES = 16  # a value so long must not come back in what is told of a line
+VALUE_NBYTES = 16  # a value of this length or more must not appear in a message about its line
 
 
 def identities() -> Target:
-    """What is told of a wrong line never says what stands there; nobody sees another tenant's that
-    is not shared.
+    """Make a target that parses identities files.
+
+    A message about a wrong line must not quote its values, and no principal may see another
+    tenant's models unless they are shared.
     """
 
     def once(data: bytes) -> None:
@@ -31,9 +33,9 @@ def identities() -> Target:
         found = parse(text)
         for word in text.split():
             value = word.partition("=")[2]
-            assert len(value) < SAID_NBYTES or not any(
+            assert len(value) < VALUE_NBYTES or not any(
                 value in problem for problem in found.problems
-            ), "it is told"
+            ), "a message quotes the value of a line"
         access = Access("")
         access._take(found)
         sharing = {share.tenant for share in found.shares}
@@ -67,20 +69,22 @@ def _lines() -> list[bytes]:
 
 
 def strangers() -> Target:
-    """Without a token that is known: an answer is a refusal, whatever is sent, and
-    nothing changes.
+    """Make a target of connections without a known token: each request is refused, and no page
+    changes.
     """
     return _of(b"", lambda reply: reply.WhichOneof("op") == "error")
 
 
 def readers() -> Target:
-    """With the token of a reader: what is another tenant's is never told, and nothing changes."""
+    """Make a target of connections with a reader's token: no reply has another tenant's data, and
+    no page changes.
+    """
     hello = request(hello=pb.HelloRequest(protocol_version=4, token=TOKEN))
     return _of(hello, lambda reply: OTHERS.digest not in reply.SerializeToString())
 
 
 def guarded() -> Inside:
-    """A node that knows one reader."""
+    """Return a node whose identities file has one reader."""
     path = scratch() / "identities"
     path.write_text(token_line("reader", TOKEN, tenant="default", role="read") + "\n")
     path.chmod(0o600)
@@ -92,14 +96,14 @@ def _of(first: bytes, fits: Any) -> Target:
 
     def once(data: bytes) -> None:
         scripted = ScriptedSocket(stream(FRAMES + first) + stream(data))
-        with contextlib.suppress(ConnectionAbortedError, KVStoreError):  # told before
+        with contextlib.suppress(ConnectionAbortedError, KVStoreError):  # sent as a reply before
             bulk_connection(house, scripted)
         assert SECRET[:64] not in scripted.sent, "a page of another tenant"
-        assert all(map(fits, replies(scripted.sent))), "an answer that is not for this one"
+        assert all(map(fits, replies(scripted.sent))), "a reply that this caller must not get"
         tier = house.node.tier
-        assert tier.visible_count == 2 * STORED, "pages came or went"
+        assert tier.visible_count == 2 * STORED, "a page was stored or removed"
         assert not any(info.pin_ttl_ms for info in Inventory(tier).stat(OTHERS.digest, KEYS)), (
-            "a pin"
+            "a page of another tenant was pinned"
         )
 
     def seeds() -> list[bytes]:
@@ -109,7 +113,7 @@ def _of(first: bytes, fits: Any) -> Target:
 
 
 def of_others() -> list[bytes]:
-    """All requests about the namespace of another tenant."""
+    """Return a conversation for each request about the namespace of another tenant."""
     talks = []
     for op, message in {**unary(), "get": gets()[0], "put": puts()[0]}.items():
         if isinstance(getattr(message, "namespace", None), bytes):

@@ -1,6 +1,4 @@
-"""Answers of a node that lies, as a client takes them over the bulk wire: an error of ours, or a
-miss.
-"""
+"""Replies of a malicious node over the bulk wire: a client misses or raises a KVStoreError."""
 
 from typing import Any
 
@@ -23,7 +21,7 @@ OPS = ["get", "put", *unary(), "follow", "greet"]
 
 
 class Deaf(BulkConnector):
-    """Connects to a script."""
+    """A connector whose connections replay a script."""
 
     script = b""
 
@@ -32,8 +30,10 @@ class Deaf(BulkConnector):
 
 
 def answers() -> Target:
-    """The first byte says what was asked, the rest is the script of the node's answers, hello
-    first. A page that is taken for good is the one that was asked for.
+    """Make a target of replies to a client; a hit must have the bytes of the requested page.
+
+    The first byte of an input selects the request, the rest is the script of the node's replies,
+    beginning with hello.
     """
     config = ClientConfig("127.0.0.1:1", wire="bulk", timeout_s=5.0)
     seeds = [key_seed(SPACE.digest, key) for key in ASKED]
@@ -71,8 +71,7 @@ def answers() -> Target:
 def _scripts() -> list[bytes]:
     hello = b"\1" + reply(hello=pb.HelloReply(protocol_version=4, instance_id=bytes(8)))
     sums = [checksum(PAGE, key_seed(SPACE.digest, key)) for key in ASKED]
-    # A frame with a header and a payload is written as it is: the script's own steps have only one
-    # of them.
+    # A raw frame with header and payload: a step of a script has only one of the two
     header = pb.BulkReply(
         get=pb.GetReply(hits=[True, False], checksums=sums[:1], ttls_ms=[9])
     ).SerializeToString()

@@ -1,4 +1,4 @@
-"""Views, as a node or an engine is told them, and what is in etcd."""
+"""Cluster views, as nodes and engines receive them, and the contents of etcd."""
 
 import json
 import struct
@@ -24,7 +24,7 @@ FLEET = "fleet"
 
 
 def use(view: View) -> None:
-    """As everybody does who holds one."""
+    """Use a view as its receivers do: serialize it and compute the owners of keys."""
     assert parse_view(pb.View.FromString(view.message.SerializeToString())) == view
     for placement in (view.owners, view.holders):
         for owners in placement.owners(SPACE.digest, KEYS):
@@ -44,7 +44,7 @@ def views() -> Target:
 
 
 def lists() -> Target:
-    """`--cluster static:...`"""
+    """Make a target of values of `--cluster static:...`."""
 
     def once(data: bytes) -> None:
         use(static_view(data.decode(errors="surrogateescape")))
@@ -58,14 +58,14 @@ def lists() -> Target:
 
 
 def registry_state() -> Target:
-    """Keys and values of etcd: those of the first half are read, the others come as changes."""
+    """Make a target of keys and values in etcd: the first half is read, the rest are changes."""
 
     def once(data: bytes) -> None:
         bites = Bites(data)
         entries: list[tuple[str, Entry | None]] = []
         while bites.left and len(entries) < 64:
             gone = bites.number(1) == 255
-            key = bites.sized(1).decode(errors="replace")  # as Etcd has it
+            key = bites.sized(1).decode(errors="replace")  # as `Etcd` decodes it
             value = bites.sized(2)
             entries.append(
                 (f"/kvstore/{FLEET}/{key}", None if gone else Entry(value, len(entries) + 1, 0))
@@ -103,7 +103,7 @@ def _entry(key: str, value: bytes) -> bytes:
 
 
 def _look(known: RegistryState) -> None:
-    """As the registry does, and `NodeStatus` after it."""
+    """Read the state as the registry and `NodeStatus` do."""
     try:
         known.removals()
         view = known.view()
@@ -114,7 +114,7 @@ def _look(known: RegistryState) -> None:
 
 
 def descriptions() -> Target:
-    """Namespaces, of rows and of requests: the same description, the same digest."""
+    """Make a target of serialized namespaces: parsing and serializing keeps value and digest."""
 
     def once(data: bytes) -> None:
         value = parse_namespace(data)

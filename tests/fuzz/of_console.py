@@ -1,4 +1,4 @@
-"""What browsers send to the console of a node with authentication."""
+"""Requests of browsers to the console of a node with authentication."""
 
 from typing import Any
 
@@ -12,7 +12,9 @@ from node.serving.http_server import HttpServer
 
 
 def console() -> Target:
-    """Of a reader: what is another tenant's is never told, strangers are told nothing, and nothing
+    """Make a target of HTTP requests to the console.
+
+    A reader never gets another tenant's data, callers without a token get no data, and no page
     changes.
     """
     house = guarded()
@@ -23,13 +25,15 @@ def console() -> Target:
 
     def once(data: bytes) -> None:
         answer = http_reply(server, ScriptedSocket(data))
-        # A refusal names the namespace that it was asked for
+        # A refusal may name the namespace of the request
         ok = answer.startswith(b"HTTP/1.1 200 ")
-        assert not ok or OTHERS.digest.hex().encode() not in answer, "told of another tenant"
+        assert not ok or OTHERS.digest.hex().encode() not in answer, (
+            "a reply names another tenant's namespace"
+        )
         assert SECRET[:64] not in answer, "a page of another tenant"
-        told = ok and (b"application/" in answer or b"event-stream" in answer)
-        assert not told or TOKEN.encode() in data, "told to a stranger"
-        assert house.node.tier.visible_count == 2 * STORED, "pages came or went"
+        has_data = ok and (b"application/" in answer or b"event-stream" in answer)
+        assert not has_data or TOKEN.encode() in data, "data was sent without a token"
+        assert house.node.tier.visible_count == 2 * STORED, "a page was stored or removed"
 
     def close() -> None:
         server.stop()

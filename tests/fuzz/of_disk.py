@@ -1,8 +1,7 @@
-"""What a node finds on its disk: rows, the files of the data directory, the file that says who it
-is.
+"""Contents of a node's disk: rows, files of the data directory, and the node's identity file.
 
-The checksums of rows are not keyed, so whoever has the disk writes rows that look right: most are
-made so here.
+The checksums of rows are not keyed, so anyone with access to the disk can write valid rows. Most
+rows here are valid in that sense.
 """
 
 import contextlib
@@ -37,15 +36,12 @@ from node.slab import SlotAllocator
 EXTENT_NBYTES, EXTENTS = 64 << 10, 4
 NOW_S = 1_000_000
 LARGE = Namespace("large", opaque_layout(3 * PAGE_NBYTES))
-PAGE_ROW, SPACE_ROW = 1, 2  # steps of an input; any other is a row as it is
-_NUMBERS = (8, 8, 4, 4, 4)  # bytes of offset, slot, stored, used, expiry
+PAGE_ROW, SPACE_ROW = 1, 2  # steps of an input; any other value is a raw row
+_NUMBERS = (8, 8, 4, 4, 4)  # sizes in bytes of offset, slot, stored, used, expiry
 
 
 class Planted:
-    """A directory whose rows somebody else wrote.
-
-    Its files have zeros.
-    """
+    """A data directory with the given rows; its extents are all zeros."""
 
     extent_nbytes, extent_count, direct = EXTENT_NBYTES, EXTENTS, False
 
@@ -79,7 +75,7 @@ class Planted:
 
     def read(self, offset: int, view: memoryview) -> bool:
         number, within = divmod(offset, EXTENT_NBYTES)
-        assert 0 <= number < EXTENTS, f"a read at {offset}, where no extent is"
+        assert 0 <= number < EXTENTS, f"a read at {offset}, beyond all extents"
         fits = within + view.nbytes <= EXTENT_NBYTES
         if fits:
             view[:] = bytes(view.nbytes)
@@ -103,7 +99,7 @@ class Planted:
 
 
 def rows() -> Target:
-    """A start on rows that somebody wrote, then all that may be asked about pages on disk."""
+    """Make a target that starts a disk tier on given rows and makes every call about its pages."""
     arena = memoryview(bytearray(EXTENT_NBYTES))
     first = _rows_of_a_life()[0]
 
@@ -128,7 +124,9 @@ def rows() -> Target:
             for prefix_hash in hashes:
                 borrowed = disk.reading.borrow_page(index.digest, prefix_hash)
                 if borrowed is not None and not disk.reading.verify(borrowed):
-                    assert not disk.present(index.digest, [prefix_hash])[0], "a damaged page stays"
+                    assert not disk.present(index.digest, [prefix_hash])[0], (
+                        "a damaged page was not dropped"
+                    )
             disk.remove_namespace(index.digest)
         disk.store([])
         assert disk.check() == []
@@ -213,7 +211,7 @@ def _page_row(row: PageRow) -> bytes:
 
 
 def row() -> Target:
-    """One row of a page: what is taken from it is written as it was."""
+    """Make a target of single page rows: an accepted row is written back with equal bytes."""
 
     def once(data: bytes) -> None:
         bites = Bites(data)
@@ -233,7 +231,7 @@ def row() -> Target:
 
 
 def form() -> Target:
-    """The row that says in which format the others are."""
+    """Make a target of values of the row with the format version."""
 
     def once(data: bytes) -> None:
         assert stored_extents(data[1:], EXTENT_NBYTES, keep_own=bool(data[:1] > b"\x7f")) > 0
@@ -242,7 +240,7 @@ def form() -> Target:
 
 
 def extents() -> Target:
-    """Names of files beside the extents."""
+    """Make a target of names of files in the folder of the extents."""
     directory = scratch()
 
     def once(data: bytes) -> None:
@@ -265,7 +263,7 @@ def extents() -> Target:
 
 
 def identity() -> Target:
-    """Who the node is: `member.json`."""
+    """Make a target of contents of the identity file `member.json`."""
     directory = scratch()
 
     def once(data: bytes) -> None:

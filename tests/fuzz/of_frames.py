@@ -1,6 +1,4 @@
-"""Bulk and shared-memory connections: every byte that a client sends, answered by a real
-service.
-"""
+"""Bytes of clients on bulk and shared-memory connections, answered by a real service."""
 
 import contextlib
 import os
@@ -28,7 +26,7 @@ _UCRED = struct.Struct("@iII")
 
 
 class Server:
-    """What connections ask of the server that accepted them."""
+    """Stand in for the server that accepted the connections."""
 
     def __init__(self, arena_fd: int = -1) -> None:
         self.arena_fd = arena_fd
@@ -46,7 +44,7 @@ class Server:
 
 
 def conversations() -> list[bytes]:
-    """Steps of scripts: all requests, puts with their bytes, and what has no place there."""
+    """Return conversations as steps of scripts: all requests, puts with pages, and invalid ones."""
     hello = request(hello=pb.HelloRequest(protocol_version=4))
     talks = [hello + request(**{op: message}) for op, message in unary().items()]
     talks += [hello + request(get=get) + request(release=pb.ReleaseRequest()) for get in gets()]
@@ -82,7 +80,7 @@ def bulk() -> Target:
 
 
 def bulk_connection(house: Inside, scripted: ScriptedSocket) -> None:
-    """Served to its end."""
+    """Serve a scripted bulk connection to its end."""
     serve(
         BulkConnection(FrameSocket(_socket(scripted)), "fuzz", CALLER, house.node.service, 1.0),
         Server(),
@@ -95,7 +93,7 @@ def _socket(scripted: ScriptedSocket) -> Any:
 
 def serve(connection: Any, server: Any) -> None:
     try:
-        # The script's end; a broken rule is ConnectionAbortedError
+        # The script has ended; a protocol error would be ConnectionAbortedError
         with contextlib.suppress(ConnectionResetError):
             connection.serve(server)
     finally:
@@ -106,7 +104,10 @@ def serve(connection: Any, server: Any) -> None:
 
 
 def shm() -> Target:
-    """The first byte says which descriptor comes with the first frame."""
+    """Make a target of shared-memory connections.
+
+    The first byte of an input selects the descriptor that comes with the first frame.
+    """
     house = Inside()
     peer = _UCRED.pack(os.getpid(), os.geteuid(), 0)
     stranger = _UCRED.pack(os.getpid(), os.geteuid() + 7 or 1, 0)
@@ -138,11 +139,11 @@ def shm() -> Target:
     return Target(once, seeds, (ConnectionError,), house.check, house.close)
 
 
-# ---- parts of them ---------------------------------------------------------------------------
+# ---- parts of frames -------------------------------------------------------------------------
 
 
 def fixed() -> Target:
-    """The head of a frame; what is taken is within its limits."""
+    """Make a target of frame heads; accepted sizes are within their limits."""
 
     def once(data: bytes) -> None:
         header_nbytes, payload_nbytes = unpack_fixed(
@@ -155,8 +156,9 @@ def fixed() -> Target:
 
 
 def large() -> Target:
-    """Large requests, gone through by hand before protobuf sees them: both must find the same
-    operation in them.
+    """Make a target of large requests, which the node scans before it gives them to protobuf.
+
+    Both must find the same operation.
     """
     house = Inside()
 
@@ -196,7 +198,7 @@ def large() -> Target:
 
 
 def _open_header(unit: bytes, times: int) -> bytes:
-    """The tag and the length of a get of so many of those."""
+    """Return the tag and length of a get that has `unit` so many times."""
     nbytes = len(unit) * min(times, (REQUEST_NBYTES_FREE << 1) // len(unit))
     whole = pb.BulkRequest(get=pb.GetRequest(namespace=bytes(nbytes - 4))).SerializeToString()
     return whole[: len(whole) - nbytes]

@@ -1,4 +1,4 @@
-"""Frames of a gateway: who controls one has only the rights of those whose tokens it was given."""
+"""Frames of a gateway: an attacker in control of it has only the rights of the tokens it got."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from node.serving.gateway import GatewayConnection
 
 
 class Socket(ScriptedSocket):
-    """Nobody hangs up on it: a call asks the kernel for that."""
+    """A scripted socket with a descriptor, on which a call polls for a hangup that never comes."""
 
     fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -37,15 +37,16 @@ def frames() -> Target:
 
 
 def strangers() -> Target:
-    """Whoever it says it is, without a token that is known: an answer is a refusal, and nothing
-    changes.
+    """Make a target of calls on behalf of callers without a known token.
+
+    Each is refused whatever names it claims, and no page changes.
     """
     house = guarded()
 
     def once(data: bytes) -> None:
         sent = _asked(house, stream(data))
         assert all(reply.WhichOneof("op") == "error" for reply in replies(sent)), (
-            "a stranger is answered"
+            "a caller without a token got a reply"
         )
 
     unknown = [
@@ -58,7 +59,9 @@ def strangers() -> Target:
 
 
 def readers() -> Target:
-    """With the token of a reader: what is another tenant's is never told, and nothing changes."""
+    """Make a target of calls with a reader's token: no reply has another tenant's data, and no page
+    changes.
+    """
     house = guarded()
 
     def once(data: bytes) -> None:
@@ -66,11 +69,11 @@ def readers() -> Target:
         sent = _asked(house, first + stream(data))
         assert SECRET[:64] not in sent, "a page of another tenant"
         assert not any(OTHERS.digest in reply.SerializeToString() for reply in replies(sent)), (
-            "another tenant's"
+            "a reply names another tenant's namespace"
         )
         assert not any(
             info.pin_ttl_ms for info in Inventory(house.node.tier).stat(OTHERS.digest, KEYS)
-        ), "a pin"
+        ), "a page of another tenant was pinned"
 
     def seeds() -> list[bytes]:
         return [*_seeds([b"", behalf()]), *(FRAMES + talk for talk in of_others())]
@@ -79,16 +82,16 @@ def readers() -> Target:
 
 
 def _asked(house: Inside, data: bytes) -> bytearray:
-    """What the node answers, which neither takes nor makes a page."""
+    """Return the node's replies, after a check that no page was stored or removed."""
     scripted = Socket(data)
-    with contextlib.suppress(ConnectionError, KVStoreError):  # told before
+    with contextlib.suppress(ConnectionError, KVStoreError):  # sent as a reply before
         gateway_connection(house, scripted)
-    assert house.node.tier.visible_count == 2 * STORED, "pages came or went"
+    assert house.node.tier.visible_count == 2 * STORED, "a page was stored or removed"
     return scripted.sent
 
 
 def gateway_connection(house: Inside, scripted: Any) -> None:
-    """Served to its end."""
+    """Serve a scripted gateway connection to its end."""
     node = house.node
     serve(GatewayConnection(scripted, node.service, node.grpc.calls, 1.0), Server())
 

@@ -1,6 +1,4 @@
-"""gRPC calls, as gRPC hands them to the servicer: messages in their wire form, a stream of them for
-each call.
-"""
+"""gRPC calls as the servicer gets them from gRPC: a stream of serialized messages for each call."""
 
 import asyncio
 import socket
@@ -22,11 +20,11 @@ from node.serving.gateway import GatewayDoor
 
 MESSAGES_MAX = 16
 OURS, REFLECTION = "kvstore.KVStore", "grpc.reflection.v1alpha.ServerReflection"
-ENDLESS = ("Follow", "Watch")  # their requests are for gRPC to read, and they wait
+ENDLESS = ("Follow", "Watch")  # left out: gRPC itself reads their requests, and they wait
 
 
 class Context:
-    """What a call asks of gRPC; what it writes is kept in its wire form."""
+    """Stand in for the context of a gRPC call; replies are kept serialized."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -49,9 +47,7 @@ class Context:
 
 
 class Served:
-    """A gateway of a node, without gRPC: its calls are scripted, and its connections are the node's
-    to serve.
-    """
+    """A gateway without gRPC, connected to a node: its calls are scripted, the node serves them."""
 
     def __init__(self, house: Inside) -> None:
         node = house.node
@@ -64,11 +60,11 @@ class Served:
         self.servicer.upstream.close()
         self._door.close()
         self._connections.stop(10.0)
-        assert not self._connections.count, "a connection whose gateway is gone"
+        assert not self._connections.count, "a connection outlived its gateway"
 
 
 class Details:
-    """The name of a method, which is how gRPC asks for its handler."""
+    """The details of a call from which gRPC chooses the handler: the name of the method."""
 
     invocation_metadata: tuple[()] = ()
 
@@ -85,12 +81,15 @@ METHODS = [name for name in METHODS if not name.endswith(ENDLESS)] + [
 
 
 def calls() -> Target:
-    """The first byte says which method; the rest are messages behind their length, u16."""
+    """Make a target of gRPC calls.
+
+    The first byte of an input selects the method; the rest are messages, each after its u16 length.
+    """
     return _of(Inside(), lambda written: True)
 
 
 def strangers() -> Target:
-    """Without a token: nothing is answered, whatever is sent, and no page comes or goes."""
+    """Make a target of calls without a token: none gets a reply, and no page changes."""
     house = guarded()
     return _of(house, lambda written: not written and house.node.tier.visible_count == 2 * STORED)
 
@@ -115,7 +114,7 @@ def _of(house: Inside, fits: Callable[[list[bytes]], bool]) -> Target:
                 context.written += [] if reply is None else [reply]
         finally:
             await given.aclose()  # type: ignore[attr-defined]
-        assert fits(context.written), "an answer that is not for this one"
+        assert fits(context.written), "a reply that this caller must not get"
 
     def once(data: bytes) -> None:
         bites = Bites(data)
@@ -178,7 +177,7 @@ def _call(method: str, *messages: Any) -> bytes:
 
 
 def chunks() -> Target:
-    """Frames that are read without protobuf: what is found in them is what protobuf finds."""
+    """Make a target of page chunks, which are parsed without protobuf, with equal results."""
 
     def once(data: bytes) -> None:
         found = chunk_of(data)
@@ -187,7 +186,7 @@ def chunks() -> Target:
         for kind in (pb.PutFrame, pb.GetFrame):
             message = kind.FromString(data)
             assert message.WhichOneof("frame") == "chunk", "a chunk that protobuf does not see"
-            assert message.chunk.data == found, "other bytes than protobuf finds"
+            assert message.chunk.data == found, "protobuf finds other bytes"
 
     def seeds() -> list[bytes]:
         made = [

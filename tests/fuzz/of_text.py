@@ -1,4 +1,4 @@
-"""What people and their programs write: settings, addresses, traces, heads of HTTP."""
+"""Text from people and programs: settings, addresses, traces, HTTP request heads."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,8 +21,9 @@ CLIENT_FIELDS = dataclasses.fields(ClientConfig)
 
 
 def settings() -> Target:
-    """The first byte says which setting, of a node or a client; the rest is its text, as the
-    environment has it.
+    """Make a target of environment variables.
+
+    The first byte of an input selects a setting of a node or a client; the rest is its text.
     """
 
     def once(data: bytes) -> None:
@@ -76,7 +77,7 @@ def words() -> Target:
         try:
             parse(data[1:].decode(errors="surrogateescape"))
         except ValueError:
-            if parse is not parse_nbytes:  # the only one that says so
+            if parse is not parse_nbytes:  # the only one documented to raise ValueError
                 raise
 
     def seeds() -> list[bytes]:
@@ -105,8 +106,9 @@ def traces() -> Target:
 
 
 def heads() -> Target:
-    """The metrics of a node with authentication; the input's first byte is how many bytes come at
-    a time.
+    """Make a target of HTTP requests to the metrics port of a node with authentication.
+
+    The first byte of an input is the number of bytes that arrive at a time, in units of 64.
     """
     house = guarded()
     choose = metrics_text(house.node.service)
@@ -118,7 +120,7 @@ def heads() -> Target:
     )
 
     class Slow(ScriptedSocket):
-        """A piece at a time; nothing more comes than the script has."""
+        """A scripted socket that delivers at most `step` bytes at a time."""
 
         step = 1
 
@@ -131,7 +133,7 @@ def heads() -> Target:
         sock = Slow(bites.take(bites.left))
         sock.step = step
         reply = http_reply(server, sock)
-        assert b"200 OK" not in reply or TOKEN.encode() in data, "told to a stranger"
+        assert b"200 OK" not in reply or TOKEN.encode() in data, "metrics were sent without a token"
 
     def seeds() -> list[bytes]:
         bearer = f"Authorization: Bearer {TOKEN}\r\n".encode()

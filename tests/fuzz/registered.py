@@ -1,7 +1,4 @@
-"""All targets, by name.
-
-A module `of_*.py` of this folder has some in TARGETS, and is named here.
-"""
+"""All targets by name, collected from TARGETS of each module `of_*.py` of this folder."""
 
 from collections.abc import Callable
 

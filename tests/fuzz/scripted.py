@@ -1,8 +1,7 @@
-"""A socket without a kernel: what a peer sends is known beforehand, and what it is sent is kept.
+"""A fake socket that replays a script as its peer's bytes and records what is sent to the peer.
 
-An input is a script. Its first byte says how it is read: even, the rest are the bytes of the stream
-as they are; odd, the rest are frames, so that a changed byte does not break the framing of all that
-follows:
+An input is a script. If its first byte is even, the rest are the raw bytes of the stream. If it is
+odd, the rest are frames, so that a changed byte does not break the framing of all that follow:
 
     1 request u16 header      2 payload u16 fill u8      3 fixed u32 u64 rest       else  bytes u8
 """
@@ -26,7 +25,7 @@ _SCRATCH: list["tempfile.TemporaryDirectory[str]"] = []
 
 
 class Bites:
-    """Takes an input apart; one that is too short goes on with zeros."""
+    """A reader of an input; one that is too short is continued with zeros."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -37,7 +36,7 @@ class Bites:
         return max(0, len(self._data) - self._at)
 
     def take(self, nbytes: int) -> bytes:
-        """As many bytes as there are, at most."""
+        """Return the next `nbytes` bytes, or fewer at the end of the input."""
         part = self._data[self._at : self._at + nbytes]
         self._at += nbytes
         return part
@@ -46,14 +45,12 @@ class Bites:
         return int.from_bytes(self.take(nbytes).ljust(nbytes, b"\0"), "little")
 
     def sized(self, nbytes: int) -> bytes:
-        """Bytes behind their count, a number of `nbytes`."""
+        """Return bytes that follow their length, a number of `nbytes` bytes."""
         return self.take(self.number(nbytes))
 
 
 def scratch() -> Path:
-    """A directory for files that are parsed, in memory where there is one; gone with the
-    process.
-    """
+    """Create a directory for input files, in /dev/shm if possible; it is removed at exit."""
     found = tempfile.TemporaryDirectory(
         prefix="kvstore-fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     )
@@ -62,7 +59,7 @@ def scratch() -> Path:
 
 
 def stream(data: bytes) -> bytes:
-    """What the peer of a script sends."""
+    """Return the bytes that the peer sends according to the script `data`."""
     bites = Bites(data)
     if bites.number(1) % 2 == 0:
         return bites.take(bites.left)
@@ -83,7 +80,7 @@ def stream(data: bytes) -> bytes:
 
 
 def request(**op: Any) -> bytes:
-    """A step of a script."""
+    """Return the step of a script that sends one request."""
     header = pb.BulkRequest(**op).SerializeToString()
     return bytes((REQUEST,)) + struct.pack("<H", len(header)) + header
 
@@ -98,9 +95,9 @@ def payload(nbytes: int, fill: int = 7) -> bytes:
 
 
 class ScriptedSocket:
-    """As much of `socket.socket` as frames need.
+    """The part of `socket.socket` that connections use.
 
-    `fds` come with the first byte, `peer` is what SO_PEERCRED says.
+    The descriptors `fds` come with the first byte; `peer` is the value of SO_PEERCRED.
     """
 
     family = socket.AF_UNIX
@@ -164,7 +161,7 @@ class ScriptedSocket:
 
 
 class _ScriptedConnection(HttpConnection):
-    """Its client waits for whole replies, and leaves after the first event of a stream."""
+    """An HTTP connection whose client reads whole replies and leaves after the first event."""
 
     def wait(self, seconds: float) -> bool:
         return seconds == 0.0

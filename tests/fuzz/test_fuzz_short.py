@@ -1,6 +1,6 @@
-"""A few hundred inputs for every parser, and those that were once found.
+"""Run every parser on a few hundred inputs, and on the inputs of former bugs.
 
-Many more: `make fuzz`.
+`make fuzz` runs many more.
 """
 
 import random
@@ -30,7 +30,7 @@ def make() -> Iterator[Make]:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_no_input_is_more_than_refused(make: Make, seed: int, name: str) -> None:
+def test_random_inputs_cause_no_finding(make: Make, seed: int, name: str) -> None:
     target, chance = make(name), random.Random(seed)
     data = b""
     with Watch() as watch:
@@ -38,13 +38,13 @@ def test_no_input_is_more_than_refused(make: Make, seed: int, name: str) -> None
             range(INPUTS), inputs(chance, target.seeds(), target.nbytes_max), strict=False
         ):
             found = watch.run(target, data)
-            assert found is None, f"{found.kind} of {name} by {data!r}: {found.told}"
+            assert found is None, f"{found.kind} of {name} by {data!r}: {found.details}"
         assert watch.check(target, data) is None
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_the_first_seed_is_taken(make: Make, name: str) -> None:
-    """Else what is made of it would all end at the door."""
+def test_first_seed_is_accepted(make: Make, name: str) -> None:
+    """Each target accepts its first seed; otherwise all its mutations would be refused early."""
     target = make(name)
     target.once(target.seeds()[0])
     assert target.check() == []
@@ -57,4 +57,4 @@ def test_inputs_of_earlier_findings_are_refused(
     target = make(name)
     with Watch() as watch:
         found = watch.run(target, data) or watch.check(target, data)
-    assert found is None, found.told
+    assert found is None, found.details

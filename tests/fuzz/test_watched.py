@@ -1,4 +1,4 @@
-"""Each kind of finding is found: a watch that sees nothing would let everything pass."""
+"""The watch detects each kind of finding; one that detects nothing would let every input pass."""
 
 import logging
 import random
@@ -28,7 +28,7 @@ def raises(error: BaseException) -> Callable[[bytes], None]:
     return once
 
 
-def test_an_answer_and_what_is_documented_are_nothing() -> None:
+def test_answers_and_documented_errors_are_no_findings() -> None:
     assert found(lambda data: None) == ""
     assert found(raises(InvalidRequest("no"))) == ""
     assert found(raises(ValueError("no")), (ValueError,)) == ""
@@ -61,13 +61,13 @@ def test_slow_input_is_reported_as_a_hang(
         while True:
             try:
                 sum(range(100))
-            except Exception:  # noqa: BLE001 -- as at the edge of a request
+            except Exception:  # noqa: BLE001 -- as a request handler does
                 pass
 
     assert found(once) == "hang"
 
 
-def test_memory_that_is_not_there_or_too_much_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_or_large_allocation_is_a_memory_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(raises(MemoryError())) == "memory"
     peaks = iter(
         [1 << 20, (1 << 20) + watched.GROWN_NBYTES, (1 << 20) + 2 * watched.GROWN_NBYTES + 1]
@@ -91,7 +91,7 @@ def test_resources_left_in_a_node_are_found() -> None:
     try:
         house.node.service.requests.take("fuzz", 7)
         assert target.check() == ["7 bytes of requests are left"]
-        assert target.check() == [], "a new node"
+        assert target.check() == [], "the check did not start a new node"
     finally:
         target.close()
 

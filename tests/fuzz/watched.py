@@ -1,12 +1,12 @@
-"""One input at a time, watched: what came of it, in how much processor time, with how much memory.
+"""Run a target on one input and watch its result, CPU time and memory.
 
-A target may answer, or raise what its caller is told of. Everything else is found:
+A target may return, or raise a documented error. Everything else is a finding:
 
-    crash    another exception, an error that the node itself logged with its traceback, or a lie:
-             AssertionError
-    hang     more than CPU_S of processor time
-    memory   more than GROWN_NBYTES at once, or an allocation that the process may not have
-    state    after a batch, what `check` of a node says
+    crash    another exception, an error that the node logged with its traceback, or an
+             AssertionError of the target
+    hang     more than CPU_S of CPU time
+    memory   growth by more than GROWN_NBYTES for one input, or a failed allocation
+    state    a problem that the `check` of the target returns after a batch
 """
 
 import logging
@@ -32,9 +32,10 @@ def nothing_wrong() -> list[str]:
 
 @dataclass(frozen=True)
 class Target:
-    """`once` takes one input, or raises; `seeds` are inputs that it takes, the first one at least.
+    """A parser to be fuzzed.
 
-    `check` is asked after each batch what does not hold any more, and begins anew.
+    `once` runs one input and may raise; `seeds` returns inputs, of which it accepts at least the
+    first. `check` returns the problems after a batch, and resets the state.
     """
 
     once: Callable[[bytes], None]
@@ -48,22 +49,20 @@ class Target:
 
 @dataclass(frozen=True)
 class Found:
-    """`where`: what tells one of these from another."""
+    """A finding; two with the same `kind` and `where` count as the same."""
 
     kind: str
     where: str
     data: bytes
-    told: str
+    details: str
 
 
 class Hang(BaseException):
-    """Not an Exception: nothing may catch it on its way."""
+    """Raised after CPU_S; not an Exception, so that no handler catches it."""
 
 
 class Watch(logging.Handler):
-    """A context: inside, it is the only one that hears the log, and the timer of processor time is
-    its own.
-    """
+    """A context in which it is the only log handler and owns the CPU timer."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -98,7 +97,7 @@ class Watch(logging.Handler):
             return _found("hang", error, data)
         except MemoryError as error:
             return _found("memory", error, data)
-        except Exception as error:  # noqa: BLE001 -- what is not allowed is what is looked for
+        except Exception as error:  # noqa: BLE001 -- any exception that is not allowed is a finding
             if not isinstance(error, (KVStoreError, *target.allowed)) and not self._heard:
                 return _found("crash", error, data)
         if self._heard:
@@ -119,7 +118,7 @@ class Watch(logging.Handler):
         return None
 
     def check(self, target: Target, last: bytes) -> Found | None:
-        """After a batch, of which `last` was the last input."""
+        """Check the target after a batch whose last input was `last`."""
         wrong = target.check()
         return Found("state", wrong[0], last, "; ".join(wrong)) if wrong else None
 
@@ -129,11 +128,11 @@ def peak_nbytes() -> int:
 
 
 def _hang(number: int, frame: FrameType | None) -> None:
-    raise Hang(f"more than {CPU_S:g} s of processor time")
+    raise Hang(f"more than {CPU_S:g} s of CPU time")
 
 
 def _found(kind: str, error: BaseException, data: bytes) -> Found:
-    """Its place is the innermost line of our own."""
+    """Return a finding whose place is the innermost line of this project's code."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [
         frame

@@ -1,4 +1,4 @@
-"""Nodes in this process whose gateways are processes of their own."""
+"""Fixtures for nodes in the test's process with gateways in processes of their own."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""A call in a gateway, with gRPC's part played: what it is told when it must go."""
+"""The status of a call that its gateway ends, with a fake context in place of gRPC."""
 
 import asyncio
 import socket
@@ -13,7 +13,7 @@ LATER_S = 0.2
 
 
 class Context:
-    """The answer takes a while to be taken."""
+    """A gRPC context whose client takes `taken_s` seconds to read a reply."""
 
     def __init__(self, taken_s: float) -> None:
         self._taken_s = taken_s
@@ -36,12 +36,12 @@ class Context:
 
 
 def served(context: Context, stall_s: float) -> None:
-    """A call that has no time left when it answers."""
+    """Serve a call that has no time left when it replies."""
 
     async def answers(call: Call, messages: Any) -> None:
         call.limit(0.0, "it had no time")
         await call.write(b"answer")
-        raise AssertionError("it goes on")
+        raise AssertionError("the call was not ended")
 
     async def nothing() -> Any:
         return
@@ -57,8 +57,11 @@ def served(context: Context, stall_s: float) -> None:
     asyncio.run(run())
 
 
-def test_a_call_that_must_go_while_its_answer_is_on_its_way_is_told_behind_it() -> None:
-    """gRPC takes no status before: without it the caller waited for its own deadline."""
+def test_call_ended_during_its_reply_gets_a_status_after_it() -> None:
+    """A call that ends while its reply is being sent gets its status after the reply.
+
+    gRPC accepts no status before that. Regression: the caller waited for its own deadline.
+    """
     context = Context(LATER_S)
     served(context, stall_s=60.0)
     assert context.written == [b"answer"]
@@ -66,7 +69,7 @@ def test_a_call_that_must_go_while_its_answer_is_on_its_way_is_told_behind_it() 
     assert context.details == "the call was ended: it had no time"
 
 
-def test_an_answer_that_is_not_taken_ends_the_call_without_a_status() -> None:
+def test_unread_reply_ends_the_call_without_a_status() -> None:
     context = Context(60.0)
     try:
         served(context, stall_s=LATER_S)

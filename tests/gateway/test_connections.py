@@ -1,6 +1,4 @@
-"""Connections of a gateway to its node: how many, and what happens where there is none
-to be had.
-"""
+"""The number of connections of a gateway to its node, and a gateway that can open none."""
 
 import os
 import resource
@@ -38,10 +36,10 @@ def store(start_store: Callable[..., Store]) -> Store:
     return made
 
 
-def test_a_gateway_has_only_so_many_connections_to_its_node(
+def test_gateway_connections_to_its_node_are_limited(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Should strangers have taken it over: each is a thread of the node's."""
+    """A compromised gateway can not open connections without limit, each a thread of the node."""
     monkeypatch.setattr(node.grpc.calls, "connections_max", 3)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     door = GatewayDoor("many", theirs, node.service, node.grpc.calls, 1.0)
@@ -65,7 +63,7 @@ def test_a_gateway_has_only_so_many_connections_to_its_node(
     door.stop(0.0)
 
 
-def test_idle_connections_are_used_again_and_few_stay(
+def test_idle_connections_are_reused_and_trimmed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.gateway.upstream.KEPT_MAX", 1)
@@ -83,7 +81,7 @@ def test_idle_connections_are_used_again_and_few_stay(
         assert stub.Hello(pb.HelloRequest(), timeout=30.0).bulk_port
 
 
-def test_a_connection_that_the_node_has_closed_costs_no_call(node: Node) -> None:
+def test_connection_closed_by_the_node_fails_no_call(node: Node) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         stub = KVStoreStub(channel)
         stub.Hello(pb.HelloRequest(), timeout=30.0)
@@ -97,17 +95,14 @@ def test_a_connection_that_the_node_has_closed_costs_no_call(node: Node) -> None
 
 
 def allow(pid: int, count: int) -> tuple[int, int]:
-    """So many descriptors and no more may that process have.
-
-    Returns what it might before.
-    """
+    """Limit the descriptors of a process to `count`; return the limits before."""
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(count, before[1]), before[1]))
     return before
 
 
 @pytest.mark.parametrize("phase", ["before its bytes", "before its commit"])
-def test_a_gateway_without_descriptors_refuses_new_calls_and_ends_those_that_run(
+def test_gateway_without_descriptors_refuses_new_calls_and_completes_running_ones(
     store: Store, frames: RequestStream, phase: str
 ) -> None:
     key = store.key()
@@ -122,7 +117,7 @@ def test_a_gateway_without_descriptors_refuses_new_calls_and_ends_those_that_run
         try:
             codes: set[Any] = set()
             wait_until(lambda: EXHAUSTED in _codes(stub, codes))
-            assert codes <= {EXHAUSTED, None}, "an idle connection may have been left"
+            assert codes <= {EXHAUSTED, None}, "only calls on idle connections may succeed"
             if phase == "before its bytes":
                 frames.say(chunk(content(key)))
             frames.say(committed(key))
@@ -132,19 +127,19 @@ def test_a_gateway_without_descriptors_refuses_new_calls_and_ends_those_that_run
         finally:
             allow(pid, before[0])
         assert stub.Hello(pb.HelloRequest(), timeout=30.0).bulk_port
-    assert store.pid == pid, "it lives"
+    assert store.pid == pid, "the gateway was restarted"
     assert store.read(key) == content(key)
     store.serves()
 
 
 def _codes(stub: Any, found: set[Any]) -> set[Any]:
-    """How calls end of which several run at a time."""
+    """Send eight calls at a time; return `found` with their status codes, None for success."""
     calls = [stub.NodeStatus.future(pb.NodeStatusRequest(), timeout=30.0) for _ in range(8)]
     found |= {call.code() if call.exception() else None for call in calls}
     return found
 
 
-def test_a_get_goes_on_while_its_gateway_has_no_descriptors(store: Store) -> None:
+def test_get_continues_while_its_gateway_has_no_descriptors(store: Store) -> None:
     keys = store.stored(16)
     pid = store.pid
     with store.channel() as channel:

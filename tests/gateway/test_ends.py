@@ -1,7 +1,6 @@
-"""A gateway that ends in the middle of a put or a get: nothing of it is left at the node, and
-nobody reads wrong bytes.
+"""A gateway that ends during a put or a get leaves nothing at the node and no wrong bytes.
 
-The node is in this process, its gateway is one of its own.
+The node is in the test's process, its gateway in one of its own.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 
 MEMORY_MORE_NBYTES = 32 << 20
-UNREAD_NBYTES = 1_900_000  # of a message that waits in the window of its stream
+UNREAD_NBYTES = 1_900_000  # size of a message that waits in the flow-control window of its stream
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +29,13 @@ def store(start_store: Callable[..., Store]) -> Store:
     made.watch()
     made.serves()
     made.limit_memory(MEMORY_MORE_NBYTES)
-    os.kill(made.pid, signal.SIGKILL)  # the next one has that limit
+    os.kill(made.pid, signal.SIGKILL)  # the next gateway has that limit
     wait_until(lambda: made.end_count == 1)
     made.serves()
     return made
 
 
-# ---- how it ends -----------------------------------------------------------------------------
+# ---- ways to end -----------------------------------------------------------------------------
 
 
 def kill(store: Store) -> None:
@@ -48,7 +47,7 @@ def hang(store: Store) -> None:
 
 
 def fill(store: Store) -> None:
-    """Watches of health that go on talking: nobody reads that."""
+    """Fill the gateway's memory with messages of health watches, which it does not read."""
     with store.channel() as channel:
         watch = channel.stream_stream("/grpc.health.v1.Health/Watch")
         talks = [watch(iter([b"", *[bytes(UNREAD_NBYTES)] * 2]), timeout=60.0) for _ in range(30)]
@@ -57,10 +56,10 @@ def fill(store: Store) -> None:
                 list(talk)
 
 
-HOW = {"killed": kill, "hung": hang, "memory": fill}  # by what the node says of it
+HOW = {"killed": kill, "hung": hang, "memory": fill}  # by the node's reason for the end
 
 
-# ---- phases: each yields the call, which is in it --------------------------------------------
+# ---- phases: each yields a call that has reached it ------------------------------------------
 
 
 @contextlib.contextmanager
@@ -142,7 +141,7 @@ def get_before_its_reply(
 def get_amid_its_bytes(
     store: Store, key: bytes, frames: RequestStream, patch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
-    """More bytes than sockets and gRPC take."""
+    """Yield a get of more bytes than sockets and gRPC buffer."""
     keys = store.stored(24)
     with store.channel() as channel:
         call = KVStoreStub(channel).Get(
@@ -155,13 +154,13 @@ def get_amid_its_bytes(
 
 PUTS = [put_before_verdicts, put_after_verdicts, put_amid_its_bytes, put_before_its_commit]
 PUTS += [put_before_it_is_committed, put_before_its_answer]
-# Whoever commits has committed, whether it hears of it or not.
+# A commit that reached the node is done, whether or not the client gets its reply
 STORED = (put_before_it_is_committed, put_before_its_answer)
 
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("phase", [*PUTS, get_before_its_reply, get_amid_its_bytes])
-def test_a_gateway_that_ends_leaves_nothing_behind(
+def test_ended_gateway_leaves_nothing_behind(
     store: Store, frames: RequestStream, monkeypatch: pytest.MonkeyPatch, phase: Any, how: str
 ) -> None:
     monkeypatch.setattr("node.gateway.supervisor.SILENT_S_MAX", 2.0)

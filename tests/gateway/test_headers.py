@@ -1,5 +1,5 @@
-"""Headers that no client of ours sends: who a caller is comes from one of them, and none comes into
-a log.
+"""Unusual headers: a caller's identity comes from the first authorization header, and no header is
+logged.
 """
 
 import base64
@@ -35,7 +35,7 @@ def field(name: bytes, value: bytes) -> bytes:
 
 
 def status(node: Node, *headers: tuple[bytes, bytes]) -> int:
-    """What a call with these headers ends with."""
+    """Return the status code of a call with these headers."""
     block = http2.block(http2.call_fields(METHOD)) + b"".join(field(*header) for header in headers)
     call = http2.frame(http2.HEADERS, http2.END_HEADERS, 1, block) + http2.data_frames(
         1, http2.message(b"")
@@ -78,10 +78,10 @@ def test_caller_identity_is_that_of_the_first_authorization_header(
     assert status(node, *headers) == code
 
 
-def test_a_header_that_is_no_text_is_refused_and_comes_into_no_log(
+def test_header_that_is_not_text_is_refused_and_not_logged(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """gRPC would repeat all of it, the token too."""
+    """A header that is not text is refused without a log line; gRPC would log it with the token."""
     with caplog.at_level(logging.DEBUG):
         assert status(node, (b"authorization", GOOD + b"\xff")) == Code.UNAUTHENTICATED
     assert TOKEN not in caplog.text

@@ -1,4 +1,4 @@
-"""What a gateway says of a node that hangs."""
+"""The health status that a gateway reports for a node that hangs."""
 
 import time
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def process() -> Iterator[NodeProcess]:
         yield node
 
 
-def test_a_node_that_hangs_does_not_serve_until_it_goes_on(process: NodeProcess) -> None:
+def test_hanging_node_is_not_serving_until_it_resumes(process: NodeProcess) -> None:
     request = health_pb2.HealthCheckRequest(service="kvstore.KVStore")
     with grpc.insecure_channel(process.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -38,8 +38,8 @@ def test_a_node_that_hangs_does_not_serve_until_it_goes_on(process: NodeProcess)
         began = time.monotonic()
         stop(process.pid)
         assert next(watch).status == NOT_SERVING
-        # It told so at most 0.5 s before
-        assert time.monotonic() - began > SILENT_S_MAX - 1.0, "a node may be late"
+        # The node's last sign of life was at most 0.5 s before the stop
+        assert time.monotonic() - began > SILENT_S_MAX - 1.0, "reported too soon"
         assert status() == NOT_SERVING
         process.resume()
         assert next(watch).status == SERVING

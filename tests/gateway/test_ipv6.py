@@ -1,4 +1,4 @@
-"""A gateway's process in its sandbox serves IPv6, for which gRPC looks before it listens."""
+"""A gateway in its sandbox serves IPv6, although gRPC probes for IPv6 before it listens."""
 
 import socket
 
@@ -22,7 +22,7 @@ def has_ipv6() -> bool:
 
 @pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
 @pytest.mark.parametrize(("host", "reached"), [("::1", ["[::1]"]), ("::", ["[::1]", "127.0.0.1"])])
-def test_a_gateway_listens_at_addresses_of_ipv6(host: str, reached: list[str]) -> None:
+def test_gateway_listens_on_ipv6_addresses(host: str, reached: list[str]) -> None:
     node = Node(NodeConfig(**{**SMALL, "host": host, "insecure": True}), gateway_processes=True)
     node.start()
     try:

@@ -1,4 +1,4 @@
-"""Gateways and their node: who ends whom, who has the port, and how many there are."""
+"""The life of gateways and their node: ends and stops, the gRPC port, and several gateways."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ SERVING, NOT_SERVING = (
 
 
 def channel_to(address: str) -> grpc.Channel:
-    """With a connection of its own."""
+    """Return a channel with a connection of its own."""
     return grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
 
 
@@ -53,8 +53,8 @@ def process() -> Iterator[NodeProcess]:
 
 
 @pytest.mark.parametrize("hung", [False, True], ids=["lives", "hangs"])
-def test_a_gateway_ends_with_its_node(process: NodeProcess, hung: bool) -> None:
-    """Also one that hung when the node died, once it goes on."""
+def test_gateway_ends_with_its_node(process: NodeProcess, hung: bool) -> None:
+    """A gateway ends with its node, and one that hung when the node died ends when it resumes."""
     (pid,) = gateways(process.pid)
     if hung:
         stop(pid)
@@ -75,8 +75,8 @@ def _is_free(address: str) -> bool:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_node_that_was_killed_has_its_port_again_at_once(stopped: bool) -> None:
-    """Its gateway listened there a moment longer, or as long as it was stopped."""
+def test_killed_node_gets_its_port_again_at_once(stopped: bool) -> None:
+    """Regression: the old gateway still held the port for a moment, or while it was suspended."""
     with NodeProcess(*FLAGS) as node:
         port = node.address.rpartition(":")[2]
         if stopped:
@@ -86,7 +86,7 @@ def test_a_node_that_was_killed_has_its_port_again_at_once(stopped: bool) -> Non
             assert again.address.endswith(port)
 
 
-def test_a_stop_lets_running_calls_end_and_takes_no_new_ones(
+def test_stop_completes_running_calls_and_refuses_new_ones(
     process: NodeProcess, frames: RequestStream
 ) -> None:
     key = b"k" * 32
@@ -109,7 +109,7 @@ def test_a_stop_lets_running_calls_end_and_takes_no_new_ones(
         wait_until(lambda: _refuses(process.address))
         frames.say(chunk(content(key)))
         frames.say(committed(key))
-        assert next(put).commit.stored == 1, "it was there before"
+        assert next(put).commit.stored == 1, "a call from before the stop failed"
         frames.end()
         assert list(put) == []
     wait_until(lambda: not process.running)
@@ -126,7 +126,7 @@ def _refuses(address: str) -> bool:
 
 
 def test_calls_interrupted_by_a_stop_get_unavailable(frames: RequestStream) -> None:
-    """Behind `drain_s`."""
+    """A call that still runs `drain_s` after a stop began ends with UNAVAILABLE or CANCELLED."""
     with NodeProcess(*FLAGS, "--drain-s", "0.5") as node, channel_to(node.address) as channel:
         (pid,) = gateways(node.pid)
         begin = pb.PutRequest(
@@ -144,8 +144,8 @@ def test_calls_interrupted_by_a_stop_get_unavailable(frames: RequestStream) -> N
         assert not is_running(pid)
 
 
-def test_signals_to_a_gateway_alone_change_nothing(process: NodeProcess) -> None:
-    """A terminal sends them to all; the node says when its gateways end."""
+def test_gateway_ignores_signals(process: NodeProcess) -> None:
+    """A gateway ignores signals, which a terminal sends to all processes; its node ends it."""
     (pid,) = gateways(process.pid)
     with channel_to(process.address) as channel:
         stub = KVStoreStub(channel)
@@ -169,10 +169,13 @@ def store(start_store: Callable[..., Store]) -> Store:
 
 
 @pytest.mark.parametrize("restarting", [False, True], ids=["serves", "while its gateway is away"])
-def test_a_second_node_on_a_port_is_refused(
+def test_second_node_on_a_port_is_refused(
     store: Store, monkeypatch: pytest.MonkeyPatch, restarting: bool
 ) -> None:
-    """Both would share it (SO_REUSEPORT), and callers would find another store each time."""
+    """A second node on one port is refused, even while the first one's gateway restarts.
+
+    Both could share the port (SO_REUSEPORT), and calls would go to either node at random.
+    """
     if restarting:
         monkeypatch.setattr("node.gateway.supervisor.PAUSE_S", 3600.0)
         monkeypatch.setattr("node.gateway.supervisor.PAUSE_S_MAX", 3600.0)
@@ -199,14 +202,14 @@ def test_a_second_node_on_a_port_is_refused(
     store.serves()
 
 
-def test_another_user_of_the_port_is_told_at_the_start() -> None:
+def test_port_of_another_process_is_an_error_at_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"gRPC port {port} on 127.0.0.1 can not be bound"):
             Node(NodeConfig(**{**SMALL, "port": port}))
 
 
-def test_a_node_without_grpc_serves_frames_and_starts_no_gateway() -> None:
+def test_node_without_grpc_serves_frames_and_starts_no_gateway() -> None:
     with NodeProcess(*FLAGS, "--grpc-host", "none") as node:
         assert node.address == "none"
         assert gateways(node.pid) == []
@@ -219,7 +222,7 @@ def test_a_node_without_grpc_serves_frames_and_starts_no_gateway() -> None:
         assert node.stop() == 0
 
 
-def test_grpc_can_have_an_interface_of_its_own() -> None:
+def test_grpc_can_have_its_own_interface() -> None:
     with NodeProcess(*FLAGS, "--grpc-host", "127.0.0.2") as node:
         host, _, port = node.address.partition(":")
         assert host == "127.0.0.2"
@@ -235,13 +238,13 @@ def test_grpc_can_have_an_interface_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("host", ["::1", "::"])
-def test_grpc_is_served_at_addresses_of_ipv6(host: str) -> None:
-    """gRPC finds out by a port of its own whether there is IPv6; its sandbox must let it."""
+def test_grpc_is_served_on_ipv6_addresses(host: str) -> None:
+    """gRPC binds a port to probe for IPv6, which the gateway's sandbox must allow."""
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):
             pass
     except OSError:
-        pytest.skip("there is no IPv6 here")
+        pytest.skip("this host has no IPv6")
     with NodeProcess(*FLAGS, "--grpc-host", host, "--insecure") as node:
         with grpc.insecure_channel(f"[::1]:{node.address.rpartition(':')[2]}") as channel:
             assert (
@@ -255,9 +258,9 @@ def test_several_gateways_share_a_port_and_all_are_used() -> None:
     with NodeProcess(*FLAGS, "--grpc-processes", "3") as node:
         pids = gateways(node.pid)
         assert len(pids) == 3
-        watches = []  # kept: each keeps its connection
+        watches = []  # kept, to keep their connections open
         with Client(ClientConfig(node.address, timeout_s=30.0, connect_timeout_s=20.0)) as client:
-            for _ in range(60):  # the kernel chooses by the address from which a connection comes
+            for _ in range(60):  # the kernel chooses the gateway by the client's address and port
                 watches.append(channel_to(node.address))
                 stub = health_pb2_grpc.HealthStub(watches[-1])
                 watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=120.0)
@@ -269,6 +272,6 @@ def test_several_gateways_share_a_port_and_all_are_used() -> None:
         assert [one.name for one in status] == ["gateway-0", "gateway-1", "gateway-2"]
         os.kill(pids[0], signal.SIGKILL)
         wait_until(lambda: len(gateways(node.pid)) == 3 and pids[0] not in gateways(node.pid))
-        assert set(pids[1:]) <= set(gateways(node.pid)), "the others go on"
+        assert set(pids[1:]) <= set(gateways(node.pid)), "other gateways were restarted, too"
         for one in watches[::2]:
             one.close()

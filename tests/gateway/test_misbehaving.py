@@ -1,6 +1,7 @@
-"""Gateways that say what no gateway says, or do what none does: their node ends them, and goes on.
+"""A node ends a gateway that sends invalid messages or floods it, and goes on serving.
 
-The node is in this process; its gateway is a short program of a test, in a process of its own.
+The node is in the test's process; its gateway is a short program of the test, in a process of its
+own.
 """
 
 import os
@@ -57,7 +58,7 @@ while True:
 
 
 class Fake:
-    """Nodes with a gateway that runs a program."""
+    """A factory of nodes whose gateway runs a given program."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen = folder / "seen"
@@ -66,9 +67,10 @@ class Fake:
         self.nodes: list[Node] = []
 
     def start(self, program: str, then: str = "", **settings: Any) -> Node:
-        """`first` is True in the gateway's first life.
+        """Start a node whose gateway runs `program`, then `then`.
 
-        OBEY: from there on a good one.
+        In the program, `first` is True until the gateway has been restarted. OBEY as `then` makes
+        it behave well.
         """
         text, arguments = (
             BEGIN + textwrap.dedent(program) + then,
@@ -90,7 +92,7 @@ class Fake:
 
     @property
     def pids(self) -> list[int]:
-        """Of all lives."""
+        """Return the ids of all gateway processes so far."""
         return [int(pid) for pid in self.seen.read_text().split()] if self.seen.exists() else []
 
 
@@ -111,7 +113,7 @@ def status(node: Node) -> Any:
     return node.service.call("node_status", pb.NodeStatusRequest(), THE_NODE)
 
 
-SAYS = {
+MESSAGES = {
     "no JSON": b"garbage\n",
     "no UTF-8": b"\xff\xfe\n",
     "no object": b"5\n",
@@ -125,15 +127,15 @@ SAYS = {
 }
 
 
-@pytest.mark.parametrize("said", SAYS.values(), ids=SAYS.keys())
-def test_one_that_says_what_none_says_is_ended(fake: Fake, said: bytes) -> None:
-    """Or it would go on to listen beside the next one."""
+@pytest.mark.parametrize("message", MESSAGES.values(), ids=MESSAGES.keys())
+def test_gateway_that_sends_an_invalid_message_is_ended(fake: Fake, message: bytes) -> None:
+    """A gateway that sends an invalid message is ended; it would listen beside its successor."""
     node = fake.start(
         f"""
         say(ready=1)
         if first:
             heard()
-            control.sendall({said!r})
+            control.sendall({message!r})
             time.sleep(1000)
         """,
         then=OBEY,
@@ -144,7 +146,7 @@ def test_one_that_says_what_none_says_is_ended(fake: Fake, said: bytes) -> None:
     assert ends(node) == 1
 
 
-def test_one_that_never_ends_a_line_is_ended_before_it_fills_the_node(fake: Fake) -> None:
+def test_gateway_with_an_endless_line_is_ended_before_it_fills_memory(fake: Fake) -> None:
     node = fake.start(
         """
         say(ready=1)
@@ -158,12 +160,12 @@ def test_one_that_never_ends_a_line_is_ended_before_it_fills_the_node(fake: Fake
     )
     wait_until(lambda: len(fake.pids) == 2)
     wait_until(lambda: not is_running(fake.pids[0]))
-    # It may have been killed while it wrote
+    # Empty if the gateway was killed while it wrote the file
     assert int(Path(f"{fake.seen}.sent").read_text() or 0) < 16 << 20
     assert ends(node) == 1
 
 
-def test_one_that_passes_what_is_no_connection_keeps_its_door(fake: Fake) -> None:
+def test_gateway_that_sends_other_descriptors_can_still_connect(fake: Fake) -> None:
     before = len(os.listdir("/proc/self/fd"))
     node = fake.start(
         """
@@ -188,7 +190,7 @@ def test_one_that_passes_what_is_no_connection_keeps_its_door(fake: Fake) -> Non
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 2)
 
 
-def test_one_that_floods_its_door_has_no_more_threads_than_its_calls_need(fake: Fake) -> None:
+def test_gateway_that_floods_connections_gets_limited_threads(fake: Fake) -> None:
     node = fake.start(
         """
         import threading
@@ -226,7 +228,7 @@ def connections() -> int:
     return sum(thread.name.startswith("gateway-0-gateway") for thread in threading.enumerate())
 
 
-def test_a_stop_does_not_wait_for_one_that_starts(
+def test_stop_does_not_wait_for_a_starting_gateway(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "READY_S_MAX", 1000.0)
@@ -247,7 +249,7 @@ def test_a_stop_does_not_wait_for_one_that_starts(
     fake.nodes.clear()
 
 
-def test_certificates_that_change_while_one_starts_reach_it(
+def test_certificates_changed_during_a_gateway_start_reach_it(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pems = [Pems(b"old", b"old", b"old")]
@@ -274,14 +276,14 @@ def test_certificates_that_change_while_one_starts_reach_it(
     fake.nodes[0].grpc.look()
     Path(f"{fake.seen}.go").touch()
     thread.join()
-    told = Path(f"{fake.seen}.pems")
-    wait_until(lambda: told.exists() and told.read_text() == "new")
+    received = Path(f"{fake.seen}.pems")
+    wait_until(lambda: received.exists() and received.read_text() == "new")
 
 
-def test_one_that_does_not_read_for_a_moment_hears_the_newest(
+def test_gateway_that_pauses_reading_gets_the_newest_state(
     fake: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the system keeps little for it."""
+    """A gateway that reads nothing for a while gets the newest state, even with a small buffer."""
     monkeypatch.setattr("node.gateway.control.SEND_NBYTES", 106_496)
     node = fake.start("""
         say(ready=1)

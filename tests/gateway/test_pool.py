@@ -1,6 +1,7 @@
-"""Calls at a time that share a gateway's connections, with gRPC's part played: many are cancelled
-at any moment, and the node refuses, hangs up and says more than sockets hold. Each call gets its
-own answer, or none.
+"""Concurrent calls that share a gateway's connections, with fake contexts in place of gRPC.
+
+Many are cancelled at random moments, and the node refuses, closes connections, and sends more than
+sockets buffer. Each call gets its own reply, or none.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ OPS = ("get", "put", "lookup")
 
 
 class Context:
-    """gRPC's, of a call of this plan's caller."""
+    """A fake gRPC context of a call by the caller of a plan."""
 
     def __init__(self, plan: Plan, rng: random.Random) -> None:
         self._plan, self._rng = plan, rng
@@ -93,7 +94,7 @@ class Storm:
             self.done[op] += 1
         else:
             assert plan.fault or cancels, (
-                f"{plan.number} is refused: {context.code} {context.details}"
+                f"call {plan.number} was refused: {context.code} {context.details}"
             )
             assert context.code in ENDED, f"{context.code} {context.details}"
             if context.code is grpc.StatusCode.NOT_FOUND:
@@ -125,7 +126,7 @@ class Storm:
 
     def _check(self, op: str, plan: Plan, context: Context, reply: Any) -> None:
         assert not (plan.fault and not plan.late), (
-            f"{plan.number} is answered, which the node refused"
+            f"call {plan.number} got a reply, but the node refused it"
         )
         if op == "lookup":
             assert reply == plan.said
@@ -134,9 +135,11 @@ class Storm:
             assert list(pb.GetFrame.FromString(first).begin.checksums) == [plan.said]
             assert b"".join(frames) == (b"" if plan.miss else framed(plan.page))
         else:
-            said = [pb.PutFrameReply.FromString(one) for one in context.written]
-            assert list(said[0].begin.verdicts) == [pb.EXISTS if plan.miss else pb.WRITE]
-            assert [one.commit.stored for one in said[1:]] == ([] if plan.miss else [plan.number])
+            replies = [pb.PutFrameReply.FromString(one) for one in context.written]
+            assert list(replies[0].begin.verdicts) == [pb.EXISTS if plan.miss else pb.WRITE]
+            assert [one.commit.stored for one in replies[1:]] == (
+                [] if plan.miss else [plan.number]
+            )
 
 
 class _Details:
@@ -150,7 +153,7 @@ async def _only(message: bytes) -> AsyncIterator[bytes]:
     yield message
 
 
-def test_each_call_gets_its_own_answer_whatever_becomes_of_the_others(seed: int) -> None:
+def test_each_concurrent_call_gets_its_own_reply(seed: int) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     node = ScriptedNode(theirs)

@@ -1,4 +1,4 @@
-"""The gRPC port of a node: nobody else has it, whatever its gateways do just then."""
+"""A node holds its gRPC port against other nodes, whether or not a gateway listens."""
 
 import contextlib
 import socket
@@ -11,7 +11,7 @@ HOSTS = ["127.0.0.1", "0.0.0.0", "::"]
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """As a gateway does."""
+    """Return a socket that listens as a gateway does."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family)
     if family == socket.AF_INET6:
@@ -30,21 +30,21 @@ def is_refused(host: str, port: int) -> bool:
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_a_node_that_comes_while_no_gateway_listens_is_refused_the_port(host: str) -> None:
+def test_port_of_a_node_without_a_gateway_is_refused(host: str) -> None:
     with contextlib.closing(Port(host, 0)) as held:
         port = held.number
-        assert all(is_refused(other, port) for other in HOSTS)  # the first gateway has not come yet
+        assert all(is_refused(other, port) for other in HOSTS)  # before the first gateway listens
         with listening(host, port), listening(host, port):
             assert all(is_refused(other, port) for other in HOSTS)
-        assert all(is_refused(other, port) for other in HOSTS)  # the last one has ended
+        assert all(is_refused(other, port) for other in HOSTS)  # after the last gateway has ended
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_a_node_that_comes_again_has_the_port_that_it_had(host: str) -> None:
-    """Also while connections of before are in TIME_WAIT at its side."""
+def test_restarted_node_gets_its_port_again(host: str) -> None:
+    """A restarted node gets its port again while its old connections are in TIME_WAIT."""
     with contextlib.closing(Port(host, 0)) as held:
         port = held.number
         with listening(host, port) as gateway, socket.create_connection(("127.0.0.1", port)):
-            gateway.accept()[0].close()  # closes first
+            gateway.accept()[0].close()  # the side that closes first has the TIME_WAIT
     with contextlib.closing(Port(host, port)), listening(host, port):
         pass

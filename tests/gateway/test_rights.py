@@ -1,6 +1,4 @@
-"""Whose rights a call has: those of the credential that came with it, whatever connection of the
-gateway carries it.
-"""
+"""A call has the rights of its own credential, whichever connection of the gateway carries it."""
 
 import os
 import socket
@@ -47,7 +45,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Crew:
     made.join("a", "team-a", "write")
     made.join("b", "team-b", "write")
     made.join("late", "team-a", "write")
-    # The name in the certificate of `authorities`
+    # The name in the client certificate of `authorities`
     made.say("certificate team-a tenant=team-a role=write")
     return made
 
@@ -112,7 +110,7 @@ def _dialled(node: Node, wire: str) -> socket.socket:
 
 
 class Engine:
-    """Puts pages of its own tenant and reads them, and tries those of the other one."""
+    """A client that puts and gets pages of its own tenant, and tries to read another one's."""
 
     def __init__(self, node: Node, tenant: str, other: str, **known: Any) -> None:
         self._client = Client(known_by(node, wire="grpc", **known))
@@ -136,7 +134,7 @@ class Engine:
 
 
 class Stranger:
-    """Has a token that was revoked, or none."""
+    """A caller with a revoked or unknown token, or none."""
 
     def __init__(self, node: Node, token: str) -> None:
         self._wire = GrpcWire(f"127.0.0.1:{node.grpc.port}", token=token)
@@ -161,8 +159,9 @@ class Stranger:
 
 
 def storm(node: Node, actors: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a thread of its own; none is in step with the others, and each takes the connection
-    that was used last, whoever used it.
+    """Run each actor in a thread of its own, so that all share the gateway's connections.
+
+    Each call takes the connection that was used last, for whichever caller.
     """
     taken: list[Any] = []
     take = GatewayConnection._take_caller
@@ -170,7 +169,7 @@ def storm(node: Node, actors: list[Any], monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         GatewayConnection,
         "_take_caller",
-        lambda self, told: (taken.append(told), take(self, told))[1],
+        lambda self, caller: (taken.append(caller), take(self, caller))[1],
     )
     with ThreadPoolExecutor(len(actors)) as pool:
         running = [
@@ -182,7 +181,7 @@ def storm(node: Node, actors: list[Any], monkeypatch: pytest.MonkeyPatch) -> Non
     for one in actors:
         one.close()
     assert servicer_of(node).upstream.count <= len(actors)
-    assert len(taken) > 4 * len(actors), "they shared connections"
+    assert len(taken) > 4 * len(actors), "the actors did not share connections"
 
 
 def test_callers_on_pooled_connections_never_have_each_others_rights(
@@ -198,12 +197,10 @@ def test_callers_on_pooled_connections_never_have_each_others_rights(
     storm(node, [*engines, *strangers], monkeypatch)
 
 
-def test_certificates_and_tokens_on_pooled_connections_are_told_apart(
+def test_certificates_and_tokens_on_pooled_connections_are_distinguished(
     start: Callable[..., Node], crew: Crew, ours: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A token goes before a certificate; who shows the certificate alone has its rights, and no
-    more.
-    """
+    """A token takes precedence over a certificate; a certificate alone gives its own rights."""
     node = start(identities=str(crew.path), **of_node(ours))
     by_name, by_token = of_client(ours), {**of_client(ours), "token": crew.tokens["b"]}
     unknown = Engine(node, "team-a", "team-b", **{**pair(ours, "node"), "tls_ca": str(ours.path)})
@@ -217,8 +214,8 @@ def test_certificates_and_tokens_on_pooled_connections_are_told_apart(
     unknown.close()
 
 
-def test_a_token_that_changes_its_tenant_counts_to_the_new_one(node: Node, crew: Crew) -> None:
-    """Its connection at the node was there before."""
+def test_token_that_changes_its_tenant_counts_for_the_new_one(node: Node, crew: Crew) -> None:
+    """A token that changes its tenant counts for the new one, even on an existing connection."""
     token, peers = crew.join("moves", "team-a", "write"), []
     taken_up(node, lambda: "moves" in names(node, "team-a"))
     begin = node.service.peer_queue.begin
@@ -238,7 +235,7 @@ def test_a_token_that_changes_its_tenant_counts_to_the_new_one(node: Node, crew:
 
 
 def taken_up(node: Node, holds: Callable[[], bool]) -> None:
-    """Waits until the node has read the file again."""
+    """Wait until the node has read the file again."""
     wait_until(lambda: (node.access.poll(), holds())[1])
 
 
@@ -246,10 +243,10 @@ def names(node: Node, tenant: str) -> set[str]:
     return {who.name for who in node.access.identities.tokens.values() if who.tenant == tenant}
 
 
-def test_a_large_request_of_a_stranger_is_refused_and_written_down(
+def test_large_request_without_identity_is_refused_and_audited(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the node has received it."""
+    """A large request without an identity is refused before it is received, and is audited."""
     refused, taken, take = node.audit.refused_count, [], node.service.request_parser.take
     monkeypatch.setattr(
         node.service.request_parser, "take", lambda *some: (taken.append(some), take(*some))[1]

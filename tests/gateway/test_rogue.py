@@ -1,4 +1,4 @@
-"""What a gateway that was taken over may do: what its callers may, and nothing to its node."""
+"""A compromised gateway has only the rights of its callers, and can not harm its node."""
 
 import os
 import socket
@@ -21,14 +21,12 @@ REQUESTS = {
     for f in pb.BulkRequest.DESCRIPTOR.fields
     if f.message_type
 }
-OF_PUTS_AND_GETS = ("commit", "release")  # nothing without a put or get that was admitted
+OF_PUTS_AND_GETS = ("commit", "release")  # without effect unless a put or get was allowed
 
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Rogue, str]]:
-    """A node with authentication, its rogue gateway, and the token of a reader, which it has
-    seen.
-    """
+    """Yield a node with authentication, its rogue gateway, and a reader's token that it knows."""
     path = tmp_path_factory.mktemp("rogue") / "identities"
     token = new_token("team-a")
     add(path, token_line("reader", token, tenant="team-a", role="read"))
@@ -59,22 +57,22 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Rog
     ],
     ids=["nobody", "address", "no names", "unknown names", "wrong token", "no token"],
 )
-def test_without_a_credential_of_a_caller_a_gateway_is_served_nothing(
+def test_gateway_without_a_credential_is_refused_each_request(
     secure: tuple[Node, Rogue, str], caller: dict[str, object]
 ) -> None:
     for op, request in REQUESTS.items():
-        if op == "on_behalf":  # which is not answered
+        if op == "on_behalf":  # gets no reply
             continue
         with secure[1].connection(**caller) as frames:
             asks = pb.AdmitRequest(op="reflection") if op == "admit" else request
             reply = asked(frames, **{op: asks})
             wanted = Code.UNIMPLEMENTED if op in OF_PUTS_AND_GETS else Code.UNAUTHENTICATED
-            if op == "follow":  # which a gateway answers by itself
+            if op == "follow":  # a gateway serves this by itself
                 wanted = Code.UNIMPLEMENTED
             assert reply.error.code == wanted, (op, reply)
 
 
-def test_with_a_readers_token_it_reads_and_does_no_more(secure: tuple[Node, Rogue, str]) -> None:
+def test_gateway_with_a_reader_token_can_only_read(secure: tuple[Node, Rogue, str]) -> None:
     _, rogue, token = secure
     may = {"hello", "list_namespaces", "node_status", "lookup", "get", "verify", "list", "stat"}
     for op, request in REQUESTS.items():
@@ -85,7 +83,7 @@ def test_with_a_readers_token_it_reads_and_does_no_more(secure: tuple[Node, Rogu
             assert (reply.error.code == Code.PERMISSION_DENIED) == (op not in may), (op, reply)
 
 
-def test_admit_gives_nothing_but_its_answer(secure: tuple[Node, Rogue, str]) -> None:
+def test_admit_grants_no_rights(secure: tuple[Node, Rogue, str]) -> None:
     with secure[1].connection(address="192.0.2.1:5", authorization=f"Bearer {secure[2]}") as frames:
         assert asked(frames, admit=pb.AdmitRequest(op="follow")).WhichOneof("op") == "admit"
         assert (
@@ -96,9 +94,12 @@ def test_admit_gives_nothing_but_its_answer(secure: tuple[Node, Rogue, str]) -> 
         assert asked(frames, admit=pb.AdmitRequest(op="flush")).error.code == Code.UNIMPLEMENTED
 
 
-def test_of_a_frame_with_two_fields_one_counts(secure: tuple[Node, Rogue, str]) -> None:
-    """A caller's credential and a request in one frame: the request is of whoever was
-    named before.
+def test_request_in_a_frame_with_a_credential_does_not_use_it(
+    secure: tuple[Node, Rogue, str],
+) -> None:
+    """A frame with a credential and a request does not give the request that credential's rights.
+
+    The request belongs to the caller named before.
     """
     whose = pb.OnBehalfRequest(address="192.0.2.1:5", authorization=f"Bearer {secure[2]}")
     both = pb.BulkRequest(on_behalf=whose).SerializeToString()
@@ -114,15 +115,15 @@ def test_of_a_frame_with_two_fields_one_counts(secure: tuple[Node, Rogue, str]) 
 @pytest.mark.parametrize(
     "address", ["tenant team-b:7", "tenant team-b", "[tenant team-b]:7", "", "node-7:7"]
 )
-def test_an_address_can_not_be_the_name_of_a_tenant(
+def test_address_like_a_tenant_name_does_not_use_its_share(
     secure: tuple[Node, Rogue, str], monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    """Whose share would be taken."""
+    """An address that looks like a tenant's name does not count for that tenant's share."""
     shares: list[str] = []
     real = GatewayConnection._take_caller
 
-    def spied(connection: GatewayConnection, told: pb.OnBehalfRequest) -> None:
-        real(connection, told)
+    def spied(connection: GatewayConnection, request: pb.OnBehalfRequest) -> None:
+        real(connection, request)
         shares.append(connection.peer)
 
     monkeypatch.setattr(GatewayConnection, "_take_caller", spied)
@@ -141,12 +142,13 @@ def test_an_address_can_not_be_the_name_of_a_tenant(
 def test_gateway_requests_on_the_bulk_wire_are_refused(
     secure: tuple[Node, Rogue, str], op: str, nbytes: int
 ) -> None:
-    """Large requests are taken apart by another way than small ones.
+    """Requests of gateways are refused on the bulk wire, whatever their size.
 
-    Who is not known can send no more than a hello.
+    Large requests are parsed in another way than small ones. The client has a token, as without one
+    it can send no more than a hello.
     """
-    said = "x" * nbytes
-    request = pb.OnBehalfRequest(address=said) if op == "on_behalf" else pb.AdmitRequest(op=said)
+    text = "x" * nbytes
+    request = pb.OnBehalfRequest(address=text) if op == "on_behalf" else pb.AdmitRequest(op=text)
     with socket.create_connection(("127.0.0.1", secure[0].bulk.port)) as sock:
         frames = FrameSocket(sock)
         frames.arm(20.0)
@@ -158,7 +160,7 @@ def test_gateway_requests_on_the_bulk_wire_are_refused(
         )
 
 
-# ---- what it brings as connections -----------------------------------------------------------
+# ---- descriptors that it sends as connections ------------------------------------------------
 
 
 def _file() -> int:
@@ -184,7 +186,7 @@ def _datagrams() -> int:
 
 
 @pytest.mark.parametrize("make", [_file, _pipe, _unconnected, _listener, _datagrams])
-def test_a_connection_that_is_none_ends_alone(
+def test_descriptor_that_is_no_connection_affects_no_other(
     secure: tuple[Node, Rogue, str], make: Callable[[], int]
 ) -> None:
     _, rogue, token = secure

@@ -1,4 +1,4 @@
-"""What a gateway's process has of its node, and what it may do: next to nothing."""
+"""A gateway's process has no secrets and files of its node, and few rights on the host."""
 
 import ctypes
 import os
@@ -51,7 +51,7 @@ def process(crew: Crew, tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 
 def links(pid: int) -> set[str]:
-    """What the process has open, but its terminal."""
+    """Return the targets of the process's open descriptors above 2."""
     found = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -62,9 +62,11 @@ def links(pid: int) -> set[str]:
     return found
 
 
-def test_a_gateway_knows_no_setting_and_no_secret_of_its_node(process: NodeProcess) -> None:
+def test_gateway_has_no_settings_and_secrets_of_its_node(process: NodeProcess) -> None:
     (pid,) = gateways(process.pid)
-    assert SECRET in Path(f"/proc/{process.pid}/environ").read_text(), "the node has it"
+    assert SECRET in Path(f"/proc/{process.pid}/environ").read_text(), (
+        "the node's environment lacks the secret"
+    )
     environment = Path(f"/proc/{pid}/environ").read_bytes()
     assert SECRET.encode() not in environment
     assert b"KVSTORE" not in environment
@@ -72,11 +74,11 @@ def test_a_gateway_knows_no_setting_and_no_secret_of_its_node(process: NodeProce
     assert SECRET.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def test_a_gateway_has_none_of_its_nodes_files(process: NodeProcess, crew: Crew) -> None:
-    """Each has its own ends of their sockets."""
+def test_gateway_shares_no_file_with_its_node(process: NodeProcess, crew: Crew) -> None:
+    """A gateway shares no open file with its node; each has its own ends of their sockets."""
     (pid,) = gateways(process.pid)
     nodes, own = links(process.pid), links(pid)
-    assert any("memfd" in link for link in nodes), "the pages"
+    assert any("memfd" in link for link in nodes), "the node has no memory file of pages"
     shared = {link for link in nodes & own if not link.startswith("anon_inode:")}
     assert shared == set()
     files = {link for link in own if link.startswith("/") and not link.startswith("/proc/")}
@@ -88,7 +90,7 @@ def test_a_gateway_has_none_of_its_nodes_files(process: NodeProcess, crew: Crew)
 
 
 @landlocked
-def test_a_gateways_process_has_entered_its_sandbox(process: NodeProcess) -> None:
+def test_gateway_process_is_in_its_sandbox(process: NodeProcess) -> None:
     (pid,) = gateways(process.pid)
     for task in Path(f"/proc/{pid}/task").iterdir():
         assert "NoNewPrivs:\t1" in (task / "status").read_text()
@@ -98,8 +100,8 @@ def test_a_gateways_process_has_entered_its_sandbox(process: NodeProcess) -> Non
     assert "of its user" not in process.log_text
 
 
-def test_memory_shortage_serves_gateways_last(process: NodeProcess) -> None:
-    """Of processors, and of memory."""
+def test_gateway_yields_cpu_and_memory_to_its_node(process: NodeProcess) -> None:
+    """A gateway has a lower CPU priority than its node, and is killed first if memory is short."""
     (pid,) = gateways(process.pid)
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(
         19, os.getpriority(os.PRIO_PROCESS, process.pid) + NICENESS
@@ -107,7 +109,7 @@ def test_memory_shortage_serves_gateways_last(process: NodeProcess) -> None:
     assert Path(f"/proc/{pid}/oom_score_adj").read_text().strip() == OOM_SCORE
 
 
-# What one could try who has taken a gateway over. Each prints what became of it.
+# Attempts of a compromised gateway; the result of each is printed
 TRIES = """
 import ctypes, os, signal, socket, sys
 from node.gateway import sandbox
@@ -159,7 +161,7 @@ ALLOWED = {"listen", "read Python", "random"}
 
 
 def tried(where: str, tmp_path: Path, crew: Crew, port: int) -> dict[str, str]:
-    """`where`: in the sandbox or out of it."""
+    """Run TRIES in the sandbox ("in") or outside ("out"); return the result of each."""
     (tmp_path / "file").write_text("a page")
     with subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
@@ -181,7 +183,7 @@ def tried(where: str, tmp_path: Path, crew: Crew, port: int) -> dict[str, str]:
 
 
 @landlocked
-def test_in_the_sandbox_nothing_is_to_be_had(tmp_path: Path, crew: Crew) -> None:
+def test_sandbox_refuses_all_attempts_but_the_allowed(tmp_path: Path, crew: Crew) -> None:
     (port,) = free_ports(1)
     out, inside = tried("out", tmp_path, crew, port), tried("in", tmp_path, crew, port)
     assert out.keys() == inside.keys()
@@ -189,5 +191,5 @@ def test_in_the_sandbox_nothing_is_to_be_had(tmp_path: Path, crew: Crew) -> None
     assert {name for name, became in out.items() if became != "done"} <= {
         "trace node",
         "read node's memory",
-    }, "this host forbids it to everybody"
+    }, "an attempt outside the sandbox failed that should succeed"
     assert set(inside.values()) <= {"done", "PermissionError"}

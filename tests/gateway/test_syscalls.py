@@ -1,6 +1,4 @@
-"""System calls that a gateway's process does not get: in a process that refuses them, and in the
-same one before.
-"""
+"""System calls that a gateway's sandbox refuses, tried by a process before and after it enters."""
 
 import json
 import os
@@ -15,10 +13,11 @@ from node.gateway.sandbox import _ARCHITECTURES
 from node.gateway.supervisor import import_paths
 
 pytestmark = pytest.mark.skipif(
-    os.uname().machine not in _ARCHITECTURES, reason="a machine of another kind"
+    os.uname().machine not in _ARCHITECTURES,
+    reason="the sandbox does not support this architecture",
 )
 
-# Prints what became of each try: "done", or the number of the error.
+# Prints the result of each attempt: "done", or the number of the error
 TRIES = """
 import ctypes, json, os, resource, signal, socket, subprocess, sys, threading
 from node.gateway import sandbox
@@ -91,7 +90,7 @@ print(json.dumps([before, tried(), list(REFUSED)]))
 """
 
 
-def test_calls_that_no_gateway_makes_are_refused(tmp_path: Path) -> None:
+def test_sandbox_refuses_unneeded_system_calls(tmp_path: Path) -> None:
     file = tmp_path / "identities"
     file.touch()
     path = str(tmp_path / "socket")
@@ -110,7 +109,7 @@ def test_calls_that_no_gateway_makes_are_refused(tmp_path: Path) -> None:
         victim.stdin.close()
     assert done.returncode == 0, done.stderr
     before, after, refused = json.loads(done.stdout)
-    # A system may have none of it
+    # Calls that a system may lack
     hard_here = {
         "MPTCP",
         "TCP, fast",
@@ -122,10 +121,13 @@ def test_calls_that_no_gateway_makes_are_refused(tmp_path: Path) -> None:
     assert all(after[name] == before[name] for name in after if name not in refused)
 
 
-def test_a_gateway_may_not_read_the_directory_that_its_node_was_started_in(
+def test_import_paths_exclude_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`python -m node.main` in the directory of the data has it among the paths of imports."""
+    """The sandbox does not let a gateway read the current directory.
+
+    `python -m node.main` puts it on the import path, and it may hold the data.
+    """
     before = import_paths()  # without the directory in which pytest was started
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), "", *before])

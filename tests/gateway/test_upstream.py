@@ -1,6 +1,4 @@
-"""A gateway's connections to its node, without gRPC: who asks on them, and what closing one leaves
-behind.
-"""
+"""A gateway's connections to its node, without gRPC: callers that share one, and its end."""
 
 import array
 import asyncio
@@ -46,7 +44,7 @@ print(len(_received(sock, {WHOLE_NBYTES})), flush=True)
 
 
 class People:
-    """Of tenant team-a and team-b one each."""
+    """An identities file with one administrator each of team-a and team-b."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,7 +69,7 @@ def node(people: People) -> Iterator[Node]:
 
 @pytest.fixture
 def door(node: Node) -> Iterator[socket.socket]:
-    """The gateway's end of one."""
+    """Yield the gateway's end of a door, the socket over which it sends connections to a node."""
     theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made = node.grpc.open_door("probe", theirs)
     made.start()
@@ -87,10 +85,10 @@ def frame(op: str, request: bytes) -> bytes:
 
 
 def answer(sock: socket.socket) -> Any:
-    """The next reply; None: it was hung up."""
+    """Return the next reply, or None if the connection was closed."""
     try:
         fixed = sock.recv(FIXED_NBYTES, socket.MSG_WAITALL)
-    except ConnectionResetError:  # it had not received all
+    except ConnectionResetError:  # closed before the node had received all
         return None
     if not fixed:
         return None
@@ -108,11 +106,12 @@ def connected(door: socket.socket) -> Iterator[socket.socket]:
         yield ours
 
 
-def test_a_request_behind_a_caller_that_is_not_taken_is_not_served_for_the_one_before(
+def test_request_after_a_refused_caller_is_not_served_for_the_previous_one(
     door: socket.socket, people: People
 ) -> None:
-    """One answer for each request: another one would be taken for that of the next caller's
-    request.
+    """A request after a refused caller gets one error, and is not served for the previous caller.
+
+    A second reply would be taken for that of the next caller's request.
     """
     with connected(door) as ours:
         ours.sendall(frame("on_behalf", people.on_behalf("team-a")) + frame("hello", HELLO))
@@ -126,9 +125,7 @@ def test_a_request_behind_a_caller_that_is_not_taken_is_not_served_for_the_one_b
         assert answer(ours) is None
 
 
-def test_a_caller_with_too_many_names_is_refused_and_the_others_get_their_own_answers(
-    door: socket.socket, people: People
-) -> None:
+def test_caller_with_too_many_names_is_refused_alone(door: socket.socket, people: People) -> None:
     too_long = on_behalf_of("10.0.0.2:1", "", NAMES)
     assert len(too_long) > ON_BEHALF_NBYTES_MAX
 
@@ -173,13 +170,14 @@ def test_memory_of_a_large_request_is_freed_when_its_caller_changes(
         ours.sendall(frame("hello", HELLO))
         assert answer(ours).WhichOneof("op") == ("error" if becomes == "revoked" else "hello")
     for peer in ("10.0.0.1", "tenant team-a", "tenant team-b"):
-        requests.take(peer, requests.cap.per_peer)  # all of its share is there
+        requests.take(peer, requests.cap.per_peer)  # the whole share is free
         requests.give(peer, requests.cap.per_peer)
 
 
-def test_a_traced_request_of_any_size_is_understood(door: socket.socket, people: People) -> None:
-    """A frame of more than 64 KiB is one operation and nothing else, so that a trace has no place
-    in it.
+def test_traced_request_of_any_size_is_understood(door: socket.socket, people: People) -> None:
+    """A request of any size near the limit is understood with a trace.
+
+    A frame of more than 64 KiB holds one operation and no trace.
     """
     trace, request = bytes(25), pb.LookupRequest(namespace=bytes(16)).SerializeToString()
 
@@ -197,7 +195,7 @@ def test_a_traced_request_of_any_size_is_understood(door: socket.socket, people:
 
 
 def silent_node(run: Callable[[Upstream], Awaitable[None]]) -> None:
-    """It takes no byte."""
+    """Run `run` with the connections to a node that reads nothing."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         ours.setblocking(False)
@@ -208,10 +206,8 @@ def silent_node(run: Callable[[Upstream], Awaitable[None]]) -> None:
         asyncio.run(running())
 
 
-def test_a_connection_may_have_the_number_of_one_whose_send_was_just_cancelled() -> None:
-    """A put that is cancelled while the node does not take its bytes, and a call that begins in the
-    same moment.
-    """
+def test_connection_may_reuse_the_number_of_a_cancelled_one() -> None:
+    """A call may reuse the descriptor number of a cancelled put whose bytes were not read."""
 
     async def run(made: Upstream) -> None:
         numbers = []
@@ -242,16 +238,17 @@ def test_a_connection_may_have_the_number_of_one_whose_send_was_just_cancelled()
         putting.cancel()
         await asyncio.gather(putting, call(), return_exceptions=True)
         await call()
-        assert numbers[0] == numbers[1], "the experiment needs the same number"
+        assert numbers[0] == numbers[1], "the test needs the same number"
         assert len(numbers) == 3
         assert made.count == 0
 
     silent_node(run)
 
 
-def test_page_bytes_come_whole_to_a_gateway_that_was_stopped_for_a_while() -> None:
-    """The system cuts a receive short where a process is stopped, which is not the node's hanging
-    up.
+def test_page_bytes_arrive_complete_at_a_suspended_gateway() -> None:
+    """Page bytes arrive complete at a gateway that was suspended.
+
+    The system cuts a receive short when a process is suspended, which is no end of the connection.
     """
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", RECEIVER, str(theirs.fileno())]
@@ -266,7 +263,7 @@ def test_page_bytes_come_whole_to_a_gateway_that_was_stopped_for_a_while() -> No
         assert receiver.stdout.readline() == "begins\n"
         ours.sendall(bytes(PART_NBYTES))
         wait_until(lambda: unread(ours) == 0)
-        # It waits in the kernel for the others: only the experiment is weaker if it does not yet
+        # Let the receiver wait in the kernel for the rest; if it does not yet, the test is weaker
         time.sleep(0.05)
         stop(receiver.pid)
         os.kill(receiver.pid, signal.SIGCONT)

@@ -1,5 +1,5 @@
-"""Nodes started here as the manifests describe them, with the secrets that docs/kubernetes.md makes
-and the probes of a kubelet; an engine beside them as the example describes it.
+"""Nodes started as the manifests describe them, with the secrets of docs/kubernetes.md, the probes
+of a kubelet, and an engine configured as in the example.
 """
 
 import os
@@ -34,7 +34,7 @@ SMALL = {
     "LOG_LEVEL": "ERROR",
     "DRAIN_S": "0.3",
 }
-# In place of kubectl: what it makes secrets of is copied to secrets/NAME/KEY.
+# A fake kubectl that copies the files of a secret to secrets/NAME/KEY
 KUBECTL = """#!/bin/bash
 set -e
 [[ " $* " == *" create secret generic "* ]] || exit 0
@@ -51,7 +51,7 @@ Start = Callable[..., Node]
 
 
 def commands(*sections: str) -> str:
-    """Of the first indented lines of these sections."""
+    """Return the commands in these sections of the document."""
     texts = (DOCUMENT.split(f"## {title}\n")[1].split("\n## ")[0] for title in sections)
     return "\n".join(
         line[4:] for text in texts for line in text.splitlines() if line.startswith("    k")
@@ -81,11 +81,11 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Host:
-    """Where pods of a workload live: what is in their volumes, and what Kubernetes tells them."""
+    """A fake host of pods: the files in their volumes and their environment variables."""
 
     def __init__(self, folder: Path, secrets: Path) -> None:
         self._folder, self._secrets = folder, secrets
-        self.of_pod: dict[str, dict[str, str]] = {}  # variables that pods were started with
+        self.of_pod: dict[str, dict[str, str]] = {}  # environment variables by pod
         (folder / "run").mkdir()
 
     @property
@@ -93,7 +93,7 @@ class Host:
         return str(self._folder / "run")
 
     def variables(self, workload: Workload, pod: str, etcd: FakeEtcd | None) -> dict[str, str]:
-        """With places of this machine's in place of the pod's."""
+        """Return the variables of a pod, with this machine's paths and ports."""
         home = self._folder / pod
         home.mkdir()
         fields = {
@@ -128,7 +128,7 @@ class Host:
         return self.of_pod[pod]
 
     def give(self, path: Path, secret: str, key: str) -> None:
-        """As fsGroup makes it of defaultMode 0400."""
+        """Copy a file of a secret to `path`, with the mode that fsGroup makes of 0400."""
         if (self._secrets / secret / key).exists():
             shutil.copy(self._secrets / secret / key, path)
             path.chmod(0o440)
@@ -160,8 +160,9 @@ def workload(overlay_name: str, name: str) -> Workload:
 
 
 def probe(node: Node, workload: Workload, kind: str, variables: dict[str, str]) -> int:
-    """As a kubelet does: run the command in the container, which here has other ports than the
-    manifest's.
+    """Run the command of a probe as a kubelet does, but with the node's actual ports.
+
+    Return its exit status.
     """
     program = workload.container[kind]["exec"]["command"][1].rpartition("/")[2]
     ports = {"KVSTORE_NODE_METRICS_PORT": str(node.metrics.port)}
@@ -174,7 +175,7 @@ def probe(node: Node, workload: Workload, kind: str, variables: dict[str, str]) 
 
 
 def engine_variables(host: Host, tmp_path: Path, *addresses: str) -> dict[str, str]:
-    """Of examples/vllm.yaml."""
+    """Return the engine's variables of examples/vllm.yaml, with paths of this machine."""
     (manifest,) = read(FOLDER / "examples" / "vllm.yaml")
     (container,) = manifest["spec"]["template"]["spec"]["containers"]
     found = {entry["name"]: entry["value"] for entry in container["env"]}
@@ -185,7 +186,7 @@ def engine_variables(host: Host, tmp_path: Path, *addresses: str) -> dict[str, s
     return found | {"KVSTORE_SHM_DIR": host.socket_folder, "KVSTORE_ADDRESS": ",".join(addresses)}
 
 
-def test_the_documents_secrets_are_for_their_owner_only(secrets: Path) -> None:
+def test_documented_secrets_are_readable_by_their_owner_only(secrets: Path) -> None:
     names = sorted(
         path.relative_to(secrets).as_posix() for path in secrets.rglob("*") if path.is_file()
     )
@@ -206,7 +207,7 @@ def test_the_documents_secrets_are_for_their_owner_only(secrets: Path) -> None:
     )
 
 
-def test_one_node_serves_who_has_a_token_and_tells_the_kubelet_so(
+def test_single_node_serves_a_client_and_passes_its_probes(
     start: Start, host: Host, tmp_path: Path
 ) -> None:
     alone = workload("one", "kvstore")
@@ -218,13 +219,13 @@ def test_one_node_serves_who_has_a_token_and_tells_the_kubelet_so(
     space = Namespace("llama", opaque_layout(PAGE_NBYTES))
     with Client(config) as engine:
         assert engine.put(space, KEYS, PAGES, Keep(durable=True)) == [PutOutcome.STORED] * len(KEYS)
-        assert engine.wire_name == "bulk", "nobody shares the memory of a storage node"
+        assert engine.wire_name == "bulk", "a storage node shares its memory"
     assert (tmp_path / "kvstore-0" / "data" / "pages").is_dir()
     node.grpc.set_serving(False)
     assert probe(node, alone, "readinessProbe", host.of_pod["kvstore-0"]) == 1
 
 
-def test_client_without_certificate_is_refused_and_bad_files_end_no_node(
+def test_client_without_certificate_is_refused_and_invalid_files_stop_no_node(
     start: Start, host: Host, tmp_path: Path
 ) -> None:
     alone = workload("one", "kvstore")
@@ -246,11 +247,12 @@ def test_client_without_certificate_is_refused_and_bad_files_end_no_node(
     assert probe(node, alone, "livenessProbe", variables) == 1
 
 
-def test_an_engine_shares_its_near_nodes_memory_and_its_pages_lie_at_storage_nodes(
+def test_engine_uses_its_near_node_and_pages_are_on_storage_nodes(
     start: Start, host: Host, tmp_path: Path, etcd: FakeEtcd
 ) -> None:
-    """The pods' names and the one certificate's are those of the manifests; addresses are in no
-    certificate of theirs but this machine's.
+    """An engine uses its near node's shared memory, and its pages are replicated to storage nodes.
+
+    Names of pods and certificate are those of the manifests; addresses are this machine's.
     """
     storage, near_pod = workload("gpu", "kvstore"), workload("gpu", "kvstore-near")
     nodes = [start(storage, f"kvstore-{number}", etcd) for number in range(2)]
@@ -271,7 +273,7 @@ def test_an_engine_shares_its_near_nodes_memory_and_its_pages_lie_at_storage_nod
         assert list(map(bytes, into)) == PAGES
     for node in nodes:
         assert node.tier.lookup(space.digest, KEYS, touch=False) == [True] * len(KEYS), (
-            "two replicas, of two nodes"
+            "a storage node lacks a replica"
         )
     assert near.disk is None
     assert probe(near, near_pod, "livenessProbe", host.of_pod["kvstore-near-x7k2p"]) == 0

@@ -1,4 +1,4 @@
-"""What the manifests say agrees with the node, its image, each other and docs/kubernetes.md."""
+"""The manifests agree with the node, its image, each other and docs/kubernetes.md."""
 
 import dataclasses
 import re
@@ -40,7 +40,7 @@ MIB = 1 << 20
 
 
 def fields(workload: Workload) -> dict[str, str]:
-    """What Kubernetes knows of a pod."""
+    """Return the fields of a pod that variables may refer to."""
     name = NAMES[workload.manifest["kind"]]
     return {"metadata.name": name, "metadata.namespace": NAMESPACE, "status.podIP": "10.0.0.5"}
 
@@ -73,7 +73,7 @@ def known_variables() -> set[str]:
 # ---- a node --------------------------------------------------------------------------------
 
 
-def test_every_kind_of_pod_is_looked_at() -> None:
+def test_tests_cover_every_kind_of_pod() -> None:
     assert [param.id for param in pods()] == [
         "one-kvstore",
         "three-kvstore",
@@ -83,13 +83,13 @@ def test_every_kind_of_pod_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("workload", list(pods()))
-def test_a_node_starts_with_the_variables_of_its_manifest(workload: Workload) -> None:
+def test_variables_of_a_manifest_configure_a_node(workload: Workload) -> None:
     variables = workload.variables(fields(workload))
     ours = {name for name in variables if name.startswith("KVSTORE_")}
     assert ours <= known_variables()
     assert set(variables) - ours <= {"POD_NAMESPACE"}
-    assert "args" not in workload.container, "the health check and `kvstore` see variables only"
-    assert "command" not in workload.container, "the image's own is the node"
+    assert "args" not in workload.container, "health check and `kvstore` see no arguments"
+    assert "command" not in workload.container, "the image's own command starts the node"
     config = config_of(workload)
     assert config.insecurity == ""
     assert not config.insecure
@@ -97,7 +97,7 @@ def test_a_node_starts_with_the_variables_of_its_manifest(workload: Workload) ->
 
 
 @pytest.mark.parametrize("workload", list(pods()))
-def test_a_node_finds_its_cluster_and_says_where_it_is(workload: Workload) -> None:
+def test_node_finds_its_cluster_and_advertises_its_address(workload: Workload) -> None:
     config = config_of(workload)
     Membership(config.cluster, config.member, config.replicas)
     if workload.overlay.name == "one":
@@ -115,14 +115,14 @@ def test_a_node_finds_its_cluster_and_says_where_it_is(workload: Workload) -> No
         assert host == f"{name}.{headless['metadata']['name']}.{NAMESPACE}.svc"
         assert headless["spec"]["clusterIP"] == "None"
         assert headless["spec"]["publishNotReadyAddresses"], (
-            "it asks itself back before it is ready"
+            "a node must reach itself before it is ready"
         )
     assert config.tls_name
     assert config.tls_ca
     assert config.token_file
 
 
-def test_without_etcd_members_are_a_list_and_nothing_else_says_who_they_are() -> None:
+def test_documented_static_list_needs_no_etcd_settings() -> None:
     (workload,) = overlay("three").workloads
     listed = re.findall(r"KVSTORE_NODE_CLUSTER=(static:\S+?),\.\.\.", DOCUMENT)[0]
     listed = ",".join(
@@ -154,49 +154,49 @@ def test_ports_match_the_image_and_the_services(workload: Workload) -> None:
         if service["spec"]["selector"].items() <= labels.items():
             for port in service["spec"]["ports"]:
                 assert port["port"] == named[port["targetPort"]], (
-                    "a client is told the node's own bulk port"
+                    "clients connect to the node's own port number"
                 )
 
 
 @pytest.mark.parametrize("workload", list(pods()))
-def test_probes_ask_what_is_served(workload: Workload) -> None:
+def test_probes_run_the_health_check_with_enough_time(workload: Workload) -> None:
     config = config_of(workload)
-    assert config.tls_client_ca, (
-        "who has no certificate does not get as far as HTTP/2; nor does a kubelet"
-    )
+    assert config.tls_client_ca, "a kubelet, which has no certificate, could probe by HTTP"
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert workload.container[kind]["exec"] == {"command": HEALTH}
     assert f'"GET", "{HEALTH_PATH}"' in (ROOT / "docker" / "health.py").read_text()
-    # Where a hypervisor finds the memory only then
+    # The start is slow where a hypervisor backs memory only when it is touched
     touched_s = config.ram_nbytes / (1 << 30) / 2 * 20
     startup = workload.container["startupProbe"]
     assert startup["failureThreshold"] * startup["periodSeconds"] >= touched_s
     liveness = workload.container["livenessProbe"]
-    assert liveness["failureThreshold"] * liveness["periodSeconds"] >= 60, "a restart costs the RAM"
+    assert liveness["failureThreshold"] * liveness["periodSeconds"] >= 60, (
+        "a restart, which loses the pages in RAM, comes too soon"
+    )
 
 
 @pytest.mark.parametrize("workload", list(pods()))
-def test_a_stop_has_time_to_drain_and_to_flush(workload: Workload) -> None:
+def test_grace_period_covers_drain_and_flush(workload: Workload) -> None:
     config = config_of(workload)
     wanted = config.drain_s + (config.flush_s + LOCK_WAIT_S if config.data_dir else 0.0)
     assert workload.pod["terminationGracePeriodSeconds"] >= wanted + 10
 
 
 def nbytes(quantity: str) -> int:
-    """Of Kubernetes: 17Gi, 4672Mi."""
+    """Return the bytes of a Kubernetes quantity such as 17Gi or 4672Mi."""
     assert re.fullmatch(r"\d+[KMGT]i", quantity), quantity
     return parse_nbytes(quantity + "B")
 
 
 @pytest.mark.parametrize("workload", list(pods()))
-def test_memory_and_volume_are_enough_for_the_sizes(workload: Workload) -> None:
+def test_memory_and_volume_fit_the_sizes(workload: Workload) -> None:
     config, resources = config_of(workload), workload.container["resources"]
     gateways = config.grpc_processes * config.grpc_memory_nbytes
     assert (
         nbytes(resources["limits"]["memory"]) >= config.ram_nbytes * 65 // 64 + 512 * MIB + gateways
     )
     assert resources["requests"]["memory"] == resources["limits"]["memory"], (
-        "all of it is touched at the start"
+        "a node touches all of its memory at the start"
     )
     assert "cpu" not in resources["limits"]
     for claim in workload.manifest["spec"].get("volumeClaimTemplates", []):
@@ -209,7 +209,7 @@ def test_memory_and_volume_are_enough_for_the_sizes(workload: Workload) -> None:
 
 
 @pytest.mark.parametrize("workload", list(pods()))
-def test_every_file_that_a_node_reads_is_in_a_secret_of_its_own_pod(workload: Workload) -> None:
+def test_files_of_a_node_are_in_secrets_of_its_pod(workload: Workload) -> None:
     config, variables = config_of(workload), workload.variables(fields(workload))
     read_by_node = [
         config.tls_cert,
@@ -225,10 +225,10 @@ def test_every_file_that_a_node_reads_is_in_a_secret_of_its_own_pod(workload: Wo
         assert by_operator <= set(workload.files)
     else:
         assert "operator" not in {key for _, key in workload.files.values()}, (
-            "on hosts where others run"
+            "hosts of other pods get the operator's token"
         )
     (volume,) = (some for some in workload.pod["volumes"] if some["name"] == "known")
-    assert volume["projected"]["defaultMode"] == 0o400, "others may not read keys and tokens"
+    assert volume["projected"]["defaultMode"] == 0o400, "other users could read keys and tokens"
     if config.token_file and workload.manifest["kind"] == "DaemonSet":
         assert workload.files[config.token_file] in workload.needed
 
@@ -246,21 +246,21 @@ def test_written_paths_are_on_volumes(workload: Workload) -> None:
         wanted.add(str(Path(config.data_dir).parent))
     if config.shm_socket != "none":
         wanted.add(str(Path(config.shm_socket).parent))
-    assert writable == wanted, "nothing else, and all of that"
+    assert writable == wanted, "writable volumes differ from the paths that a node writes"
 
 
-def test_the_document_makes_each_secret_that_the_manifests_want() -> None:
-    told = {(secret, key) for secret, key, _ in secrets_told(NAMESPACE)}
+def test_document_makes_the_secrets_of_the_manifests() -> None:
+    documented = {(secret, key) for secret, key, _ in secrets_told(NAMESPACE)}
     wanted = {
         pair
         for name in OVERLAYS
         for some in overlay(name).workloads
         for pair in some.files.values()
     }
-    assert told == wanted
+    assert documented == wanted
 
 
-def test_the_document_makes_the_secret_of_an_engine() -> None:
+def test_document_makes_the_secret_of_an_engine() -> None:
     (engine,) = read(FOLDER / "examples" / "vllm.yaml")
     pod = engine["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -268,7 +268,7 @@ def test_the_document_makes_the_secret_of_an_engine() -> None:
     assert set(variables) <= known_variables()
     mounted = {mount["name"]: mount for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    told = [
+    documented = [
         (key, file) for secret, key, file in secrets_told("default") if secret == "kvstore-engine"
     ]
     assert volumes["kvstore-known"]["secret"] == {
@@ -277,7 +277,7 @@ def test_the_document_makes_the_secret_of_an_engine() -> None:
     }
     at = mounted["kvstore-known"]["mountPath"]
     files = ("KVSTORE_TLS_CA", "KVSTORE_TLS_CERT", "KVSTORE_TLS_KEY", "KVSTORE_TOKEN_FILE")
-    assert {variables[name] for name in files} == {f"{at}/{key}" for key, _ in told}
+    assert {variables[name] for name in files} == {f"{at}/{key}" for key, _ in documented}
     (near,) = (some for some in overlay("gpu").workloads if some.name == "kvstore-near")
     (socket,) = (some for some in near.pod["volumes"] if some["name"] == "socket")
     assert volumes["kvstore-socket"]["hostPath"] == socket["hostPath"]
@@ -296,12 +296,12 @@ def test_the_document_makes_the_secret_of_an_engine() -> None:
 
 
 @pytest.mark.parametrize("workload", list(pods()))
-def test_a_pod_is_as_confined_as_the_image_allows(workload: Workload) -> None:
+def test_pod_is_confined(workload: Workload) -> None:
     (user, group) = re.findall(r"^USER (\d+):(\d+)$", DOCKERFILE, re.MULTILINE)[0]
     security = workload.pod["securityContext"]
     assert security["runAsNonRoot"] is True
     assert (security["runAsUser"], security["runAsGroup"]) == (int(user), int(group))
-    assert security["fsGroup"] == int(group), "or the secrets could not be read"
+    assert security["fsGroup"] == int(group), "the node could not read its secrets"
     assert security["seccompProfile"] == {"type": "RuntimeDefault"}
     assert workload.pod["automountServiceAccountToken"] is False
     assert not {"hostNetwork", "hostPID", "hostIPC"} & set(workload.pod)
@@ -322,7 +322,7 @@ def test_a_pod_is_as_confined_as_the_image_allows(workload: Workload) -> None:
             assert own["capabilities"].get("add") == ["CHOWN"]
 
 
-def test_storage_nodes_may_live_in_a_restricted_namespace(composed: Overlay) -> None:
+def test_storage_nodes_fit_a_restricted_namespace(composed: Overlay) -> None:
     (storage,) = (some for some in composed.workloads if some.manifest["kind"] == "StatefulSet")
     assert not storage.pod.get("initContainers")
     assert [set(volume) - {"name"} for volume in storage.pod["volumes"]] == [{"projected"}]
@@ -331,11 +331,11 @@ def test_storage_nodes_may_live_in_a_restricted_namespace(composed: Overlay) -> 
 @pytest.mark.parametrize(
     "path", [*(FOLDER / "base").rglob("*set.yaml"), *(FOLDER / "huge-pages").glob("d*.yaml")]
 )
-def test_programs_of_the_image_are_called_where_the_image_has_them(path: Path) -> None:
+def test_commands_use_paths_of_the_image(path: Path) -> None:
     (manifest,) = read(path)
     pod = manifest["spec"]["template"]["spec"]
     for container in [*pod.get("initContainers", []), *pod["containers"]]:
-        assert container["image"] == "kvstore-node", "overlays name it anew by that"
+        assert container["image"] == "kvstore-node", "overlays could not replace the image"
         if command := container.get("command"):
             assert command[:2] == ["/opt/kvstore/bin/python", "-c"]
             compile(command[2], "command", "exec")
@@ -343,9 +343,11 @@ def test_programs_of_the_image_are_called_where_the_image_has_them(path: Path) -
     assert "install -m 0644 first_start.py first_scrape.py health.py /opt/kvstore " in DOCKERFILE
 
 
-def test_the_pod_of_huge_pages_ends_when_it_is_told() -> None:
-    """As the first process of its container, which the kernel spares signals that it does not take:
-    as one that ignores them is spared.
+def test_pod_of_huge_pages_ends_on_sigterm() -> None:
+    """The pod of huge pages ends on SIGTERM.
+
+    The kernel does not deliver a signal without handler to process 1 of a container. A process that
+    ignores the signal stands in for it here.
     """
     (manifest,) = read(FOLDER / "huge-pages" / "daemonset.yaml")
     *_, program = manifest["spec"]["template"]["spec"]["containers"][0]["command"]
@@ -369,10 +371,10 @@ def test_the_pod_of_huge_pages_ends_when_it_is_told() -> None:
     assert process.returncode == 0
 
 
-# ---- who finds whom ------------------------------------------------------------------------
+# ---- services and policies -----------------------------------------------------------------
 
 
-def test_selectors_select_what_they_are_for(composed: Overlay) -> None:
+def test_selectors_match_their_pods(composed: Overlay) -> None:
     labels = {some.name: some.template["metadata"]["labels"] for some in composed.workloads}
     for workload in composed.workloads:
         selector = workload.manifest["spec"]["selector"]["matchLabels"]
@@ -397,7 +399,7 @@ def test_selectors_select_what_they_are_for(composed: Overlay) -> None:
     )
 
 
-def test_the_policy_lets_in_engines_members_and_prometheus_by_the_ports_that_are_theirs(
+def test_network_policy_opens_ports_to_engines_members_and_prometheus(
     composed: Overlay,
 ) -> None:
     (policy,) = composed.of_kind("NetworkPolicy")
@@ -406,7 +408,7 @@ def test_the_policy_lets_in_engines_members_and_prometheus_by_the_ports_that_are
     assert [port["port"] for port in pages["ports"]] == ["grpc", "bulk"]
     assert [port["port"] for port in metrics["ports"]] == ["metrics"]
     for source in pages["from"]:
-        assert "podSelector" in source, "never all pods of a namespace"
+        assert "podSelector" in source, "all pods of a namespace are let in"
     (engine,) = read(FOLDER / "examples" / "vllm.yaml")
     label = {"kvstore-client": "true"}
     assert label.items() <= engine["spec"]["template"]["metadata"]["labels"].items()
@@ -414,11 +416,12 @@ def test_the_policy_lets_in_engines_members_and_prometheus_by_the_ports_that_are
     assert "kvstore-clients=true" in DOCUMENT
 
 
-def test_no_service_becomes_a_setting_by_the_variables_that_kubernetes_makes_of_it(
+def test_variables_of_services_are_no_settings(
     composed: Overlay,
 ) -> None:
-    """A service `kvstore-node` would set KVSTORE_NODE_PORT=tcp://... in every pod of its
-    namespace.
+    """The variables that Kubernetes makes of services are no settings of a node.
+
+    A service `kvstore-node` would set KVSTORE_NODE_PORT=tcp://... in every pod of its namespace.
     """
     made = set()
     for service in composed.of_kind("Service"):
@@ -431,12 +434,12 @@ def test_no_service_becomes_a_setting_by_the_variables_that_kubernetes_makes_of_
     assert all(some.pod["enableServiceLinks"] is False for some in composed.workloads)
 
 
-def test_the_image_is_named_in_each_overlay(composed: Overlay) -> None:
+def test_each_overlay_names_the_image(composed: Overlay) -> None:
     assert list(composed.images) == ["kvstore-node"]
     assert composed.images["kvstore-node"].rpartition(":")[2] == __version__
 
 
-def test_the_etcd_to_try_with_is_where_the_overlays_look_for_one() -> None:
+def test_example_etcd_has_the_address_of_the_overlays() -> None:
     example = {some["kind"]: some for some in read(FOLDER / "examples" / "etcd.yaml")}
     service, etcd = example["Service"], example["StatefulSet"]
     name = f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc"
@@ -450,7 +453,7 @@ def test_the_etcd_to_try_with_is_where_the_overlays_look_for_one() -> None:
     assert etcd["spec"]["template"]["spec"]["containers"][0]["image"] in compose
 
 
-def test_every_file_of_the_folder_is_used() -> None:
+def test_every_file_is_used() -> None:
     used = {path.resolve() for path in EXAMPLES}
     for kustomization in FOLDER.rglob("kustomization.yaml"):
         (content,) = read(kustomization)
@@ -464,9 +467,10 @@ def test_every_file_of_the_folder_is_used() -> None:
     sorted((ROOT / "deploy" / "kubernetes").rglob("*.yaml")),
     ids=lambda path: f"{path.parent.name}-{path.stem}",
 )
-def test_every_pod_of_every_manifest_says_what_it_may_do(path: Path) -> None:
-    """Examples are copied as they are; a patch (of an overlay) has no image and adds to a pod that
-    says it.
+def test_every_pod_has_a_security_context(path: Path) -> None:
+    """Every pod sets its security context, also in examples, which users copy.
+
+    A patch of an overlay has no image, and is merged into a pod that sets it.
     """
     for document in read(path):
         pod = (document.get("spec") or {}).get("template", {}).get("spec", {})

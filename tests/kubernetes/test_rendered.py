@@ -1,6 +1,7 @@
-"""What kubectl makes of the manifests: the same as `manifests.py` does, and what the API's schemas
-allow. `make test-kubernetes` runs it: kubectl is needed, and kubernetes-validate, which
-KVSTORE_KUBERNETES_VALIDATE names.
+"""kubectl renders the manifests as `manifests.py` does, and the API's schemas allow them.
+
+`make test-kubernetes` runs these tests, which need kubectl and kubernetes-validate, named by
+KVSTORE_KUBERNETES_VALIDATE.
 """
 
 import os
@@ -16,7 +17,7 @@ from manifests import DOCUMENT, EXAMPLES, FOLDER, OVERLAYS, Manifest, Overlay, o
 
 VALIDATE = os.environ.get("KVSTORE_KUBERNETES_VALIDATE", "")
 KUBECTL = os.environ.get("KUBECTL", "kubectl")
-VERSIONS = ("1.26", "")  # the oldest that we say, and the newest that is known
+VERSIONS = ("1.26", "")  # the oldest that we support, and the newest known
 pytestmark = pytest.mark.skipif(not VALIDATE, reason="make test-kubernetes")
 
 
@@ -36,8 +37,9 @@ def by_name(manifests: list[Manifest]) -> dict[tuple[str, str], Manifest]:
 
 
 def plain(value: Any, images: dict[str, str]) -> Any:
-    """Without what Kustomize adds: the namespace, images, hashes in names, empty labels; variables
-    by name.
+    """Return a manifest without Kustomize's additions: namespaces, images and hashes in names.
+
+    Variables are in a dict by name.
     """
     if isinstance(value, dict):
         found = {
@@ -58,7 +60,7 @@ def plain(value: Any, images: dict[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
-def test_kubectl_renders_what_the_other_tests_look_at(name: str) -> None:
+def test_kubectl_renders_the_manifests_of_the_other_tests(name: str) -> None:
     made, ours = (
         by_name(list(yaml.safe_load_all(rendered(FOLDER / "overlays" / name)))),
         overlay(name),
@@ -73,8 +75,8 @@ def test_kubectl_renders_what_the_other_tests_look_at(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
-def test_variables_stand_behind_those_that_they_are_made_of(name: str) -> None:
-    """Kubernetes replaces $(NAME) by what stands before."""
+def test_variables_come_after_those_they_refer_to(name: str) -> None:
+    """A variable comes after those that it refers to, as Kubernetes requires for $(NAME)."""
     for manifest in yaml.safe_load_all(rendered(FOLDER / "overlays" / name)):
         for container in (
             manifest.get("spec", {}).get("template", {}).get("spec", {}).get("containers", [])
@@ -89,7 +91,7 @@ def test_variables_stand_behind_those_that_they_are_made_of(name: str) -> None:
 @pytest.mark.parametrize(
     "path", [*(FOLDER / "overlays" / name for name in OVERLAYS), FOLDER / "huge-pages", *EXAMPLES]
 )
-def test_the_schemas_of_the_api_allow_it(tmp_path: Path, path: Path, version: str) -> None:
+def test_schemas_of_the_api_allow_the_manifests(tmp_path: Path, path: Path, version: str) -> None:
     text = path.read_text() if path.is_file() else rendered(path)
     (tmp_path / "all.yaml").write_text(text)
     words = [
@@ -114,11 +116,13 @@ def test_schema_violations_are_found(tmp_path: Path) -> None:
     assert done.returncode != 0
 
 
-def test_kubectl_understands_how_the_document_makes_secrets(tmp_path: Path) -> None:
-    """Offline; each prints a manifest."""
-    told = [line for line in DOCUMENT.splitlines() if re.match("    kubectl .*create secret", line)]
-    assert len(told) > 4
-    for line in told:
+def test_kubectl_accepts_the_documented_commands_for_secrets(tmp_path: Path) -> None:
+    """kubectl accepts the documented commands for secrets, as a dry run prints a manifest."""
+    documented_commands = [
+        line for line in DOCUMENT.splitlines() if re.match("    kubectl .*create secret", line)
+    ]
+    assert len(documented_commands) > 4
+    for line in documented_commands:
         words = shlex.split(line.split("|")[0].replace("kubectl", KUBECTL, 1))
         files = [word.rpartition("=")[2] for word in words if word.startswith("--from-file")]
         for file in files:
@@ -132,6 +136,6 @@ def test_kubectl_understands_how_the_document_makes_secrets(tmp_path: Path) -> N
         assert len(yaml.safe_load(done.stdout)["data"]) == len(files)
 
 
-def test_overlays_are_all_there() -> None:
+def test_tests_cover_all_overlays() -> None:
     assert sorted(path.name for path in (FOLDER / "overlays").iterdir()) == sorted(OVERLAYS)
     assert all(isinstance(overlay(name), Overlay) for name in OVERLAYS)

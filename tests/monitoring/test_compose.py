@@ -1,6 +1,4 @@
-"""What docker/compose.monitoring.yaml runs and shows, and what Grafana is given: as far as can be
-told without them.
-"""
+"""The services of docker/compose.monitoring.yaml and Grafana's files, checked without a start."""
 
 import re
 from typing import Any
@@ -12,12 +10,12 @@ from node.config import NodeConfig
 
 SERVICES = composed()
 WATCHING = ("prometheus", "grafana")
-SCHEMA = 39  # of Grafana 10
+SCHEMA = 39  # the dashboard schema of Grafana 10
 PANELS = {"stat", "timeseries"}
 
 
 def mounts(service: str) -> dict[str, str]:
-    """Where something lies in the container -> what it is."""
+    """Return the mounts of a service: path in the container -> source."""
     parts = [mount.removesuffix(":ro").partition(":") for mount in SERVICES[service]["volumes"]]
     return {there: here for here, _, there in parts}
 
@@ -33,12 +31,12 @@ def test_monitoring_compose_file_only_adds_services() -> None:
     assert SERVICES["scrape"]["depends_on"].keys() <= composed("compose.cluster.yaml").keys()
 
 
-def test_nothing_but_grafana_is_published_and_that_on_loopback() -> None:
+def test_only_grafana_is_published_on_loopback() -> None:
     published = {name: service.get("ports", []) for name, service in SERVICES.items()}
     assert published == {"scrape": [], "prometheus": [], "grafana": ["127.0.0.1:3000:3000"]}
 
 
-def test_prometheus_listens_where_engines_are_not() -> None:
+def test_prometheus_listens_on_the_monitoring_network_only() -> None:
     prometheus, grafana = (SERVICES[name] for name in WATCHING)
     (address,) = [
         word.partition("=")[2] for word in prometheus["command"] if "listen-address" in word
@@ -62,7 +60,7 @@ def test_containers_are_confined_and_bounded(name: str) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert service["mem_limit"] == service["memswap_limit"]
-    assert re.fullmatch(r"[\w/]+:v?[\d.]+", service["image"]), "a version"
+    assert re.fullmatch(r"[\w/]+:v?[\d.]+", service["image"]), "the image has no version"
     assert all(here.startswith("../") or here.isidentifier() for here in mounts(name).values())
 
 
@@ -75,14 +73,14 @@ def test_grafana_requires_the_generated_password() -> None:
     assert file in (DOCKER / "first_scrape.py").read_text()
 
 
-def test_the_metrics_ports_are_the_nodes() -> None:
+def test_scraped_ports_are_the_metrics_ports_of_nodes() -> None:
     words = SERVICES["scrape"]["command"].split()
     assert words[3:] == [f"{host}:{NodeConfig.metrics_port}" for host in ("node", "n1", "n2", "n3")]
     for name, file in (("node", "compose.yaml"), ("n1", "compose.cluster.yaml")):
         assert name in composed(file)["setup"]["command"].split()
 
 
-def test_files_that_are_mounted_are_there_and_where_they_are_looked_for() -> None:
+def test_mounted_files_exist_at_the_configured_paths() -> None:
     for name in WATCHING:
         for here in mounts(name).values():
             assert not here.startswith("../") or (DOCKER / here).resolve().is_file()
@@ -96,13 +94,13 @@ def test_files_that_are_mounted_are_there_and_where_they_are_looked_for() -> Non
     config = read("prometheus.yaml")
     assert [f"/etc/prometheus/{name}" in there for name in config["rule_files"]] == [True]
     (job,) = config["scrape_configs"]
-    told = [
+    configured = [
         *job["tls_config"].values(),
         job["authorization"]["credentials_file"],
         *job["file_sd_configs"][0]["files"],
     ]
     made = (DOCKER / "first_scrape.py").read_text()
-    assert all(f'"{name.removeprefix("known/")}"' in made for name in told)
+    assert all(f'"{name.removeprefix("known/")}"' in made for name in configured)
     assert there["/etc/prometheus/known"] == mounts("scrape")["/prometheus"]
 
 
@@ -116,7 +114,7 @@ def test_files_copied_by_the_image_are_in_its_build_context() -> None:
 # ---- Grafana -------------------------------------------------------------------------------
 
 
-def test_the_dashboard_asks_the_source_that_is_provided() -> None:
+def test_dashboard_uses_the_provided_data_source() -> None:
     (source,) = read("grafana/datasources.yaml")["datasources"]
     (variable,) = [
         some for some in dashboard()["templating"]["list"] if some["type"] == "datasource"
@@ -133,14 +131,14 @@ def test_the_dashboard_asks_the_source_that_is_provided() -> None:
     )
 
 
-def test_the_dashboard_is_provided_from_where_it_lies() -> None:
+def test_dashboard_is_provided_from_its_file() -> None:
     (provider,) = read("grafana/dashboards.yaml")["providers"]
     there = f"{provider['options']['path']}/kvstore.json"
     assert (DOCKER / mounts("grafana")[there]).resolve() == FOLDER / "dashboard.json"
     assert SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == there
 
 
-def test_the_dashboard_is_of_a_kind_that_grafana_reads() -> None:
+def test_dashboard_has_a_schema_that_grafana_reads() -> None:
     found = dashboard()
     assert (found["schemaVersion"], found["uid"], found.get("id")) == (SCHEMA, "kvstore", None)
     assert {panel["type"] for panel in panels()} == PANELS

@@ -1,5 +1,5 @@
-"""What `scrape` of docker/compose.monitoring.yaml makes: Prometheus is known by it, and stays
-revoked when it was.
+"""The service `scrape` of docker/compose.monitoring.yaml makes a token for Prometheus, which stays
+revoked once it was.
 """
 
 import json
@@ -39,7 +39,7 @@ def scraped(folders: SimpleNamespace) -> list[str]:
     return targets
 
 
-def test_prometheus_is_known_as_a_reader_of_all_tenants(folders: SimpleNamespace) -> None:
+def test_prometheus_gets_a_token_to_read_all_tenants(folders: SimpleNamespace) -> None:
     assert run(folders) == 0
     token = (folders.prometheus / "prometheus.token").read_text().strip()
     found = read(folders.secrets / "identities")
@@ -60,7 +60,7 @@ def test_hosts_outside_the_certificate_are_left_out(
     assert scraped(folders) == ["n1:7000"]
 
 
-def test_only_the_group_reads_it_and_each_container_what_is_its(folders: SimpleNamespace) -> None:
+def test_files_are_group_readable_and_split_by_container(folders: SimpleNamespace) -> None:
     assert run(folders) == 0
     for folder, names in {
         "prometheus": ["ca.pem", "client.key", "client.pem", "nodes.json", "prometheus.token"],
@@ -71,7 +71,7 @@ def test_only_the_group_reads_it_and_each_container_what_is_its(folders: SimpleN
         assert {stat.S_IMODE(path.stat().st_mode) for path in there} == {0o640}
 
 
-def test_a_token_and_a_password_stay_as_they_are_and_one_that_was_revoked_stays_so(
+def test_token_and_password_are_kept_and_a_revoked_token_stays_revoked(
     folders: SimpleNamespace,
 ) -> None:
     assert run(folders) == 0
@@ -90,8 +90,8 @@ def test_a_token_and_a_password_stay_as_they_are_and_one_that_was_revoked_stays_
     }
 
 
-def test_a_token_that_nobody_has_is_replaced(folders: SimpleNamespace) -> None:
-    """A run was killed before it could tell it, or the volume is gone."""
+def test_lost_token_is_replaced(folders: SimpleNamespace) -> None:
+    """A token in no file is replaced, as after a killed run or a lost volume."""
     identities, lost = folders.secrets / "identities", new_token("*")
     add(identities, token_line("compose-prometheus", lost, tenant="*", role="read"))
     assert run(folders) == 0
@@ -108,7 +108,7 @@ def test_a_token_that_nobody_has_is_replaced(folders: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "said"),
+    ("nodes", "message"),
     [
         (["n7:7442", "n8:7442"], "none of n7:7442, n8:7442; in KVSTORE_SCRAPED"),
         (["n1"], "n1 is not HOST:PORT"),
@@ -117,14 +117,14 @@ def test_a_token_that_nobody_has_is_replaced(folders: SimpleNamespace) -> None:
     ],
 )
 def test_unscrapable_host_is_reported(
-    folders: SimpleNamespace, capsys: pytest.CaptureFixture[str], nodes: list[str], said: str
+    folders: SimpleNamespace, capsys: pytest.CaptureFixture[str], nodes: list[str], message: str
 ) -> None:
     assert run(folders, *nodes) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert list(folders.prometheus.iterdir()) == []
 
 
-def test_without_a_certificate_it_says_what_is_missing(
+def test_missing_certificate_is_reported(
     folders: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folders.secrets / "node.pem").unlink()

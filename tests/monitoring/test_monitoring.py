@@ -1,5 +1,6 @@
-"""Alerts, the dashboard and documents name what a node really tells: a member of a cluster with a
-disk, TLS, tenants and shared memory, whose metrics are read here.
+"""Alerts, dashboard and documents use metrics that a node really exports.
+
+The metrics are read from a member of a cluster with a disk, TLS, tenants and shared memory.
 """
 
 import ast
@@ -28,10 +29,9 @@ from node.serving.metrics import metrics_text
 DOCUMENT = (ROOT / "docs" / "kubernetes.md").read_text()
 TABLES = (ROOT / "docs" / "reference" / "metrics.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# What documents name that begins like a metric: volumes, containers and networks of Docker, a
-# wheel.
+# Names in documents that begin like a metric: Docker volumes, containers and networks, and a wheel
 OTHERS = {"data", "socket", "secrets", "default", "node_1", "llm"}
-# Where adapters say what they add to an engine's metrics.
+# The files and dicts with the metrics that adapters add to an engine's
 OF_ENGINES = {
     "vllm:kvstore_": ("vllm_metrics.py", "COUNTERS"),
     "vllm:kvstore_tier_": ("vllm_tier.py", "_COUNTERS"),
@@ -43,8 +43,8 @@ WORD = r"[a-zA-Z_][a-zA-Z0-9_]*"
 
 @pytest.fixture(scope="module")
 def text(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """What the node tells."""
-    folder = tmp_path_factory.mktemp("told")
+    """Yield the metrics of the node as text."""
+    folder = tmp_path_factory.mktemp("metrics")
     operator, engine = new_token("*"), new_token("team-a")
     add(folder / "identities", token_line("operator", operator, tenant="*", role="admin"))
     add(folder / "identities", token_line("engine", engine, tenant="team-a", role="write"))
@@ -83,17 +83,17 @@ def text(ours: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def told(text: str) -> dict[str, set[str]]:
-    """Labels of each series' name."""
+def exported(text: str) -> dict[str, set[str]]:
+    """Return the labels of each series, by its name."""
     return labels(text)
 
 
 @pytest.fixture(scope="module")
-def families(text: str, told: dict[str, set[str]]) -> dict[str, tuple[str, set[str]]]:
-    """(kind, labels) of each metric as documents name it: a histogram is one."""
+def families(text: str, exported: dict[str, set[str]]) -> dict[str, tuple[str, set[str]]]:
+    """Return (kind, labels) of each metric, by its documented name; a histogram is one metric."""
     kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE))
     return {
-        name: (kind, told.get(f"{name}_sum" if kind == "histogram" else name, set()))
+        name: (kind, exported.get(f"{name}_sum" if kind == "histogram" else name, set()))
         for name, kind in kinds.items()
         if not name.endswith("_created")
     }
@@ -109,7 +109,7 @@ def labels(text: str) -> dict[str, set[str]]:
 
 
 def asked(expression: str) -> tuple[set[str], set[str]]:
-    """(metrics, labels) of an expression."""
+    """Return (metrics, labels) used in an expression."""
     plain = re.sub(r'"[^"]*"', '""', expression)
     metrics = set(re.findall(r"\bkvstore_\w+", plain))
     grouped = re.findall(r"\bby \(([^)]*)\)", plain)
@@ -120,42 +120,40 @@ def asked(expression: str) -> tuple[set[str], set[str]]:
     }
 
 
-def test_documented_metrics_exist(told: dict[str, set[str]]) -> None:
-    assert len(told) > 50
+def test_documented_metrics_exist(exported: dict[str, set[str]]) -> None:
+    assert len(exported) > 50
     assert {
         "kvstore_disk_serving",
         "kvstore_tls",
         "kvstore_shm_orphan_pages",
         "kvstore_peers_view_number",
-    } <= set(told)
-    assert told["kvstore_tenant_refused_total"] == {"tenant", "what"}
+    } <= set(exported)
+    assert exported["kvstore_tenant_refused_total"] == {"tenant", "what"}
 
 
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
-def test_an_alert_asks_for_what_a_node_tells(
-    told: dict[str, set[str]], rule: dict[str, Any]
-) -> None:
+def test_alert_uses_existing_metrics(exported: dict[str, set[str]], rule: dict[str, Any]) -> None:
     metrics, named = asked(rule["expr"])
-    assert metrics <= set(told)
+    assert metrics <= set(exported)
     assert metrics or rule["alert"] == "KVStoreNodeDown"
-    known = OF_PROMETHEUS.union(*(told[name] for name in metrics))
+    known = OF_PROMETHEUS.union(*(exported[name] for name in metrics))
     assert named <= known
     shown = " ".join(rule["annotations"].values())
     assert set(re.findall(rf"\$labels\.({WORD})", shown)) <= known
     assert set(rule["annotations"]) == {"summary", "remedy"}
     assert rule["labels"]["severity"] in ("info", "warning", "critical")
     grouped = re.match(r"\s*(?:sum|max|min) by \(([^)]*)\)", rule["expr"])
-    if grouped:  # others are not there any more
+    if grouped:  # other labels are aggregated away
         assert set(re.findall(rf"\$labels\.({WORD})", shown)) <= set(re.findall(WORD, grouped[1]))
 
 
-def test_alerts_are_of_the_job_that_the_document_scrapes() -> None:
+def test_alerts_use_the_documented_job() -> None:
     (job,) = re.findall(r"job_name: (\S+)", DOCUMENT)
     assert f'up{{job="{job}"}}' in (FOLDER / "alerts.yaml").read_text()
     assert [some["job_name"] for some in read("prometheus.yaml")["scrape_configs"]] == [job]
 
 
-def test_each_alert_is_tried() -> None:
+def test_each_alert_has_a_rule_test() -> None:
     tried = (FOLDER / "alerts_test.yaml").read_text()
     assert [
         rule["alert"] for rule in rules() if not re.search(rf"\b{rule['alert']}\b", tried)
@@ -163,23 +161,21 @@ def test_each_alert_is_tried() -> None:
 
 
 @pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
-def test_a_panel_asks_for_what_a_node_tells(
-    told: dict[str, set[str]], panel: dict[str, Any]
-) -> None:
+def test_panel_uses_existing_metrics(exported: dict[str, set[str]], panel: dict[str, Any]) -> None:
     assert [target["refId"] for target in panel["targets"]] == list(
         "ABCDEFG"[: len(panel["targets"])]
     )
     for target in panel["targets"]:
         metrics, named = asked(target["expr"])
-        assert metrics <= set(told)
+        assert metrics <= set(exported)
         assert metrics or target["expr"].startswith("count(up{")
-        known = OF_PROMETHEUS.union(*(told[name] for name in metrics))
+        known = OF_PROMETHEUS.union(*(exported[name] for name in metrics))
         assert named <= known
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= known
         assert target["expr"].count("(") == target["expr"].count(")")
 
 
-def test_each_metric_is_in_the_tables_with_its_kind_and_labels(
+def test_each_metric_is_documented_with_its_kind_and_labels(
     families: dict[str, tuple[str, set[str]]],
 ) -> None:
     rows = re.findall(r"^\| `(kvstore_\w+)` \| (\w+) \|([^|]*)\| \S", TABLES, re.MULTILINE)
@@ -189,7 +185,7 @@ def test_each_metric_is_in_the_tables_with_its_kind_and_labels(
     } == families
 
 
-def test_names_say_what_they_count(families: dict[str, tuple[str, set[str]]]) -> None:
+def test_metric_names_follow_the_conventions(families: dict[str, tuple[str, set[str]]]) -> None:
     for name, (kind, named) in families.items():
         assert name.endswith("_total") == (kind == "counter"), name
         assert kind != "histogram" or name.endswith("_seconds")
@@ -197,7 +193,7 @@ def test_names_say_what_they_count(families: dict[str, tuple[str, set[str]]]) ->
 
 
 def counted_by(file: str, table: str) -> set[str]:
-    """Keys of a dictionary in an adapter, which only an engine's environment can import."""
+    """Return the keys of a dict in an adapter, parsed because only an engine can import it."""
     for node in ast.parse((ROOT / "gpu_agent" / "engines" / file).read_text()).body:
         if (
             isinstance(node, ast.Assign)
@@ -209,11 +205,11 @@ def counted_by(file: str, table: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_documents_name_metrics_that_there_are(
-    told: dict[str, set[str]], families: dict[str, tuple[str, set[str]]], page: Path
+def test_documents_name_existing_metrics(
+    exported: dict[str, set[str]], families: dict[str, tuple[str, set[str]]], page: Path
 ) -> None:
     engines = {prefix + name for prefix, place in OF_ENGINES.items() for name in counted_by(*place)}
-    known = {*told, *families, *engines, *(f"{name}_total" for name in engines)}
+    known = {*exported, *families, *engines, *(f"{name}_total" for name in engines)}
     code = re.findall(r"`+([^`]+)`+", page.read_text())
     named = {
         name
@@ -226,7 +222,7 @@ def test_documents_name_metrics_that_there_are(
     assert wrong == set()
 
 
-def test_counters_are_asked_for_as_rates_and_gauges_are_not() -> None:
+def test_only_counters_are_queried_as_rates() -> None:
     expressions = [rule["expr"] for rule in rules()]
     expressions += [target["expr"] for panel in panels() for target in panel["targets"]]
     for expression in expressions:
@@ -235,7 +231,7 @@ def test_counters_are_asked_for_as_rates_and_gauges_are_not() -> None:
             assert (before in ("rate(", "increase(")) == grows, expression
 
 
-def test_panels_have_a_place_and_a_number_of_their_own() -> None:
+def test_panels_have_unique_places_and_ids() -> None:
     found = dashboard()["panels"]
     assert len({panel["id"] for panel in found}) == len(found)
     taken: set[tuple[int, int]] = set()
@@ -260,7 +256,7 @@ def test_panels_have_a_place_and_a_number_of_their_own() -> None:
 
 
 @pytest.mark.skipif(not PROMTOOL, reason="make test-monitoring")
-def test_prometheus_understands_the_rules_and_each_fires(tmp_path: Path) -> None:
+def test_promtool_accepts_the_rules_and_each_fires(tmp_path: Path) -> None:
     for name in ("alerts.yaml", "alerts_test.yaml"):
         shutil.copy(FOLDER / name, tmp_path)
     for words in (["check", "rules", "alerts.yaml"], ["test", "rules", "alerts_test.yaml"]):
@@ -272,7 +268,7 @@ def test_prometheus_understands_the_rules_and_each_fires(tmp_path: Path) -> None
 
 @pytest.mark.skipif(not PROMTOOL, reason="make test-monitoring")
 @pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
-def test_prometheus_understands_the_panels(tmp_path: Path, panel: dict[str, Any]) -> None:
+def test_promtool_accepts_the_panels(tmp_path: Path, panel: dict[str, Any]) -> None:
     made = [
         {"record": f"panel:{number}", "expr": re.sub(r"\$\w+", "some", target["expr"])}
         for number, target in enumerate(panel["targets"])

@@ -1,5 +1,5 @@
-"""A real Prometheus scrapes three members under traffic, and the dashboard's queries and the rules
-are asked of it.
+"""A real Prometheus scrapes three members under traffic, and evaluates the dashboard's queries and
+the alert rules.
 """
 
 import os
@@ -19,12 +19,16 @@ pytestmark = pytest.mark.skipif(not PROGRAM, reason="make test-monitoring")
 
 JOB = "kvstore"
 ANSWERS_S = 90.0
-WINDOWS = {"__interval": "15s", "__rate_interval": "1m", "__range": "5m"}  # what Grafana puts there
+WINDOWS = {
+    "__interval": "15s",
+    "__rate_interval": "1m",
+    "__range": "5m",
+}  # values that Grafana inserts
 QUIET = {
     "Nodes that do not answer A": "all answer, until one is killed below",
     "Unreachable members A": "likewise",
     "Disks stopped A": "no disk fails",
-    "Waiting now A": "what waits does so for milliseconds",
+    "Waiting now A": "calls wait for milliseconds only",
     "Waiting now B": "likewise",
     "Disk write queue A": "likewise",
     "Replication queue A": "likewise",
@@ -32,24 +36,21 @@ QUIET = {
     "Pages in RAM that can not be evicted C": "no client dies",
     "Pages refused or damaged by the disk A": "the disk is fast enough, or not",
     "Pages refused or damaged by the disk B": "nothing damages pages",
-    "Pages replicated, fetched, dropped "
-    "C": "all members are there, though one may have no room just then",
+    "Pages replicated, fetched, dropped C": "all members are up, though one may be full at times",
     "Pages replicated, fetched, dropped D": "likewise",
-    "Gateways serving, and ends per hour B": "nobody floods them",
+    "Gateways serving, and ends per hour B": "no client floods them",
 }
-"""Queries that answer with a number, which may be 0 here, and why. All others must tell of the
-traffic.
-"""
+"""Queries whose result may be 0 here, and why. All others must be positive."""
 MAY_BE_PENDING = {
     "KVStoreTenantAtQuota": "team-b asks for more pins than it has",
-    "KVStoreRefusesStrangers": "it flushes, which it may not",
-    "KVStoreDiskTooSlow": "what waits for the disk has 2 MiB",
-    "KVStoreReplicasDropped": "so has what waits for other members, and they are full",
+    "KVStoreRefusesStrangers": "team-b flushes, which is refused",
+    "KVStoreDiskTooSlow": "the disk queue has only 2 MiB",
+    "KVStoreReplicasDropped": "so has the replication queue, and the members are full",
 }
 
 
 def targets(chosen: dict[str, str]) -> dict[str, str]:
-    """Queries by their panel's title and their letter."""
+    """Return the queries by the title of their panel and their letter."""
     found = [(panel["title"], target) for panel in panels() for target in panel["targets"]]
     return {
         f"{title} {target['refId']}": substituted(target["expr"], chosen) for title, target in found
@@ -85,7 +86,7 @@ def prometheus(
 
 @pytest.fixture(scope="module")
 def chosen(prometheus: RealPrometheus) -> dict[str, str]:
-    """What the dashboard's variables are, when each is chosen as it is at first."""
+    """Return the initial values of the dashboard's variables."""
     chosen = dict(WINDOWS)
     for variable in dashboard()["templating"]["list"]:
         if variable["type"] == "query":
@@ -103,11 +104,11 @@ def substituted(expression: str, chosen: dict[str, str]) -> str:
 
 
 def answered(prometheus: RealPrometheus, name: str, expression: str) -> bool:
-    """There is a number, and unless the query may be quiet, a positive one."""
+    """Return whether a query has a result, which must be positive unless it is in QUIET."""
     return any(value > 0 or name in QUIET for _, value in prometheus.query(expression))
 
 
-def test_each_panels_query_tells_of_the_traffic(
+def test_each_panel_query_shows_the_traffic(
     nodes: Monitored, prometheus: RealPrometheus, chosen: dict[str, str]
 ) -> None:
     asked = targets(chosen)
@@ -134,7 +135,7 @@ def test_missing_metric_is_detected(prometheus: RealPrometheus) -> None:
         assert not answered(prometheus, next(iter(QUIET)), wrong)
 
 
-def test_panels_have_a_line_for_each_of_what_they_tell_apart(
+def test_panels_have_a_line_for_each_label_value(
     nodes: Monitored, prometheus: RealPrometheus, chosen: dict[str, str]
 ) -> None:
     asked = targets(chosen)
@@ -146,19 +147,19 @@ def test_panels_have_a_line_for_each_of_what_they_tell_apart(
         ("View number by member A", "instance"): set(nodes.scraped),
     }
 
-    def told() -> bool:
+    def all_lines_exist() -> bool:
         nodes.traffic()
         found = {(name, label): prometheus.query(asked[name]) for name, label in expected}
         return expected == {
             at: {labels[at[1]] for labels, _ in lines} for at, lines in found.items()
         }
 
-    wait_until(told)
+    wait_until(all_lines_exist)
 
 
 def test_all_rules_are_healthy_and_none_fires(prometheus: RealPrometheus) -> None:
     def pending() -> set[str]:
-        """That of a scrape which a busy machine was late with goes by itself."""
+        """Return pending alerts; one of a late scrape on a busy machine ends by itself."""
         return {rule["name"] for rule in prometheus.rules() if rule["state"] == "pending"}
 
     wait_until(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()))
@@ -168,7 +169,7 @@ def test_all_rules_are_healthy_and_none_fires(prometheus: RealPrometheus) -> Non
     assert [rule["name"] for rule in found if rule["state"] == "firing"] == []
 
 
-def test_a_node_that_is_killed_is_told(
+def test_killed_node_is_shown(
     nodes: Monitored, prometheus: RealPrometheus, chosen: dict[str, str]
 ) -> None:
     nodes.nodes["n3"].kill()

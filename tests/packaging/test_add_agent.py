@@ -1,5 +1,6 @@
-"""What docker/agent.Dockerfile does to an engine's image: the agent comes, and nothing that is
-there changes. Here the engine is an environment of the test's own, with packages of its own.
+"""docker/agent.Dockerfile adds the agent to an engine's image and changes none of its packages.
+
+Here the engine is a virtual environment made by the test.
 """
 
 import importlib.metadata
@@ -26,7 +27,7 @@ def wheel(
     needs: tuple[str, ...] = (),
     files: dict[str, str] | None = None,
 ) -> Path:
-    """A wheel of nothing but what is said here."""
+    """Write a minimal wheel with the given files and requirements; return its path."""
     path, about = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
     extras = "".join(f"Requires-Dist: {need}\n" for need in needs)
     extras += "Provides-Extra: cuda12\n" * any("cuda12" in need for need in needs)
@@ -47,7 +48,7 @@ def wheel(
 
 
 class Engine:
-    """A Python with pip and a torch."""
+    """A virtual environment with pip and torch, in place of an engine's image."""
 
     def __init__(self, folder: Path) -> None:
         self.index, self.wheels = folder / "index", folder / "wheels"
@@ -66,7 +67,7 @@ class Engine:
         wheel(self.index, "cupy_cuda12x", "13.0")
         self._site = site
         with zipfile.ZipFile(self.index / "torch-2.1.0+cu128-py3-none-any.whl") as archive:
-            archive.extractall(site)  # all that pip would do
+            archive.extractall(site)  # as pip would do
 
     def add(self, *arguments: str) -> tuple[int, str]:
         given = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.index)}
@@ -92,12 +93,12 @@ def engine(tmp_path: Path) -> Engine:
     return Engine(tmp_path)
 
 
-def test_the_agent_and_what_it_lacks_come_and_torch_stays(engine: Engine) -> None:
-    """Also again, over an older agent."""
+def test_agent_and_missing_packages_are_added_and_torch_stays(engine: Engine) -> None:
+    """The agent and its missing packages are installed, also over an older agent; torch stays."""
     wheel(engine.wheels, "kvstore_llm", "0.1.0", ("newcomer>=1", "torch>=2.1"), AGENT)
-    status, said = engine.add()
-    assert status == 0, said
-    assert said.endswith("added: newcomer 1.5\n")
+    status, output = engine.add()
+    assert status == 0, output
+    assert output.endswith("added: newcomer 1.5\n")
     assert engine.has == {"kvstore-llm": "0.1.0", "newcomer": "1.5", "torch": "2.1.0+cu128"}
     (engine.wheels / "kvstore_llm-0.1.0-py3-none-any.whl").unlink()
     wheel(engine.wheels, "kvstore_llm", "0.2.0", ("newcomer>=1", "torch>=2.1"), AGENT)
@@ -105,7 +106,7 @@ def test_the_agent_and_what_it_lacks_come_and_torch_stays(engine: Engine) -> Non
     assert engine.has == {"kvstore-llm": "0.2.0", "newcomer": "1.5", "torch": "2.1.0+cu128"}
 
 
-def test_cupy_comes_with_its_extra(engine: Engine) -> None:
+def test_extra_adds_cupy(engine: Engine) -> None:
     wheel(
         engine.wheels,
         "kvstore_llm",
@@ -113,33 +114,38 @@ def test_cupy_comes_with_its_extra(engine: Engine) -> None:
         ("torch>=2.1", 'cupy-cuda12x>=13; extra == "cuda12"'),
         AGENT,
     )
-    status, said = engine.add(str(engine.wheels), "cuda12")
-    assert status == 0, said
+    status, output = engine.add(str(engine.wheels), "cuda12")
+    assert status == 0, output
     assert engine.has == {"kvstore-llm": "0.1.0", "cupy-cuda12x": "13.0", "torch": "2.1.0+cu128"}
 
 
 def test_add_agent_refuses_to_change_the_engines_torch(engine: Engine) -> None:
     wheel(engine.wheels, "kvstore_llm", "0.1.0", ("torch>=3",), AGENT)
-    status, said = engine.add()
+    status, output = engine.add()
     assert status == 1
-    assert "torch==2.1.0+cu128" in said
-    assert "pip finds nothing that leaves the engine's packages as they are" in said
+    assert "torch==2.1.0+cu128" in output
+    assert "pip finds nothing that leaves the engine's packages as they are" in output
     assert engine.has == {"torch": "2.1.0+cu128"}
 
 
-def test_a_change_that_no_constraint_kept_off_is_found(engine: Engine) -> None:
-    """A version that pip can not read is in no constraint."""
+def test_change_of_an_unconstrained_package_is_detected(engine: Engine) -> None:
+    """A changed package is detected even if no constraint protects it.
+
+    A version that pip can not parse can not be a constraint.
+    """
     (about,) = (engine.python.parents[1] / "lib").glob(
         "python*/site-packages/torch-*.dist-info/METADATA"
     )
     about.write_text(about.read_text().replace("2.1.0+cu128", "2.1.0-of-our-own"))
     wheel(engine.wheels, "kvstore_llm", "0.1.0", ("torch>=3",), AGENT)
-    status, said = engine.add()
+    status, output = engine.add()
     assert status == 1
-    assert "of the engine's packages these have changed: torch 2.1.0-of-our-own -> 3.0.0\n" in said
+    assert (
+        "of the engine's packages these have changed: torch 2.1.0-of-our-own -> 3.0.0\n" in output
+    )
 
 
-def test_an_agent_that_can_not_be_imported_ends_the_build(engine: Engine) -> None:
+def test_agent_that_can_not_be_imported_fails_the_build(engine: Engine) -> None:
     wheel(
         engine.wheels,
         "kvstore_llm",
@@ -147,10 +153,10 @@ def test_an_agent_that_can_not_be_imported_ends_the_build(engine: Engine) -> Non
         (),
         {**AGENT, "gpu_agent/__init__.py": "import nothing_of_the_kind"},
     )
-    status, said = engine.add()
+    status, output = engine.add()
     assert status == 1
-    assert "nothing_of_the_kind" in said
-    assert "the agent can not be imported beside the engine" in said
+    assert "nothing_of_the_kind" in output
+    assert "the agent can not be imported beside the engine" in output
 
 
 def test_add_agent_names_missing_tools(engine: Engine) -> None:
@@ -158,7 +164,7 @@ def test_add_agent_names_missing_tools(engine: Engine) -> None:
     assert "say where the wheel is" in engine.add(str(engine.wheels), "cuda11")[1]
 
 
-def test_the_dockerfile_finds_what_it_copies_and_takes_what_is_said_of_it() -> None:
+def test_dockerfile_has_its_sources_and_documented_arguments() -> None:
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
     sources = [source for line in copied for source in line.split()] + re.findall(
@@ -169,7 +175,7 @@ def test_the_dockerfile_finds_what_it_copies_and_takes_what_is_said_of_it() -> N
         assert (ROOT / source).exists()
         assert f"!{source}" in ignored
     known = set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
-    told = (ROOT / "docs" / "kubernetes.md").read_text() + DOCKERFILE
-    assert {"ENGINE_IMAGE", "EXTRA"} <= set(re.findall(r"--build-arg (\w+)=", told)) <= known
+    commands = (ROOT / "docs" / "kubernetes.md").read_text() + DOCKERFILE
+    assert {"ENGINE_IMAGE", "EXTRA"} <= set(re.findall(r"--build-arg (\w+)=", commands)) <= known
     extras = re.findall(r"^(cuda\d+) =", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert f'EXTRAS = ("", "{extras[0]}", "{extras[1]}")' in SCRIPT.read_text()

@@ -1,4 +1,4 @@
-"""What `make audit` makes of what pip-audit says: never that all is well where nobody was asked."""
+"""The verdict of `make audit` on pip-audit's output, which is never good for skipped packages."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ OURS = {
 
 
 @pytest.mark.parametrize(
-    ("said", "status", "told"),
+    ("dependencies", "status", "line"),
     [
         ([GOOD], 0, ""),
         ([GOOD, OURS], 0, ""),
@@ -43,19 +43,21 @@ OURS = {
         ([OURS], 3, "NOT LOOKED UP: 0 of 0"),
     ],
 )
-def test_the_verdict(audit: ModuleType, said: list[Any], status: int, told: str) -> None:
-    found, lines = audit.verdict(json.dumps({"dependencies": said, "fixes": []}))
-    assert (found, told in "\n".join(lines)) == (status, True)
+def test_verdict_depends_on_vulnerable_and_skipped_packages(
+    audit: ModuleType, dependencies: list[Any], status: int, line: str
+) -> None:
+    found, lines = audit.verdict(json.dumps({"dependencies": dependencies, "fixes": []}))
+    assert (found, line in "\n".join(lines)) == (status, True)
 
 
-@pytest.mark.parametrize("said", ["", "null", "[]", "{}", "Traceback (most recent call last):"])
-def test_no_answer_is_not_that_all_is_well(audit: ModuleType, said: str) -> None:
-    status, lines = audit.verdict(said)
+@pytest.mark.parametrize("output", ["", "null", "[]", "{}", "Traceback (most recent call last):"])
+def test_invalid_output_is_not_a_good_verdict(audit: ModuleType, output: str) -> None:
+    status, lines = audit.verdict(output)
     assert status == 3
     assert "NOTHING IS KNOWN" in lines[0]
 
 
-def test_licences_are_named_or_said_to_be_missing(audit: ModuleType) -> None:
+def test_licences_are_listed_or_reported_as_missing(audit: ModuleType) -> None:
     components = [
         {
             "name": "b",

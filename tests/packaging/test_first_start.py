@@ -1,5 +1,5 @@
-"""What `setup` of docker/compose.yaml makes: once, whole, and a node and its clients know each
-other by it.
+"""The service `setup` of docker/compose.yaml makes tokens and certificates once, and completely; a
+node and its clients work with them.
 """
 
 import importlib.util
@@ -60,14 +60,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_the_command_makes_all_of_it_once(tmp_path: Path) -> None:
+def test_command_makes_all_files_once(tmp_path: Path) -> None:
     command = [sys.executable, str(PATH), str(tmp_path), "node", "10.0.0.5", "[fd00::5]", "node"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     before = contents(tmp_path)
     assert set(before) == {*TOKENS, *KEYS, *PUBLIC, "identities"}
-    assert "ca.pem" in said
+    assert "ca.pem" in output
     assert not any(
-        token.decode().strip() in said for name, token in before.items() if name in TOKENS
+        token.decode().strip() in output for name, token in before.items() if name in TOKENS
     )
     assert hosts_of(tmp_path / "node.pem") == [
         "node",
@@ -81,7 +81,7 @@ def test_the_command_makes_all_of_it_once(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_only_its_owner_reads_what_is_secret(secrets: Path) -> None:
+def test_secret_files_are_readable_by_their_owner_only(secrets: Path) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in secrets.iterdir()}
     assert modes == dict.fromkeys(TOKENS | KEYS, 0o600) | dict.fromkeys(PUBLIC, 0o644) | {
         "identities": 0o640
@@ -102,7 +102,9 @@ def test_first_start_creates_the_documented_identities(secrets: Path) -> None:
         assert found.tokens[token_hash(token)].name == name
 
 
-def test_revoked_and_removed_identities_stay_so(first_start: ModuleType, secrets: Path) -> None:
+def test_revoked_and_removed_identities_stay_removed(
+    first_start: ModuleType, secrets: Path
+) -> None:
     revoke(secrets / "identities", "engine")
     (secrets / "operator.token").unlink()
     before = contents(secrets)
@@ -110,11 +112,12 @@ def test_revoked_and_removed_identities_stay_so(first_start: ModuleType, secrets
     assert contents(secrets) == before
 
 
-def test_a_run_that_is_killed_is_gone_on_with(
+def test_killed_run_is_completed_by_the_next(
     first_start: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each of the files that it writes; what a killed one was writing lies there under
-    another name.
+    """A run after one that was killed at any file completes the files.
+
+    The file that the killed run was writing is left under another name.
     """
     from kvstore.cli import authority
 
@@ -147,13 +150,13 @@ def test_a_run_that_is_killed_is_gone_on_with(
         assert first_start.main([str(folder), "node"]) == 0
         after = contents(folder)
         kept = {name for name, content in there.items() if after[name] == content}
-        assert {*there} - kept <= KEYS, "of a pair that was half there the key is made anew"
+        assert {*there} - kept <= KEYS, "only the key of an incomplete pair may be replaced"
         assert len({*there} - kept) == (files in (1, 3, 5))
         serves(folder)
 
 
 def serves(folder: Path) -> None:
-    """A node with these files is one for a client with them."""
+    """Check that a node with these files serves a client with them."""
     node = Node(NodeConfig(**{**SMALL, **of_node(folder)}))
     try:
         node.start()
@@ -197,7 +200,7 @@ def node(secrets: Path) -> Iterator[Node]:
 
 
 @pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
-def test_a_node_with_these_files_serves_a_client_with_them(
+def test_node_with_the_files_serves_a_client_with_them(
     node: Node, secrets: Path, wire: str
 ) -> None:
     with as_engine(secrets, node, wire=wire) as engine:
@@ -213,36 +216,36 @@ def test_a_node_with_these_files_serves_a_client_with_them(
         client.remove_namespace(SPACE)
 
 
-def test_and_nobody_else(node: Node, secrets: Path) -> None:
+def test_node_with_the_files_refuses_other_clients(node: Node, secrets: Path) -> None:
     with (
         as_engine(secrets, node, token_file="") as stranger,
-        pytest.raises((Unauthenticated, Unavailable)) as told,
+        pytest.raises((Unauthenticated, Unavailable)) as raised,
     ):
         stranger.lookup(SPACE, [KEY])
-    assert "does not know this certificate" in str(told.value)
+    assert "does not know this certificate" in str(raised.value)
     with (
         as_engine(secrets, node, tls_cert="", tls_key="") as stranger,
-        pytest.raises(Unavailable) as told,
+        pytest.raises(Unavailable) as raised,
     ):
         stranger.lookup(SPACE, [KEY])
-    assert "requires client certificates" in str(told.value)
+    assert "requires client certificates" in str(raised.value)
     plain = ClientConfig(f"127.0.0.1:{node.grpc.port}", token_file=str(secrets / "engine.token"))
     with Client(plain) as client, pytest.raises(Unavailable, match="the node uses TLS"):
         client.lookup(SPACE, [KEY])
 
 
-def test_a_certificate_for_other_names_stays_and_is_told(
+def test_certificate_for_other_names_is_kept_and_reported(
     first_start: ModuleType, secrets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(secrets)
     assert first_start.main([str(secrets), "node", "10.0.0.5"]) == 0
     assert contents(secrets) == before
-    said = capsys.readouterr().err
-    assert "does not name 10.0.0.5" in said
-    assert "kvstore certs node node 10.0.0.5 localhost 127.0.0.1" in said
+    errors = capsys.readouterr().err
+    assert "does not name 10.0.0.5" in errors
+    assert "kvstore certs node node 10.0.0.5 localhost 127.0.0.1" in errors
 
 
-def test_tokens_of_ones_own_are_taken(first_start: ModuleType, tmp_path: Path) -> None:
+def test_existing_token_is_used(first_start: ModuleType, tmp_path: Path) -> None:
     own = tmp_path / "engine.token"
     own.write_text("default.my-own\n")
     own.chmod(0o600)
@@ -251,7 +254,7 @@ def test_tokens_of_ones_own_are_taken(first_start: ModuleType, tmp_path: Path) -
     assert read(tmp_path / "identities").tokens[token_hash("default.my-own")].name == "engine"
 
 
-def test_an_authority_of_ones_own_needs_no_key_there(
+def test_existing_authority_needs_no_key(
     first_start: ModuleType, tmp_path: Path, ours: Authority, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("ca.pem", "node.pem", "node.key"):
@@ -271,7 +274,7 @@ def test_an_authority_of_ones_own_needs_no_key_there(
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda folder: (folder / "ca.key").unlink(), "make an authority first"),
         (lambda folder: (folder / "engine.token").write_text(""), "is empty; remove it"),
@@ -283,18 +286,18 @@ def test_first_start_names_files_that_block_it(
     first_start: ModuleType,
     secrets: Path,
     spoil: Any,
-    said: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (secrets / "node.pem").unlink()
     (secrets / "identities").unlink()
     spoil(secrets)
     assert first_start.main([str(secrets), "node"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["/secrets"], ["/secrets", ""]])
-def test_names_are_asked_for(
+def test_missing_host_names_are_reported(
     first_start: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert first_start.main(arguments) == 2

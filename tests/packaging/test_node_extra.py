@@ -1,4 +1,4 @@
-"""`kvstore-node` where the bare wheel is installed: it says what to install."""
+"""`kvstore-node` without the packages of its extra names the extra to install."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def node_without(names: tuple[str, ...], *arguments: str) -> "subprocess.Complet
 
 
 @pytest.mark.parametrize("names", [EXTRA, *((name,) for name in EXTRA)])
-def test_a_node_without_its_extra_names_it_in_one_line(names: tuple[str, ...]) -> None:
+def test_node_without_its_extra_names_it_in_one_line(names: tuple[str, ...]) -> None:
     done = node_without(names)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
@@ -40,6 +40,6 @@ def test_a_node_without_its_extra_names_it_in_one_line(names: tuple[str, ...]) -
     assert "pip install 'kvstore-llm[node]'" in line
 
 
-def test_a_node_without_its_extra_tells_its_version_and_flags() -> None:
+def test_node_without_its_extra_prints_version_and_help() -> None:
     assert node_without(EXTRA, "--version").returncode == 0
     assert "--ram-bytes" in node_without(EXTRA, "--help").stdout

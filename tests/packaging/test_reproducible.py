@@ -1,4 +1,4 @@
-"""`make dist` of one commit makes the same bytes wherever, whenever and by whomever it is built."""
+"""`make dist` of one commit makes equal bytes in any place, at any time and with any umask."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("hatchling", reason="wheel and sdist can not be built without an index")
 
 ROOT = Path(__file__).parents[2]
-# Of a tree without its history; `make test-dist` clones it.
+# The sources that are copied here; `make test-dist` clones the repository instead
 SOURCES = (
     "pyproject.toml",
     "constraints.txt",
@@ -29,8 +29,9 @@ RELEASED_S = 1_700_000_000
 
 
 def build(place: Path, umask: int, touched_s: int) -> dict[str, Path]:
-    """What `make dist` makes of sources of its own at this place, written with this umask and last
-    changed then.
+    """Build wheel and sdist from a copy of the sources in `place`; return their paths by name.
+
+    The copy is written with `umask`, and its files have the modification time `touched_s`.
     """
     place.mkdir(parents=True)
     before = os.umask(umask)
@@ -87,7 +88,10 @@ def test_two_builds_are_equal_byte_by_byte(twice: tuple[dict[str, Path], dict[st
 def test_archive_members_have_the_commit_time_and_no_owner(
     twice: tuple[dict[str, Path], dict[str, Path]],
 ) -> None:
-    """Or they were equal because both were made by one user in one minute."""
+    """Archive members have fixed times and owners.
+
+    Two builds by one user in the same minute would be equal without that.
+    """
     files = {path.suffix: path for path in twice[1].values()}
     with tarfile.open(files[".gz"]) as sdist:
         members = sdist.getmembers()
@@ -99,7 +103,7 @@ def test_archive_members_have_the_commit_time_and_no_owner(
         assert {info.date_time for info in wheel.infolist()} == {(2023, 11, 14, 22, 13, 20)}
 
 
-def test_the_wheel_has_all_that_the_packages_have(
+def test_wheel_has_all_files_of_the_packages(
     twice: tuple[dict[str, Path], dict[str, Path]],
 ) -> None:
     (wheel,) = (path for path in twice[0].values() if path.suffix == ".whl")

@@ -1,5 +1,5 @@
-"""What the image and its build install is pinned with hashes, in the versions that development runs
-with.
+"""The packages of the image and of its build are pinned with hashes, in the versions used in
+development.
 """
 
 import re
@@ -14,7 +14,7 @@ from targets import commands_of
 ROOT = Path(__file__).parents[2]
 FILES = ("requirements.txt", "build-requirements.txt")
 IMAGE, BUILD = FILES
-# The oldest Python that the files are for: what constraints.txt has for older ones is not in them.
+# The oldest Python for these files, which leave out constraints for older ones
 OLDEST = {"python_version": "3.11", "python_full_version": "3.11.0"}
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 
@@ -27,7 +27,7 @@ def entries(file: str) -> dict[str, tuple[Requirement, list[str]]]:
         canonicalize_name(Requirement(words[0]).name): (Requirement(words[0]), words[1:])
         for words in lines
     }
-    assert len(found) == len(lines) > 0, "a package is there twice"
+    assert len(found) == len(lines) > 0, "a package is listed twice"
     return found
 
 
@@ -44,7 +44,7 @@ def pinned() -> dict[str, Requirement]:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_each_package_of_the_image_and_of_its_build_has_a_version_and_hashes(file: str) -> None:
+def test_each_package_of_image_and_build_has_a_version_and_hashes(file: str) -> None:
     for name, (requirement, hashes) in entries(file).items():
         assert re.fullmatch(r"==[^*,]+", str(requirement.specifier)), name
         assert hashes, name
@@ -60,14 +60,14 @@ def test_hashed_packages_have_the_versions_of_constraints(file: str) -> None:
     }, "run docker/lock.py"
 
 
-def test_hashed_packages_are_all_that_the_image_gets() -> None:
+def test_hashed_packages_are_those_of_the_image() -> None:
     found = entries(IMAGE)
     assert set(found) == packages_of_the_image() - {"kvstore-llm"}, "run docker/lock.py"
     assert set(found) <= set(pinned())
     assert "hatchling" in entries(BUILD)
 
 
-def test_the_image_and_the_audit_install_nothing_without_a_hash_but_the_wheel(
+def test_image_and_audit_install_only_the_wheel_without_a_hash(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     dockerfile = (ROOT / "docker" / "node.Dockerfile").read_text()

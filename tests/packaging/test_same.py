@@ -1,5 +1,5 @@
-"""`tests/docker/same.py`, which compares images for `make test-image`, finds every difference but
-the build time.
+"""`tests/docker/same.py`, which compares images for `make test-image`, reports every difference
+except the build time.
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ def packed(files: dict[str, bytes], **about: int) -> bytes:
 
 @pytest.fixture
 def image(tmp_path: Path) -> Any:
-    """What `docker save` would write of an image with one file, as the arguments say."""
+    """Return a function that writes an image with one file, as `docker save` would."""
 
     def save(
         name: str, content: bytes = b"node", created: str = "now", user: str = "10001", **about: int
@@ -56,9 +56,7 @@ def image(tmp_path: Path) -> Any:
     return save
 
 
-def test_only_when_it_was_built_does_not_count(
-    image: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_build_time_is_no_difference(image: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert same.main(image("one"), image("two", created="later")) == 0
     assert capsys.readouterr().out == (
         "1 files are the same, with names, modes, owners, times and contents; layers are the same, "
@@ -67,7 +65,7 @@ def test_only_when_it_was_built_does_not_count(
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"content": b"edon"}, "opt/node: content "),
         ({"mtime": 7}, "opt/node: time_s 0 / 7"),
@@ -77,7 +75,7 @@ def test_only_when_it_was_built_does_not_count(
     ],
 )
 def test_compared_images_report_differences(
-    image: Any, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], said: str
+    image: Any, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], message: str
 ) -> None:
     assert same.main(image("one"), image("two", **changed)) == 1
-    assert capsys.readouterr().out.startswith(said)
+    assert capsys.readouterr().out.startswith(message)

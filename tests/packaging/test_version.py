@@ -1,7 +1,4 @@
-"""The version stands in kvstore/__init__.py.
-
-Whatever else says it says the same.
-"""
+"""The version is defined in kvstore/__init__.py, and every other place agrees with it."""
 
 import re
 import subprocess
@@ -23,7 +20,7 @@ from node.disk.rows import FORMAT_VERSION
 ROOT = Path(__file__).parents[2]
 
 
-def test_version_has_three_numbers_and_the_build_finds_it() -> None:
+def test_version_has_three_numbers_and_is_found_by_the_build() -> None:
     assert str(Version(__version__)) == __version__
     assert len(Version(__version__).release) == 3
     assert re.findall(
@@ -36,21 +33,21 @@ def test_version_has_three_numbers_and_the_build_finds_it() -> None:
 
 
 @pytest.mark.parametrize("module", ["kvstore.cli.app", "node.main"])
-def test_a_command_says_it(module: str) -> None:
-    said = subprocess.run(
+def test_version_option_prints_the_version(module: str) -> None:
+    output = subprocess.run(
         [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
     ).stdout
-    assert said.split()[-1] == __version__
+    assert output.split()[-1] == __version__
 
 
-def test_a_node_says_it(shared_node: NodeProcess) -> None:
+def test_status_of_a_node_has_the_version(shared_node: NodeProcess) -> None:
     with Client(
         ClientConfig(address=shared_node.address, connect_timeout_s=20.0, timeout_s=30.0)
     ) as client:
         assert client.node_status().version == __version__
 
 
-def test_manifests_and_image_have_it() -> None:
+def test_manifests_and_image_have_the_version() -> None:
     files = sorted((ROOT / "deploy" / "kubernetes").rglob("kustomization.yaml"))
     tags = [tag for path in files for tag in re.findall(r"newTag: (.*)", path.read_text())]
     assert tags
@@ -58,7 +55,7 @@ def test_manifests_and_image_have_it() -> None:
     assert f"\nARG VERSION={__version__}\n" in (ROOT / "docker" / "node.Dockerfile").read_text()
 
 
-def test_documents_have_it() -> None:
+def test_documents_have_the_version() -> None:
     named = [
         version
         for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
@@ -80,8 +77,8 @@ def test_documents_have_it() -> None:
     assert first[1] == "unreleased" or re.fullmatch(r"\d{4}-\d\d-\d\d", first[1])
 
 
-def test_all_that_the_image_gets_is_pinned() -> None:
-    """Or an image of the same commit would have others in it next year."""
+def test_all_packages_of_the_image_are_pinned() -> None:
+    """All packages of the image are pinned, so that a later build has the same versions."""
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {
         canonicalize_name(Requirement(line.partition(" #")[0]).name)

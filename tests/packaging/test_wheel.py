@@ -1,9 +1,8 @@
-"""The wheel that `make dist` builds, where nothing else of ours is: a node, the CLI, an engine's
-import.
+"""The wheel of `make dist`, installed away from the sources: a node, the CLI and an engine's import
+work from it.
 
-Its dependencies come from this environment, so that no index is needed. `make test-dist` installs
-them, too, into an empty environment, and names that environment's interpreter in
-KVSTORE_DIST_PYTHON.
+Its dependencies come from this environment, so that no package index is needed. `make test-dist`
+installs them into an empty environment, too, and names its interpreter in KVSTORE_DIST_PYTHON.
 """
 
 import os
@@ -20,11 +19,11 @@ from kvstore.tools.node_process import NodeProcess
 from node.console.console import NAMES
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-# What pyproject.toml gives to a build; the tree itself stays as it is.
+# The files that pyproject.toml includes in a build, which runs on a copy of them
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "kvstore", "node", "gpu_agent")
 
 
-# Torch takes seconds to import. Where it was installed for the wheel, it is the real one.
+# A mock of torch, which takes seconds to import; with KVSTORE_DIST_PYTHON, the real torch is used
 STAND_IN = (
     ""
     if os.environ.get("KVSTORE_DIST_PYTHON")
@@ -33,7 +32,7 @@ STAND_IN = (
 
 
 def run(*command: str | pathlib.Path, cwd: pathlib.Path | None = None) -> str:
-    # What is compiled once is for all commands
+    # Let Python write bytecode, so that later commands start faster
     unwanted = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}
     done = subprocess.run(
@@ -45,7 +44,7 @@ def run(*command: str | pathlib.Path, cwd: pathlib.Path | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An interpreter to which only the wheel was given; started where no sources of ours lie."""
+    """Yield an interpreter with the wheel and its dependencies, but without our sources."""
     named = os.environ.get("KVSTORE_DIST_PYTHON")
     if named:
         yield named
@@ -55,7 +54,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for source in SOURCES:
         copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy2
         copy(ROOT / source, work / source)
-    # what pip calls, without pip
+    # Call the build backend as pip would
     build = "import hatchling.build as backend; backend.build_wheel('dist')"
     run(sys.executable, "-c", build, cwd=work)
     (wheel,) = (work / "dist").glob("*.whl")
@@ -64,21 +63,21 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     python = work / "venv" / "bin" / "python"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
     run(*pip, "install", "--quiet", "--no-compile", "--no-deps", "--no-index", wheel)
-    # Python reads no .pth of a folder that a .pth names: our own editable install stays out of it.
+    # Python ignores .pth files in a folder named by a .pth, so our editable install stays out
     (site,) = (work / "venv" / "lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     yield str(python)
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No sources of ours may be found by accident."""
+def empty_directory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change to an empty directory, so that our sources are not found by accident."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
 
 
-def test_a_node_and_the_cli_work_from_the_wheel(python: str, tmp_path: pathlib.Path) -> None:
+def test_node_and_cli_work_from_the_wheel(python: str, tmp_path: pathlib.Path) -> None:
     page = os.urandom(65536)
     (tmp_path / "page").write_bytes(page)
     command = (str(pathlib.Path(python).parent / "kvstore"),)
@@ -92,9 +91,9 @@ def test_a_node_and_the_cli_work_from_the_wheel(python: str, tmp_path: pathlib.P
     assert (tmp_path / "back").read_bytes() == page
 
 
-def test_an_engine_imports_its_adapter_from_the_wheel(python: str) -> None:
-    """As LightLLM does: by the name that it knows, from the folder that docs/engines/lightllm.md
-    puts on its path.
+def test_engine_imports_its_adapter_from_the_wheel(python: str) -> None:
+    """LightLLM can import its adapter: by its own name for it, from the folder that
+    docs/engines/lightllm.md puts on the path.
     """
     folder = "os.path.dirname(gpu_agent.engines.__file__) + '/light_mem_path'"
     code = f"""
@@ -109,7 +108,7 @@ print(light_mem.__file__)
     assert pathlib.Path(where).is_relative_to(pathlib.Path(python).parent.parent)
 
 
-def test_the_wheel_holds_what_is_not_python(python: str) -> None:
+def test_wheel_has_files_that_are_not_python(python: str) -> None:
     where = (
         "(i.find_spec(name).submodule_search_locations[0] for name in ('gpu_agent', "
         "'kvstore', "
@@ -135,8 +134,8 @@ outcome: PutOutcome = client.wire_name
 """
 
 
-def test_a_type_checker_sees_the_types_of_the_wheel(python: str, tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("mypy", reason="mypy is of the development environment")
+def test_type_checker_sees_the_types_of_the_wheel(python: str, tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("mypy", reason="mypy is not installed")
     (tmp_path / "program.py").write_text(PROGRAM)
     config = "[mypy]\nstrict = true\n[mypy-torch.*,cryptography.*]\nfollow_imports = skip\n"
     (tmp_path / "mypy.ini").write_text(config)
@@ -151,10 +150,10 @@ def test_a_type_checker_sees_the_types_of_the_wheel(python: str, tmp_path: pathl
         "program.py",
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    said = [line.partition(": ")[2] for line in done.stdout.splitlines()]
-    assert said[0] == 'note: Revealed type is "str"', done.stdout
-    assert "kvstore.keys.Namespace" in said[1], done.stdout
-    assert said[2] == 'note: Revealed type is "str"', done.stdout
-    assert said[3].startswith('error: "Client" has no attribute "no_such_call"'), done.stdout
-    assert said[4].startswith("error: Incompatible types in assignment"), done.stdout
-    assert len(said) == 6, done.stdout  # what it is about, and how many errors there are
+    messages = [line.partition(": ")[2] for line in done.stdout.splitlines()]
+    assert messages[0] == 'note: Revealed type is "str"', done.stdout
+    assert "kvstore.keys.Namespace" in messages[1], done.stdout
+    assert messages[2] == 'note: Revealed type is "str"', done.stdout
+    assert messages[3].startswith('error: "Client" has no attribute "no_such_call"'), done.stdout
+    assert messages[4].startswith("error: Incompatible types in assignment"), done.stdout
+    assert len(messages) == 6, done.stdout  # the last line has the number of errors

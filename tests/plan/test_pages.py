@@ -1,4 +1,4 @@
-"""What a page is: as it is said, as lengths have it, as a model's description has it."""
+"""The size of a page: as given, from the lengths of requests, or from a model's config.json."""
 
 import json
 import random
@@ -20,7 +20,7 @@ LLAMA = {
 
 
 def requests(page_tokens: int, full_only: bool) -> list[TraceRequest]:
-    """Of some tokens each, whose last page is left out or part of one."""
+    """Return requests of random lengths whose last, partial page is left out or included."""
     chance = random.Random(page_tokens)
     made = []
     for _ in range(400):
@@ -32,7 +32,7 @@ def requests(page_tokens: int, full_only: bool) -> list[TraceRequest]:
 
 @pytest.mark.parametrize("full_only", [False, True])
 @pytest.mark.parametrize("page_tokens", [16, 64, 512])
-def test_lengths_tell_how_many_tokens_a_page_has(page_tokens: int, full_only: bool) -> None:
+def test_tokens_of_a_page_follow_from_lengths(page_tokens: int, full_only: bool) -> None:
     found = page_size(requests(page_tokens, full_only), None, None, None)
     assert (found.tokens, found.nbytes) == (page_tokens, page_tokens * TOKEN_NBYTES)
     assert "Llama 3 8B" in found.assumed[0]
@@ -44,19 +44,19 @@ def test_given_page_size_replaces_the_assumption() -> None:
     assert page_size(requests(64, True), None, 4096, None).nbytes == 4096
 
 
-def test_a_page_has_whole_tokens_though_no_request_fills_its_last_one() -> None:
+def test_page_has_whole_tokens_if_no_request_fills_its_last_page() -> None:
     found = page_size(
         [TraceRequest(0, 30, 1, (1, 2)), TraceRequest(0, 47, 1, (1, 2, 3))], None, None, None
     )
     assert found.tokens == 16
 
 
-def test_the_mean_of_pages_is_by_pages_and_not_by_requests() -> None:
+def test_mean_page_size_is_weighted_by_pages() -> None:
     sizes = [TraceRequest(0, 0, 0, (1,), 1000, 16.0), TraceRequest(0, 0, 0, (1, 2, 3), 2000, 16.0)]
     assert page_size(sizes, None, None, None).nbytes == 1750
 
 
-def test_a_recorded_trace_says_it_itself() -> None:
+def test_recorded_trace_has_its_page_size() -> None:
     recorded = [
         request._replace(page_nbytes=4096, page_tokens=16.0) for request in requests(64, True)
     ]
@@ -65,7 +65,7 @@ def test_a_recorded_trace_says_it_itself() -> None:
     assert "2 sizes" in page_size(mixed, None, None, None).assumed[0]
 
 
-def test_a_trace_without_lengths_asks_for_them() -> None:
+def test_trace_without_lengths_needs_an_option() -> None:
     with pytest.raises(InvalidRequest, match="--tokens-per-page"):
         page_size([TraceRequest(0, 0, 0, (1, 2))], None, None, None)
 
@@ -89,7 +89,7 @@ def test_a_trace_without_lengths_asks_for_them() -> None:
         ),
     ],
 )
-def test_a_models_description_tells_the_bytes_of_a_token(
+def test_model_config_gives_the_bytes_of_a_token(
     tmp_path: Path, model: dict[str, Any], nbytes: int
 ) -> None:
     path = tmp_path / "config.json"
@@ -98,7 +98,7 @@ def test_a_models_description_tells_the_bytes_of_a_token(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "describes no model"),
         ("[]", "describes no model"),
@@ -115,10 +115,10 @@ def test_a_models_description_tells_the_bytes_of_a_token(
         (None, "can not read"),
     ],
 )
-def test_invalid_model_description_is_named(tmp_path: Path, text: str | None, said: str) -> None:
+def test_invalid_model_description_is_named(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "config.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(InvalidRequest, match=said) as caught:
+    with pytest.raises(InvalidRequest, match=message) as caught:
         token_nbytes(path)
     assert "config.json" in str(caught.value)

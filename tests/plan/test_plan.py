@@ -1,4 +1,4 @@
-"""Plans: two tiers, copies, what must be borne; against a store of each size."""
+"""Plans of two tiers with replicas and required rates, compared with simulated stores."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ def row(made: Plan, ram: int, disk: int = 0) -> Row:
     return next(some for some in made.rows if (some.ram_nbytes, some.disk_nbytes) == (ram, disk))
 
 
-def test_ram_and_disk_are_one_stack_and_the_larger_one_decides() -> None:
+def test_hit_rate_is_that_of_the_larger_tier() -> None:
     made = plan(ram=(10 * 4096, 40 * 4096), disk=(30 * 4096,))
     assert lru_hits(CHAINS, 10) < lru_hits(CHAINS, 20) < lru_hits(CHAINS, 30) < lru_hits(CHAINS, 40)
     for ram, disk in ((10, 0), (40, 0), (10, 30), (40, 30)):
@@ -41,7 +41,7 @@ def test_ram_and_disk_are_one_stack_and_the_larger_one_decides() -> None:
         assert found.gpu_seconds_saved == pytest.approx(found.tokens_saved / 1000, abs=0.05)
 
 
-def test_rates_are_bytes_of_a_second_on_average_and_in_the_worst_window() -> None:
+def test_rates_are_the_mean_and_the_peak_of_windows() -> None:
     made = plan(ram=(10 * 4096,), disk=(30 * 4096,))
     found, seconds = row(made, 10 * 4096, 30 * 4096), made.seconds
     hits, in_ram = lru_hits(CHAINS, 30), lru_hits(CHAINS, 10)
@@ -58,7 +58,7 @@ def test_rates_are_bytes_of_a_second_on_average_and_in_the_worst_window() -> Non
     assert row(made, 10 * 4096).disk_reads == row(made, 10 * 4096).disk_writes == Rate(0.0, 0.0)
 
 
-def test_a_window_that_is_longer_than_the_trace_is_the_trace() -> None:
+def test_window_longer_than_the_trace_covers_the_trace() -> None:
     wanted = Wishes(PAGE, 1000.0, ram=(10 * 4096,), window_s=1e6)
     found = planned(surveyed(REQUESTS, wanted), wanted).rows[0]
     assert found.gets.peak == pytest.approx(found.gets.mean)
@@ -73,7 +73,7 @@ def test_plan_counts_puts_of_unrequested_pages() -> None:
     assert found.hit_rate * made.pages_asked < hits
 
 
-def test_a_page_takes_the_slot_that_it_has_in_a_node() -> None:
+def test_page_takes_a_whole_slot() -> None:
     page, slot = PageSize(16.0, 5000), slot_nbytes(5000)
     assert slot > 5000
     wanted = Wishes(page, 1000.0, ram=(30 * slot,), copies=2)
@@ -83,14 +83,14 @@ def test_a_page_takes_the_slot_that_it_has_in_a_node() -> None:
     assert made.rows[0].gets.mean == pytest.approx(lru_hits(CHAINS, 15) * 5000 / made.seconds / 1e9)
 
 
-def test_a_trace_without_times_has_no_rates() -> None:
+def test_trace_without_times_has_no_rates() -> None:
     made = plan([request._replace(timestamp_ms=5.0) for request in REQUESTS], ram=(40 * 4096,))
     assert made.rows[0].gets == made.rows[0].disk_reads == (made.rows[0].puts)
     assert made.rows[0].gets.mean is None
     assert made.ram_beside_disk_nbytes is None
 
 
-def test_owners_and_near_copies_take_their_places() -> None:
+def test_replicas_and_near_copies_take_space() -> None:
     made = plan(ram=(80 * 4096,), copies=2, near_share=0.25)
     assert made.rows[0].pages == 30
     assert made.rows[0].hit_rate == lru_hits(CHAINS, 30) / ASKED
@@ -102,11 +102,11 @@ def test_owners_and_near_copies_take_their_places() -> None:
     assert costs[2, 0.25].nearly_all_nbytes == made.nearly_all_nbytes
     assert costs[1, 0.25].nearly_all_nbytes == round(made.nearly_all_pages * 4096 / 0.75)
     assert {cost.near_share for cost in plan(ram=(4096,), disk=(80 * 4096,)).copy_costs} == {0.0}, (
-        "of RAM only"
+        "near copies are in RAM only"
     )
 
 
-def test_of_ram_with_copies_of_others_less_is_for_distinct_pages() -> None:
+def test_near_copies_leave_less_ram_for_distinct_pages() -> None:
     made, near = plan(disk_gb_per_s=2e-5), plan(disk_gb_per_s=2e-5, near_share=0.5)
     assert made.ram_beside_disk_nbytes is not None
     assert near.ram_beside_disk_nbytes is not None
@@ -114,7 +114,7 @@ def test_of_ram_with_copies_of_others_less_is_for_distinct_pages() -> None:
     assert [nbytes for nbytes, _ in near.curve] == [2 * nbytes for nbytes, _ in made.curve]
 
 
-def test_the_knee_is_the_least_size_with_nearly_all_hits() -> None:
+def test_knee_is_the_smallest_size_with_nearly_all_hits() -> None:
     made = plan()
     knee = made.nearly_all_pages
     assert (
@@ -128,7 +128,7 @@ def test_the_knee_is_the_least_size_with_nearly_all_hits() -> None:
     assert made.endless == lru_hits(CHAINS, ASKED) / ASKED
 
 
-def test_sizes_that_nobody_asked_for_reach_from_few_hits_to_all() -> None:
+def test_default_sizes_range_from_few_to_all_hits() -> None:
     made = plan()
     sizes = [some.ram_nbytes for some in made.rows]
     assert sizes == sorted(sizes)
@@ -141,15 +141,15 @@ def test_sizes_that_nobody_asked_for_reach_from_few_hits_to_all() -> None:
         ]
     )
     assert [row.hit_rate for row in large.rows] == [0.0] * (len(large.rows) - 1) + [large.endless]
-    assert len(large.rows) == 2, "from the one that is too small on"
+    assert len(large.rows) == 2, "more than one size has no hits"
     long = TraceRequest(100_000, 0, 0, tuple(range(10**6, 10**6 + (1 << 13))))
     assert [row.pages for row in plan([long, long]).rows] == [256, 512, 1024, 2048, 4096, 8192]
-    assert len(plan([*REQUESTS, long, long]).rows) == ROWS_MAX, "the largest of more"
+    assert len(plan([*REQUESTS, long, long]).rows) == ROWS_MAX, "more rows than the limit"
     assert all(math.log2(size).is_integer() for size in sizes)
     assert not made.ram_asked
 
 
-def test_the_ram_beside_a_disk_is_the_least_with_which_the_disk_keeps_up() -> None:
+def test_ram_beside_a_disk_is_the_least_with_which_the_disk_keeps_up() -> None:
     slow, fast = plan(disk_gb_per_s=1e-9), plan(disk_gb_per_s=1e9)
     assert slow.ram_beside_disk_nbytes is not None
     assert fast.ram_beside_disk_nbytes is not None
@@ -162,7 +162,7 @@ def test_the_ram_beside_a_disk_is_the_least_with_which_the_disk_keeps_up() -> No
     assert found.disk_reads.peak <= 2e-5
 
 
-def test_the_curve_rises_to_all_hits() -> None:
+def test_curve_rises_to_all_hits() -> None:
     made = plan()
     rates = [rate for _, rate in made.curve]
     assert rates == sorted(rates)
@@ -174,7 +174,7 @@ def test_the_curve_rises_to_all_hits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "said"),
+    ("wishes", "message"),
     [
         ({"copies": 0}, "--copies 0"),
         ({"near_share": 1.0}, "--near-share"),
@@ -187,12 +187,12 @@ def test_the_curve_rises_to_all_hits() -> None:
         ({"disk_gb_per_s": 0.0}, "--disk-gb-per-s"),
     ],
 )
-def test_wishes_that_can_not_be_are_refused_by_name(wishes: dict[str, Any], said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said):
+def test_invalid_wishes_are_refused_with_their_option(wishes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         plan(**wishes)
 
 
-def test_beyond_the_size_with_all_hits_no_ram_gains_any_whatever_part_of_it_has_copies() -> None:
+def test_more_ram_than_for_all_hits_gains_nothing() -> None:
     made = plan(copies=2, near_share=0.5)
     enough = plan(copies=2, near_share=0.5, ram=(made.wanted_nbytes,))
     assert enough.rows[0].hit_rate == enough.rows[0].hit_rate_doubled == made.endless
@@ -201,8 +201,11 @@ def test_beyond_the_size_with_all_hits_no_ram_gains_any_whatever_part_of_it_has_
     assert knee.rows[0].hit_rate >= NEARLY_ALL * made.endless
 
 
-def test_a_sample_does_not_tell_of_stores_with_a_page_or_two_in_a_group() -> None:
-    """It would say 44 % ± 3 of one page, where 12 % are right."""
+def test_sample_refuses_too_small_stores() -> None:
+    """A sample refuses stores with only a few pages per group, whose estimates would be wrong.
+
+    For one page, it would estimate 44 % ± 3 instead of 12 %.
+    """
     requests, sample = trees(0, 3000, fresh=0.05, deep=5), sampling(4.0)
     small, large = Wishes(PAGE, 1000.0, ram=(127 * 4096,)), Wishes(PAGE, 1000.0, ram=(128 * 4096,))
     assert sample.pages_min == 128
@@ -217,6 +220,6 @@ def test_a_sample_does_not_tell_of_stores_with_a_page_or_two_in_a_group() -> Non
     )
 
 
-def test_a_trace_that_asks_for_nothing_is_refused() -> None:
+def test_trace_without_lookups_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="no request"):
         plan([TraceRequest(0, 1, 1, ()), TraceRequest(0, 1, 1, (1, 2), stored=True)])

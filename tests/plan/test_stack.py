@@ -1,5 +1,5 @@
-"""Hits at every size from one pass, against a store of each size; and the bound, against everything
-one could keep.
+"""Hits at every size from one pass, compared with a simulated store of each size; and the upper
+bound, compared with all possible choices of pages to keep.
 """
 
 import itertools
@@ -35,7 +35,7 @@ def bound_of(chains: Sequence[Chain], pages: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_hits_at_every_size_are_those_of_a_store_of_that_size(seed: int) -> None:
+def test_hits_at_every_size_equal_those_of_a_store(seed: int) -> None:
     chains = [request.hash_ids for request in trees(seed, 300, fresh=0.15, deep=1 + seed % 6)]
     curve, most = curve_of(chains), sum(map(len, chains))
     for pages in (*range(40), 55, 80, 130, 300, most):
@@ -44,8 +44,8 @@ def test_hits_at_every_size_are_those_of_a_store_of_that_size(seed: int) -> None
     assert curve.pages_wanted == 0 or curve.hits(curve.pages_wanted - 1) < curve.total
 
 
-def test_ids_that_are_no_prefix_hashes_are_named_by_what_is_before_them() -> None:
-    """The same id behind different pages is another page, as it is in a store."""
+def test_equal_ids_after_different_pages_are_different_pages() -> None:
+    """The same id after different pages is another page, as in a store."""
     chance = random.Random(7)
     chains = [tuple(chance.sample(range(9), chance.randint(1, 6))) for _ in range(400)]
     curve = curve_of(chains)
@@ -53,14 +53,14 @@ def test_ids_that_are_no_prefix_hashes_are_named_by_what_is_before_them() -> Non
         assert curve.hits(pages) == lru_hits(chains, pages), pages
 
 
-def test_distances_rise_along_a_chain_and_so_a_leading_run_is_there() -> None:
+def test_distances_rise_along_a_chain() -> None:
     for found in uses(request.hash_ids for request in trees(3, 500, fresh=0.1, deep=5)):
         for before, after in itertools.pairwise(found):
             assert before.distance + before.pages <= after.distance
             assert before.last > after.last
 
 
-def test_empty_requests_and_long_chains() -> None:
+def test_hits_of_empty_requests_and_long_chains_equal_those_of_a_store() -> None:
     long = tuple(range(600))
     chains = [(), long, (), (*long[:300], 9000), long, (9001,), long[:1]]
     curve = curve_of(chains)
@@ -69,14 +69,14 @@ def test_empty_requests_and_long_chains() -> None:
 
 
 @pytest.mark.parametrize("pages", [GROW - 1, GROW, GROW + 1, 3 * GROW])
-def test_a_curve_grows_with_what_is_added(pages: int) -> None:
+def test_curve_grows_with_larger_distances(pages: int) -> None:
     curve = Curve()
     for distance in (0, pages - 1):
         curve.add(Reuse(distance, 1, 0))
     assert [curve.hits(size) for size in (0, 1, pages - 1, pages, pages + 1)] == [0, 1, 1, 2, 2]
 
 
-def test_the_size_for_so_many_hits_is_the_least_one() -> None:
+def test_size_for_hits_is_the_smallest() -> None:
     chains = [request.hash_ids for request in trees(5, 200, fresh=0.2, deep=4)]
     curve = curve_of(chains)
     for hits in (1, curve.total // 2, curve.total):
@@ -85,14 +85,14 @@ def test_the_size_for_so_many_hits_is_the_least_one() -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_no_way_of_keeping_pages_hits_more_than_the_bound_and_one_hits_as_many(seed: int) -> None:
+def test_bound_equals_the_best_choice_of_pages(seed: int) -> None:
     chains = [request.hash_ids for request in trees(seed, 9, fresh=0.3, deep=2)]
     for pages in (0, 1, 2, 3):
         assert bound_of(chains, pages) == most_hits(chains, pages), pages
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_bound_is_never_below_the_store_and_meets_it_when_all_fits(seed: int) -> None:
+def test_bound_is_at_least_the_hits_of_a_store(seed: int) -> None:
     chains = [request.hash_ids for request in trees(seed, 400, fresh=0.1, deep=4)]
     curve = curve_of(chains)
     for pages in (1, 3, 10, 30, 100, 300):

@@ -1,5 +1,5 @@
-"""All that is found in one pass: tokens, windows of time, what is only stored; and samples, beside
-what is exact.
+"""A survey of a trace in one pass: tokens, time windows and stored pages; and samples, compared
+with exact surveys.
 """
 
 import itertools
@@ -35,7 +35,7 @@ def hits_of_each(requests: list[TraceRequest], pages: int) -> list[int]:
 
 
 @pytest.mark.parametrize("pages", SIZES)
-def test_tokens_are_those_of_the_pages_hit_and_the_last_page_may_be_short(pages: int) -> None:
+def test_tokens_are_those_of_hit_pages_with_a_short_last_page(pages: int) -> None:
     requests = trees(1, 120, fresh=0.2, deep=4)
     survey = surveyed(requests)
     wanted = sum(
@@ -72,13 +72,16 @@ def test_survey_of_stored_pages_counts_no_requests() -> None:
     assert survey.most_hits(2).value == 2
     assert sum(survey.used.values()) == 13
     assert survey.by_window(stored=True)[0][SIZES.index(20)] == 8, (
-        "three that were asked for, five stored again"
+        "hits are not 3 pages looked up and 5 stored again"
     )
 
 
 @pytest.mark.parametrize("one_in", [2.0, 5.0])
-def test_a_sample_is_right_within_its_error(one_in: float) -> None:
-    """Within four standard errors, and these are small; nothing here is random."""
+def test_sample_is_right_within_its_error(one_in: float) -> None:
+    """Estimates of a sample are within four standard errors, which are small.
+
+    Traces and samples are deterministic.
+    """
     requests = list(chatting(6000, at_a_time=400))
     exact, sampled = surveyed(requests), surveyed(requests, sampling(one_in))
     assert sampled.pages_asked == exact.pages_asked
@@ -112,14 +115,14 @@ def test_windows_of_a_sample_are_scaled_to_all_pages() -> None:
     assert sum(hits[place] for hits in found.values()) == pytest.approx(total, rel=0.1)
 
 
-def test_a_sample_with_hardly_a_page_says_nothing() -> None:
-    """What is not in it is no miss: a store that never forgets would hit all."""
+def test_sample_with_hardly_any_page_is_refused() -> None:
+    """A sample with hardly any page is refused; pages outside a sample do not count as misses."""
     survey = surveyed(list(chatting(50)), sampling(1e9))
     with pytest.raises(InvalidRequest, match="too few to say anything"):
         survey.check()
 
 
-def test_a_window_so_short_that_a_trace_has_too_many_is_refused(
+def test_too_short_window_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "WINDOWS_MAX", 20)
@@ -134,15 +137,18 @@ def test_requests_within_a_millisecond_have_no_times() -> None:
     assert surveyed([first, first._replace(timestamp_ms=1e-320)]).seconds == 0
 
 
-def test_a_sample_says_the_same_of_its_windows_as_of_all_its_time() -> None:
+def test_windows_of_a_sample_sum_to_its_hits() -> None:
     sampled = surveyed(list(chatting(600, at_a_time=40)), sampling(3.0))
     for place, pages in enumerate(SIZES):
         in_windows = sum(hits[place] for hits in sampled.by_window().values())
         assert in_windows == pytest.approx(sampled.hits(pages).value, abs=1e-6)
 
 
-def test_of_a_sample_only_last_pages_are_short() -> None:
-    """Each request is asked twice, and lacks all of its last page but a token."""
+def test_sample_has_short_last_pages_only() -> None:
+    """In a sample, only the last page of a request is short.
+
+    Each request here comes twice, and its last page has one token only.
+    """
     whole = [
         request._replace(input_length=0)
         for request in chatting(1500, at_a_time=40)
@@ -158,9 +164,10 @@ def test_of_a_sample_only_last_pages_are_short() -> None:
     assert lacking[1] == pytest.approx(lacking[0], rel=0.2)
 
 
-def test_the_error_of_a_sample_is_as_large_as_samples_differ() -> None:
-    """Of other pages, by other ids: the deviation of the estimates, and what each of them says that
-    it is.
+def test_error_of_a_sample_is_the_deviation_of_samples() -> None:
+    """The standard error of a sample agrees with the deviation of estimates from other samples.
+
+    Other ids make other samples of the same trace.
     """
     requests, values, errors = list(chatting(800, at_a_time=60)), [], []
     for shift in range(24):
@@ -173,7 +180,7 @@ def test_the_error_of_a_sample_is_as_large_as_samples_differ() -> None:
     assert statistics.fmean(errors) == pytest.approx(statistics.stdev(values), rel=0.5)
 
 
-def test_the_bound_of_a_sample_lies_on_a_line_between_sizes_that_its_groups_can_have() -> None:
+def test_bound_of_a_sample_is_linear_between_group_sizes() -> None:
     sampled = surveyed(list(chatting(1500, at_a_time=60)), EIGHTH)
     one_in = EIGHTH.one_in
     low, half, high = (
@@ -183,7 +190,7 @@ def test_the_bound_of_a_sample_lies_on_a_line_between_sizes_that_its_groups_can_
     assert half == pytest.approx((low + high) / 2, rel=1e-9)
 
 
-def test_the_bound_is_that_of_all_that_one_could_keep() -> None:
+def test_bound_equals_the_best_choice_of_pages() -> None:
     for seed in range(8):
         requests = trees(seed, 9, fresh=0.3, deep=2)
         for pages in (1, 2, 3):
@@ -192,13 +199,13 @@ def test_the_bound_is_that_of_all_that_one_could_keep() -> None:
             )
 
 
-def test_one_page_in_one_is_no_sample() -> None:
+def test_sample_of_every_page_is_exact() -> None:
     assert sampling(1.0) is EXACT
     assert sampling(0.3) is EXACT
     assert sampling(4.0) == Sampling(8, 32)
 
 
-def test_a_request_without_pages_counts_as_a_request() -> None:
+def test_request_without_pages_is_counted() -> None:
     requests = [request._replace(hash_ids=()) for request in trees(1, 3, 0.5, 2)]
     survey = surveyed(requests)
     assert (survey.requests, survey.pages_asked, survey.pages_wanted) == (3, 0, 0)

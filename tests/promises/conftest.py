@@ -1,1 +1,1 @@
-"""Modules of this folder are found by its tests."""
+"""Make the modules of this folder importable by its tests."""

@@ -1,6 +1,6 @@
-"""golden/protocol-4.json: frames of a client of 0.1, and what a node of 0.1 answered.
+"""Compatibility with release 0.1 over bulk: golden/protocol-4.json has its recorded frames.
 
-A client of then is served by a node of today, and a client of today understands a node of then.
+Today's node serves the old client, and today's client understands the old node.
 """
 
 import concurrent.futures
@@ -23,7 +23,7 @@ from kvstore.transports.frames import pack_fixed
 from node.config import NodeConfig
 from node.server import Node
 
-VERSION = 4  # of the recording
+VERSION = 4  # the protocol version of the recording
 RECORDED = json.loads(
     (Path(__file__).parents[1] / "golden" / f"protocol-{VERSION}.json").read_text()
 )
@@ -44,7 +44,7 @@ ORDER: tuple[str, ...] = (
 ORDER += ("pin", "unpin", "list", "namespaces", "status", "sweep", "remove", "remove all")
 
 pytestmark = pytest.mark.skipif(
-    not speaks(VERSION), reason=f"protocol {VERSION} is not spoken any more"
+    not speaks(VERSION), reason=f"protocol {VERSION} is no longer supported"
 )
 
 
@@ -52,7 +52,7 @@ def reply(name: str) -> pb.BulkReply:
     return pb.BulkReply.FromString(bytes.fromhex(RECORDED[name]["reply"]))
 
 
-def test_a_client_of_then_is_answered_as_it_was() -> None:
+def test_old_client_gets_the_recorded_replies() -> None:
     assert set(ORDER) == set(RECORDED)
     node = Node(NodeConfig(**SMALL))
     node.start()
@@ -68,7 +68,7 @@ def test_a_client_of_then_is_answered_as_it_was() -> None:
                 VERSION,
                 reply(name).WhichOneof("op"),
             )
-            if name not in ("hello", "status"):  # what they tell is this node's
+            if name not in ("hello", "status"):  # values that differ between nodes
                 assert (name, unlike(reply(name), now)) == (name, [])
             if name == "get":
                 assert payload == b"".join(PAGES)
@@ -79,10 +79,8 @@ def test_a_client_of_then_is_answered_as_it_was() -> None:
         node.stop()
 
 
-class Then(KVStoreServicer):
-    """A node that says what was recorded, whatever it is asked of its kind, and notes what it was
-    asked.
-    """
+class OldNode(KVStoreServicer):
+    """An old node that sends the recorded reply of each operation and records the requests."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -111,16 +109,18 @@ class Then(KVStoreServicer):
                     continue  # the pages of a put
                 op = str(pb.BulkRequest.FromString(header).WhichOneof("op"))
                 self.asked.append((version, op))
-                said, payload = (
+                frame_header, payload = (
                     bytes.fromhex(RECORDED[names.get(op, op)]["reply"]),
                     b"".join(PAGES) * (op == "get"),
                 )
-                sock.sendall(pack_fixed(len(said), len(payload), version) + said + payload)
+                sock.sendall(
+                    pack_fixed(len(frame_header), len(payload), version) + frame_header + payload
+                )
 
 
 @pytest.fixture
-def then() -> Iterator[tuple[Then, str]]:
-    node, server = Then(), grpc.server(concurrent.futures.ThreadPoolExecutor(4))
+def old_node() -> Iterator[tuple[OldNode, str]]:
+    node, server = OldNode(), grpc.server(concurrent.futures.ThreadPoolExecutor(4))
     add_KVStoreServicer_to_server(node, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -129,8 +129,8 @@ def then() -> Iterator[tuple[Then, str]]:
     node.listener.close()
 
 
-def test_a_client_of_today_understands_a_node_of_then(then: tuple[Then, str]) -> None:
-    node, address = then
+def test_client_understands_an_old_node(old_node: tuple[OldNode, str]) -> None:
+    node, address = old_node
     buffers = [bytearray(SPACE.layout.page_nbytes) for _ in KEYS]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         serving = pool.submit(node.serve)

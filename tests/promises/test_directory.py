@@ -1,5 +1,5 @@
-"""golden/data-dir-*: directories that a node of this format wrote, with which a node of today
-starts and serves.
+"""Today's node starts on and serves golden/data-dir-*, directories that older nodes of this format
+wrote.
 """
 
 import contextlib
@@ -60,9 +60,11 @@ def running(kind: str, place: Path) -> Iterator[Client]:
         node.stop()
 
 
-def test_every_page_of_the_directory_is_found_and_right(kind: str, place: Path) -> None:
-    """A failure means that an upgrade empties every disk: read what was written; or raise
-    FORMAT_VERSION, so that the directory is refused by name and left as it is.
+def test_every_page_of_an_old_directory_is_a_hit(kind: str, place: Path) -> None:
+    """Every page of the old directory is a hit with the right bytes.
+
+    If this fails, an upgrade would empty every disk. Either keep reading the format, or raise
+    FORMAT_VERSION, so that the directory is refused and not changed.
     """
     spaces = [SPACE] if kind == "encrypted" else [SPACE, LARGE]
     with running(kind, place) as client:
@@ -78,7 +80,7 @@ def test_every_page_of_the_directory_is_found_and_right(kind: str, place: Path) 
 
 
 def test_writes_keep_the_directory_format(kind: str, place: Path) -> None:
-    """So that the node of before can be started on it again."""
+    """Writes keep the format, so that the old node can be started on the directory again."""
     with running(kind, place) as client:
         client.put(SPACE, [b"\x09" * 32], [bytes(8192)], Keep(durable=True))
     mark = (

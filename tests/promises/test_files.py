@@ -1,8 +1,8 @@
-"""golden/files.json: what lies in users' files and decides which pages are found, made without the
-project's code.
+"""Formats of users' files and digests of namespaces stay as in golden/files.json, which was made
+without the project's code.
 
-A change of a digest empties every cache at the upgrade; one of a file keeps people out, or lets
-others in.
+A changed digest would empty every cache at an upgrade; a changed file format could lock users out
+or let others in.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ GOLDEN: dict[str, Any] = json.loads(
 )
 
 
-def test_the_file_of_identities_is_read_as_it_was() -> None:
+def test_identities_file_keeps_its_format() -> None:
     example = GOLDEN["identities"]
     assert hashlib.sha256(example["token"].encode()).hexdigest() in example["lines"][0]
     found = parse("".join(f"{line}\n" for line in example["lines"]), quota_of)
@@ -48,7 +48,7 @@ def test_the_file_of_identities_is_read_as_it_was() -> None:
     )
 
 
-def test_a_token_says_whose_it_is_and_is_known_by_its_hash() -> None:
+def test_token_keeps_its_format_and_hash() -> None:
     example = GOLDEN["identities"]
     assert new_token("team-a").startswith(example["token"].partition(".")[0] + ".")
     line = token_line(
@@ -57,12 +57,12 @@ def test_a_token_says_whose_it_is_and_is_known_by_its_hash() -> None:
     assert sorted(line.split()) == sorted(example["lines"][0].split())
 
 
-def test_facts_of_an_engine_are_said_as_they_were() -> None:
+def test_facts_of_an_engine_keep_their_text() -> None:
     example = GOLDEN["facts"]
     assert facts_text(example["engine"], **example["facts"]) == example["text"]
 
 
-def test_a_configuration_and_weights_have_the_digests_that_they_had(tmp_path: Path) -> None:
+def test_configuration_and_weights_keep_their_digests(tmp_path: Path) -> None:
     example = GOLDEN["checkpoint"]
     counted = {
         name: value for name, value in example["config"].items() if name != "transformers_version"
@@ -78,7 +78,7 @@ def test_a_configuration_and_weights_have_the_digests_that_they_had(tmp_path: Pa
     assert weights_digest(weight_files(tmp_path)) == digest == example["weights_digest"]
 
 
-def test_a_namespace_of_an_adapter_is_what_it_was() -> None:
+def test_namespace_of_an_adapter_keeps_its_digest() -> None:
     example = GOLDEN["namespace"]
     identity = Identity(**example["identity"])
     space = identity.namespace(opaque_layout(4096, 16), example["facts"], tp_rank=1, tp_size=2)
@@ -88,7 +88,7 @@ def test_a_namespace_of_an_adapter_is_what_it_was() -> None:
 
 
 def _digest(example: dict[str, Any]) -> str:
-    """docs/FORMAT.md, "Keys"."""
+    """Return the digest of a namespace as docs/FORMAT.md defines it under "Keys"."""
     values = {name: text.encode() for name, text in example["fields"].items()}
     values["layout"] = hashlib.sha256(example["canonical"].encode()).digest()
     data = b"kvstore-namespace-1\0"
@@ -102,7 +102,7 @@ def _digest(example: dict[str, Any]) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
-def test_a_page_key_is_read_from_its_file_as_it_was(tmp_path: Path) -> None:
+def test_page_key_file_keeps_its_format(tmp_path: Path) -> None:
     example = GOLDEN["page_key"]
     (tmp_path / "key").write_text(example["file"])
     (tmp_path / "key").chmod(0o400)

@@ -1,4 +1,4 @@
-"""golden/names: what was promised by name is there, and is called as it was."""
+"""All names in golden/names still exist, with compatible parameters."""
 
 import json
 from pathlib import Path
@@ -13,13 +13,15 @@ NAMES = Path(__file__).parents[1] / "golden" / "names"
 
 @pytest.mark.parametrize("name", LISTS)
 def test_stable_names_exist(name: str) -> None:
-    """A line here is somebody's program, script, manifest or dashboard that stops working:
-    docs/upgrading.md says what a change of that kind needs. `make golden` records what is new.
+    """No stable name has changed incompatibly.
+
+    Each difference breaks some user's program, script, manifest or dashboard; docs/upgrading.md
+    says what such a change needs. `make golden` records new names.
     """
     assert broken(json.loads((NAMES / f"{name}.json").read_text()), LISTS[name]()) == []
 
 
-def test_every_adapter_that_an_engine_is_told_to_load_is_there() -> None:
+def test_every_documented_adapter_exists() -> None:
     found = python()
     assert [
         f
@@ -38,7 +40,7 @@ CALL = {
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "differences"),
     [
         ({"gone": True}, ["/put/parameters/ttl_s: is gone"]),
         (
@@ -51,14 +53,16 @@ CALL = {
         ({"ack": {"place": 2, "optional": False}}, ["/put/parameters/ack: must be given now"]),
     ],
 )
-def test_the_comparison_itself(change: dict[str, Any], said: list[str]) -> None:
+def test_incompatible_parameters_are_reported(
+    change: dict[str, Any], differences: list[str]
+) -> None:
     now = {
         **CALL["parameters"],
         **{name: about for name, about in change.items() if name != "gone"},
     }
     if "gone" in change:
         now.pop("ttl_s")
-    assert broken({"put": CALL}, {"put": {"parameters": now}}) == said
+    assert broken({"put": CALL}, {"put": {"parameters": now}}) == differences
 
 
 @pytest.mark.parametrize(

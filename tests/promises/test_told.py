@@ -1,6 +1,4 @@
-"""golden/names/json.json: the fields that commands print with --json, by which scripts find what
-they want.
-"""
+"""Commands still print all JSON fields in golden/names/json.json, on which scripts rely."""
 
 import json
 from collections.abc import Iterator
@@ -18,16 +16,14 @@ PROMISED = json.loads((Path(__file__).parents[1] / "golden" / "names" / "json.js
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return told(tmp_path_factory.mktemp("told"))
+    return told(tmp_path_factory.mktemp("commands"))
 
 
 @pytest.mark.parametrize("command", PROMISED)
-def test_a_command_prints_every_field_that_it_did(
-    command: str, found: dict[str, list[str]]
-) -> None:
-    """One that is missing is a script that breaks; what is new may be there.
+def test_command_prints_every_recorded_field(command: str, found: dict[str, list[str]]) -> None:
+    """A command prints every recorded field; a missing one would break scripts.
 
-    `make golden` records it.
+    New fields are allowed; `make golden` records them.
     """
     assert [name for name in PROMISED[command] if name not in found[command]] == []
 
@@ -38,8 +34,8 @@ def commands(group: Any, path: str = "") -> Iterator[str]:
         yield from commands(command, f"{path}{name} ") if hasattr(command, "commands") else ()
 
 
-def test_every_command_is_asked(found: dict[str, list[str]]) -> None:
-    groups = {"tokens", "certs"}  # which do nothing by themselves
+def test_recording_covers_every_command(found: dict[str, list[str]]) -> None:
+    groups = {"tokens", "certs"}  # groups of commands
     assert {name.partition(" of ")[0] for name in found} == set(
         commands(typer.main.get_command(app))
     ) - groups

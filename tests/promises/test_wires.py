@@ -1,5 +1,7 @@
-"""golden/wires-N.json: messages and shared-memory frames of a client and a node of protocol N, each
-held against the other end of today. Bulk has test_conversation.py.
+"""Compatibility over gRPC and shared memory with protocol N, whose messages are in
+golden/wires-N.json: the old client with today's node, and the old node with today's client.
+
+test_conversation.py does the same for bulk.
 """
 
 import concurrent.futures
@@ -64,8 +66,8 @@ def today(tmp_path: Path) -> Iterator[Node]:
     node.stop()
 
 
-def test_recordings_have_every_version_that_is_spoken_and_both_wires() -> None:
-    assert VERSIONS, "no recording is of a protocol that is spoken"
+def test_recordings_have_supported_versions_and_both_wires() -> None:
+    assert VERSIONS, "no recording has a supported protocol"
     for version in VERSIONS:
         assert {name for name, _, _ in RECORDED[version]["grpc"]["calls"]} >= {
             "Hello",
@@ -77,7 +79,7 @@ def test_recordings_have_every_version_that_is_spoken_and_both_wires() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_grpc_client_of_then_is_answered_as_it_was(today: Node, version: int) -> None:
+def test_old_grpc_client_gets_the_recorded_replies(today: Node, version: int) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{today.grpc.port}") as channel:
         for method, requests, replies in RECORDED[version]["grpc"]["calls"]:
             call = cast("Callable[..., Any]", channel.stream_stream(f"/kvstore.KVStore/{method}"))
@@ -85,7 +87,7 @@ def test_grpc_client_of_then_is_answered_as_it_was(today: Node, version: int) ->
                 call(iter([bytes.fromhex(request) for request in requests]), timeout=CALL_S)
             )
             assert (method, len(answers)) == (method, len(replies))
-            if method == "Hello":  # what it tells is this node's
+            if method == "Hello":  # its values differ between nodes
                 continue
             for was, now in zip(replies, answers, strict=True):
                 kind = reply_type(method)
@@ -96,11 +98,12 @@ def test_grpc_client_of_then_is_answered_as_it_was(today: Node, version: int) ->
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_shm_client_of_then_is_answered_as_it_was(
+def test_old_shm_client_gets_the_recorded_replies(
     today: Node, version: int, tmp_path: Path
 ) -> None:
-    """The client maps the arena that comes with the hello, writes at the offsets of a put, reads at
-    those of a get.
+    """An old shared-memory client gets the recorded replies.
+
+    It maps the arena of the hello, writes at the offsets of a put, and reads at those of a get.
     """
     asked = pb.BulkRequest()
     offsets: list[int] = []
@@ -137,12 +140,12 @@ def test_shm_client_of_then_is_answered_as_it_was(
                 assert [arena[at : at + PAGE_NBYTES] for at in reply.get.offsets] == PAGES
 
 
-class Then(grpc.GenericRpcHandler):
-    """A node of protocol `version` that gives the recorded answers, each kind in its order."""
+class OldNode(grpc.GenericRpcHandler):
+    """An old node of protocol `version` that sends the recorded replies of each method in order."""
 
     def __init__(self, version: int, wire: str, path: str) -> None:
         self.version = version
-        self.took: list[bytes] = []  # bytes of pages
+        self.took: list[bytes] = []  # received page bytes
         self.shm_ops: list[str] = []
         self._path = path
         self._calls: dict[str, list[list[bytes]]] = {}
@@ -162,8 +165,8 @@ class Then(grpc.GenericRpcHandler):
             if method == "Hello":
                 spoken = pb.HelloRequest.FromString(first).protocol_version
                 if spoken not in (0, self.version):  # as nodes of protocol 3 did
-                    said = f"client speaks protocol {spoken}, this node {self.version}"
-                    context.abort(grpc.StatusCode.UNIMPLEMENTED, said)
+                    message = f"client speaks protocol {spoken}, this node {self.version}"
+                    context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
                 hello = pb.HelloReply.FromString(self._calls[method][0][0])
                 hello.shm_socket = self._path
                 yield hello.SerializeToString()
@@ -183,7 +186,7 @@ class Then(grpc.GenericRpcHandler):
             frame = receive_frame(sock)
             assert frame is not None
             header, fds = frame
-            assert (header[2], len(fds)) == (self.version, 1), "a pidfd comes with the first frame"
+            assert (header[2], len(fds)) == (self.version, 1), "the first frame has no pidfd"
             os.close(fds[0])
             hello = self._frames["hello"].pop(0)
             arena_nbytes = pb.BulkReply.FromString(header_of(hello)).hello.arena_nbytes
@@ -203,24 +206,22 @@ class Then(grpc.GenericRpcHandler):
         if op == "release":
             return
         reply = self._frames[op].pop(0)
-        told = pb.BulkReply.FromString(header_of(reply))
+        recorded_reply = pb.BulkReply.FromString(header_of(reply))
         if op == "put":
-            self._reserved = list(told.put.offsets)
+            self._reserved = list(recorded_reply.put.offsets)
         elif op == "commit":
             self.took.append(b"".join(arena[at : at + PAGE_NBYTES] for at in self._reserved))
         elif op == "get":
-            for at, page in zip(told.get.offsets, PAGES, strict=True):
+            for at, page in zip(recorded_reply.get.offsets, PAGES, strict=True):
                 arena[at : at + PAGE_NBYTES] = page
         send_frame(sock, reply, [])
 
 
 @pytest.mark.parametrize("wire", ["grpc", "shm"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_client_of_today_understands_a_node_of_then(
-    version: int, wire: Any, tmp_path: Path
-) -> None:
+def test_client_understands_an_old_node(version: int, wire: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "then.sock")
-    node = Then(version, wire, path)
+    node = OldNode(version, wire, path)
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(8))
     server.add_generic_rpc_handlers((node,))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -259,7 +260,7 @@ def _of_client(version: int) -> list[str]:
     return [frame for name, _, frame in RECORDED[version]["shm"]["frames"] if name == "client"]
 
 
-def test_namespace_of_then_has_the_digest_of_today() -> None:
+def test_namespaces_in_recordings_have_todays_digest() -> None:
     for version in VERSIONS:
         frames = [
             pb.BulkRequest.FromString(header_of(bytes.fromhex(frame)))

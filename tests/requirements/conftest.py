@@ -1,7 +1,7 @@
-"""Requirements end to end: real clients over real sockets.
+"""Fixtures for end-to-end tests of the requirements: real clients over real sockets.
 
-A node runs in this process where a test must get at its memory; `chain` is a namespace whose page
-contents follow from their keys.
+A node runs in the test's process where a test accesses its memory. `chain` is a namespace whose
+page contents are derived from their keys.
 """
 
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ def wire(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def start_node() -> Iterator[StartNode]:
-    """A node in this process; keyword arguments are NodeConfig fields.
+    """Yield a function that starts a node in this process; its arguments are NodeConfig fields.
 
-    At the end of the module all must be consistent; they stop together, because each takes half a
-    second.
+    At the end of the module, all nodes are checked and stopped together, as each takes half a
+    second to stop.
     """
     nodes: list[Node] = []
 

@@ -39,7 +39,7 @@ def keys() -> list[bytes]:
     return prefix_hashes(range(64), 16)
 
 
-def test_r01_each_sees_its_own_pages_only(client: Client, keys: list[bytes]) -> None:
+def test_r01_each_configuration_finds_its_own_pages_only(client: Client, keys: list[bytes]) -> None:
     for writer in CONFIGURATIONS.values():
         client.put(
             writer,
@@ -51,7 +51,9 @@ def test_r01_each_sees_its_own_pages_only(client: Client, keys: list[bytes]) -> 
         assert client.remove(writer, keys) == [True] * len(keys)
 
 
-def test_r01_the_same_key_holds_other_bytes_in_each(client: Client, keys: list[bytes]) -> None:
+def test_r01_one_key_has_other_bytes_in_each_configuration(
+    client: Client, keys: list[bytes]
+) -> None:
     for space in CONFIGURATIONS.values():
         client.put(
             space, keys, [page_content(space.digest, key, space.layout.page_nbytes) for key in keys]

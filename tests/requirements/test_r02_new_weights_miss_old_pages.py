@@ -33,12 +33,12 @@ def running(data_dir: Path) -> Iterator[Node]:
         node.stop()
 
 
-def test_r02_a_raised_epoch_misses_the_old_pages_and_gets_its_own_bytes(
+def test_r02_raised_epoch_misses_old_pages_and_hits_its_own(
     tmp_path: Path, connect: Connect
 ) -> None:
-    """The same prompts, so the same prefix hashes; the restart empties RAM, so the disk answers.
+    """After the epoch was raised, the same prefix hashes miss the old pages in RAM and on disk.
 
-    Each wire has a model of its own.
+    The restart empties RAM, so that pages are read from disk. Each wire has a model of its own.
     """
     for is_restarted in (False, True):
         with running(tmp_path) as node:
@@ -59,7 +59,7 @@ def test_r02_a_raised_epoch_misses_the_old_pages_and_gets_its_own_bytes(
                 assert client.lookup(Pages(model, epoch=2).namespace, KEYS).prefix_pages == 0
 
 
-def test_r02_the_old_epochs_space_can_be_had_back_at_once(tmp_path: Path, connect: Connect) -> None:
+def test_r02_space_of_the_old_epoch_can_be_freed_at_once(tmp_path: Path, connect: Connect) -> None:
     old, new = Pages("model"), Pages("model", epoch=1)
     with running(tmp_path) as node:
         client = connect(node)

@@ -32,5 +32,5 @@ def test_r03_no_call_of_another_tenant_reaches_a_page(
     assert client.pin(stranger.namespace, keys, 1.0) == [False] * 4
     assert client.remove(stranger.namespace, keys) == [False] * 4
     assert client.verify(stranger.namespace, keys) == (0, 0, 4)
-    assert owner.get(client, keys) == [True] * 4, "a stranger did something to the owner's pages"
+    assert owner.get(client, keys) == [True] * 4, "another tenant changed the owner's pages"
     client.remove(owner.namespace, keys)

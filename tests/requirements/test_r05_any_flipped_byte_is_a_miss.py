@@ -1,5 +1,5 @@
-"""R5: any flipped, truncated or swapped byte is a miss, never data; the page goes and can be stored
-anew.
+"""R5: any flipped, truncated or swapped byte is a miss, never data; the page is dropped and can be
+stored again.
 """
 
 import random
@@ -17,12 +17,12 @@ from node.server import Node
 
 @pytest.fixture(scope="module")
 def node(start_node: StartNode) -> Node:
-    """With room for the four pages of every test here."""
+    """Return a node with room for the four pages of each test here."""
     return start_node()
 
 
 def page_of(node: Node, chain: Pages, key: bytes) -> Page:
-    """The page's record, with which its bytes in the arena can be found."""
+    """Return the page's record, which has the offset of its bytes in the arena."""
     with Inventory(node.tier).inspected(chain.namespace.digest, key) as page:
         assert page is not None
         return page
@@ -38,7 +38,7 @@ def flip_last(node: Node, chain: Pages, keys: list[bytes]) -> None:
 
 
 def truncate(node: Node, chain: Pages, keys: list[bytes]) -> None:
-    """As after a write that ended early: the rest is what was there before."""
+    """Zero the second half of the page, as after a write that ended early."""
     view = node.arena.view(page_of(node, chain, keys[1]).offset, chain.nbytes)
     view[chain.nbytes // 2 :] = bytes(chain.nbytes - chain.nbytes // 2)
 
@@ -49,7 +49,7 @@ def shift(node: Node, chain: Pages, keys: list[bytes]) -> None:
 
 
 def replace(node: Node, chain: Pages, keys: list[bytes]) -> None:
-    """The bytes and the checksum of another page: intact, but not what was asked for."""
+    """Replace a page by the bytes and checksum of another one: intact, but the wrong page."""
     page, other = page_of(node, chain, keys[1]), page_of(node, chain, keys[2])
     node.arena.copy(other.offset, page.offset, chain.nbytes)
     page.checksum = other.checksum
@@ -60,7 +60,7 @@ DAMAGES = [flip_one, flip_last, truncate, shift, replace]
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("read", ["get", "get_ranges", "verify"])
-def test_r05_a_damaged_page_is_a_miss_and_is_dropped(
+def test_r05_damaged_page_is_a_miss_and_is_dropped(
     node: Node, connect: Connect, chain: Pages, wire: str, damage: Any, read: str
 ) -> None:
     client = connect(node, wire)
@@ -73,7 +73,7 @@ def test_r05_a_damaged_page_is_a_miss_and_is_dropped(
     elif read == "get_ranges":
         buffers = [bytearray(1) for _ in keys]
         (part,) = chain.namespace.layout.layer_ranges(0)
-        first_byte = [type(part)(0, 1)]  # even if the byte asked for is a good one
+        first_byte = [type(part)(0, 1)]  # a miss although the requested byte is intact
         assert client.get_ranges(chain.namespace, keys, first_byte, buffers) == [
             True,
             False,
@@ -94,7 +94,7 @@ def test_r05_a_damaged_page_is_a_miss_and_is_dropped(
     assert chain.get(client, keys) == [True] * 4
 
 
-def test_r05_two_pages_that_changed_places_are_both_misses(
+def test_r05_swapped_pages_are_misses(
     node: Node, connect: Connect, chain: Pages, wire: str
 ) -> None:
     client = connect(node, wire)
@@ -108,7 +108,7 @@ def test_r05_two_pages_that_changed_places_are_both_misses(
     assert client.lookup(chain.namespace, keys).present == (False, False, True)
 
 
-def test_r05_a_prefix_ends_at_a_damaged_page(
+def test_r05_prefix_ends_at_a_damaged_page(
     node: Node, connect: Connect, chain: Pages, wire: str
 ) -> None:
     client = connect(node, wire)
@@ -119,7 +119,7 @@ def test_r05_a_prefix_ends_at_a_damaged_page(
 
 
 def ranged(client: Any, chain: Pages, keys: list[bytes], offset: int) -> list[bool]:
-    """Asks for some bytes of each page, and compares those of the hits."""
+    """Get 100 bytes of each page, compare those of the hits, and return the hits."""
     buffers = [bytearray(100) for _ in keys]
     hits: list[bool] = client.get_ranges(chain.namespace, keys, [ByteRange(offset, 100)], buffers)
     expected = [chain.content(key)[offset : offset + 100] for key in keys]
@@ -130,15 +130,15 @@ def ranged(client: Any, chain: Pages, keys: list[bytes], offset: int) -> list[bo
 
 
 @pytest.mark.usefixtures("small_leaves")
-def test_r05_a_range_is_checked_by_the_parts_that_it_lies_in(
+def test_r05_range_is_checked_by_the_parts_it_touches(
     node: Node, connect: Connect, chain: Pages, wire: str
 ) -> None:
     client, keys = connect(node, wire), chain.keys(*range(4))
     chain.put(client, keys)
     assert len(page_of(node, chain, keys[1]).leaves) == 8 * (chain.nbytes // 256) > 8
     node.arena.view(page_of(node, chain, keys[1]).offset, chain.nbytes)[300] ^= 1
-    assert ranged(client, chain, keys, 0) == [True] * 4  # nothing else of the page is read
-    # From the part in front into the bad one
+    assert ranged(client, chain, keys, 0) == [True] * 4  # the damaged part is not read
+    # From an intact part into the damaged one
     assert ranged(client, chain, keys, 200) == [
         True,
         False,

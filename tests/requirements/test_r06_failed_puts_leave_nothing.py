@@ -14,15 +14,16 @@ from node.memory.inventory import Inventory
 
 
 @pytest.mark.parametrize("fails_after", [0, 1, 3])
-def test_r06_a_writer_that_fails_in_the_middle_leaves_nothing(
+def test_r06_writer_that_fails_during_a_put_leaves_nothing(
     start_node: StartNode,
     connect: Connect,
     wire: str,
     monkeypatch: pytest.MonkeyPatch,
     fails_after: int,
 ) -> None:
-    """Whatever was sent before: pages become visible by the commit only, all of a batch
-    together.
+    """A writer that fails during a put leaves no visible page.
+
+    All pages of a batch become visible together, by the commit.
     """
     node = start_node(ram_nbytes=16 << 20, extent_nbytes=4 << 20)
     client = connect(node, wire)
@@ -61,7 +62,7 @@ def test_r06_a_writer_that_fails_in_the_middle_leaves_nothing(
     assert chain.get(client, keys) == [True] * 4
 
 
-def test_r06_pages_being_written_are_not_visible_to_anybody(
+def test_r06_pages_being_written_are_not_visible(
     start_node: StartNode, connect: Connect, chain: Pages, wire: str
 ) -> None:
     node = start_node()
@@ -85,7 +86,7 @@ def test_r06_pages_being_written_are_not_visible_to_anybody(
 def test_r06_listing_goes_on_past_pages_being_written(
     start_node: StartNode, connect: Connect, chain: Pages, wire: str
 ) -> None:
-    """A page that is being written must not look like the end of the list."""
+    """A page that is being written does not end a listing."""
     node = start_node()
     client = connect(node, wire)
     stored = chain.keys(*range(0, 60, 2))

@@ -1,5 +1,5 @@
-"""R7: every call returns by its deadline; a hung node costs at most one deadline, then a breaker
-opens; the result is to recompute.
+"""R7: every call returns by its deadline. A hung node costs at most one deadline; then a circuit
+breaker opens, and the caller recomputes.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from kvstore.layout import ByteRange
 from kvstore.tools.node_process import NodeProcess
 
 DEADLINE_S = 0.3
-PAUSE_S = 600.0  # of a breaker
+PAUSE_S = 600.0  # how long a circuit breaker stays open
 PAGE = bytes(4096)
 
 
@@ -30,7 +30,7 @@ def entering(context: Any) -> None:
         pass
 
 
-# Every method of Client that asks the node: (client, chain, time) -> anything.
+# Every method of Client that calls the node: (client, chain, timeout in seconds) -> anything
 CALLS: dict[str, Callable[[Client, Any, float], Any]] = {
     "lookup": lambda client, chain, s: client.lookup(chain.namespace, chain.keys(1), timeout_s=s),
     "put": lambda client, chain, s: client.put(chain.namespace, chain.keys(2), [PAGE], timeout_s=s),
@@ -70,8 +70,8 @@ CALLS: dict[str, Callable[[Client, Any, float], Any]] = {
         client.open_get(chain.namespace, chain.keys(1), timeout_s=s)
     ),
 }
-IN_PLACE = {"open_put", "open_get"}  # only where the arena is mapped
-# Ask only when the client is not connected, or does not know the namespace
+IN_PLACE = {"open_put", "open_get"}  # need a mapped arena
+# Call the node only if the client is not connected or does not know the namespace
 LOCAL = {
     "open",
     "batch_pages_max",
@@ -79,9 +79,7 @@ LOCAL = {
 
 
 def settings(op: str) -> dict[str, float]:
-    """The times that a call has by itself; list_pages takes none, so it must be content with the
-    default.
-    """
+    """Return a client's timeouts for a call; list_pages has no timeout and gets a short default."""
     default_s = DEADLINE_S if op == "list_pages" else 60.0
     return {
         "timeout_s": default_s,
@@ -92,7 +90,7 @@ def settings(op: str) -> dict[str, float]:
 
 @pytest.fixture
 def hung_address() -> Iterator[str]:
-    """A listening socket that never answers."""
+    """Yield the address of a listening socket that never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
@@ -105,7 +103,7 @@ def node_process() -> Iterator[NodeProcess]:
 
 @pytest.fixture
 def unresolved_address(node_process: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A name of a node that is well, at which the resolver hangs."""
+    """Yield the address of a healthy node by a name on which the resolver hangs."""
     system, over = socket.getaddrinfo, threading.Event()
 
     def getaddrinfo(host: str, *args: Any, **options: Any) -> Any:
@@ -120,7 +118,7 @@ def unresolved_address(node_process: NodeProcess, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def stop(node_process: NodeProcess) -> Iterator[Callable[[], None]]:
-    """SIGSTOP: its sockets stay open and accept, nobody answers."""
+    """Yield a function that suspends the node: its sockets accept connections, but never answer."""
 
     yield lambda: stopping.stop(node_process.pid)
     os.kill(node_process.pid, signal.SIGCONT)
@@ -128,17 +126,17 @@ def stop(node_process: NodeProcess) -> Iterator[Callable[[], None]]:
 
 @pytest.fixture(autouse=True)
 def long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shorter one may be over on a busy machine before a test has looked."""
+    """Lengthen the pause of the breaker, which could end too soon on a busy machine."""
     monkeypatch.setattr("kvstore.transports.channel.PAUSE_S_MIN", PAUSE_S)
 
 
 def refuse_at_once(clients: dict[str, Client], chain: Pages) -> None:
-    """After a call of each, by operation.
+    """Check that each client refuses calls at once after its call failed.
 
-    A deadline of an hour shows that nothing is waited for.
+    A deadline of an hour shows that the client does not wait.
     """
     for op, client in clients.items():
-        # On a busy machine a call may be too late to say anything about the node
+        # On a busy machine, a call may start too late to count as a failure of the node
         for _ in range(20):
             if client.stats.failures:
                 break
@@ -149,8 +147,8 @@ def refuse_at_once(clients: dict[str, Client], chain: Pages) -> None:
             client.lookup(chain.namespace, chain.keys(1), timeout_s=3600.0)
 
 
-def test_r07_every_call_of_the_client_is_tried_here() -> None:
-    # The last one asks nobody who has said hello
+def test_r07_tests_cover_every_call_of_the_client() -> None:
+    # `view` does not call the node again after its hello
     others = {
         "stats",
         "wire_name",
@@ -166,7 +164,7 @@ def test_r07_every_call_of_the_client_is_tried_here() -> None:
 @pytest.mark.parametrize(
     "where", ["never answers", "swallows packets", "has a name that is not resolved"]
 )
-def test_r07_a_node_that_was_never_reached(
+def test_r07_calls_to_an_unreachable_node_return_by_their_deadline(
     hung_address: str,
     swallowing_port: int,
     unresolved_address: str,
@@ -192,7 +190,7 @@ def test_r07_a_node_that_was_never_reached(
     assert all(client.stats.failures == 1 for client in clients.values())
 
 
-def test_r07_a_node_that_stops_answering(
+def test_r07_calls_to_a_suspended_node_return_by_their_deadline(
     node_process: NodeProcess,
     stop: Callable[[], None],
     connect: Connect,
@@ -214,10 +212,10 @@ def test_r07_a_node_that_stops_answering(
     refuse_at_once(clients, chain)
 
 
-def test_r07_closing_does_not_wait_for_a_node_that_stopped(
+def test_r07_close_does_not_wait_for_a_suspended_node(
     node_process: NodeProcess, stop: Callable[[], None], connect: Connect, chain: Pages
 ) -> None:
-    """Nor does it disturb the call that hangs, which returns by its own deadline."""
+    """Closing a client does not wait for a suspended node, nor disturb a call that hangs."""
     clients = [
         connect(node_process.address, wire, timeout_s=60.0) for wire in ("shm", "bulk", "grpc")
     ]
@@ -245,7 +243,7 @@ def test_r07_closing_does_not_wait_for_a_node_that_stopped(
     assert not any(thread.is_alive() for thread in calling)
 
 
-def test_r07_a_node_that_goes_on_is_used_again(
+def test_r07_resumed_node_is_used_again(
     node_process: NodeProcess, stop: Callable[[], None], connect: Connect, chain: Pages, wire: str
 ) -> None:
     client = connect(node_process.address, wire, backoff_s_max=0.05)

@@ -1,4 +1,4 @@
-"""R8: a read in progress can not lose its object to eviction, removal or time."""
+"""R8: a read in progress can not lose its pages to eviction, removal or expiry."""
 
 import socket
 import threading
@@ -14,11 +14,12 @@ PAGE = 1 << 20
 PAGES = 16
 
 
-def test_r08_a_slow_reader_gets_its_bytes_whatever_happens_meanwhile(
+def test_r08_slow_reader_gets_its_bytes_despite_removal_and_eviction(
     start_node: StartNode, connect: Connect
 ) -> None:
-    """16 MiB are more than the socket buffers take, so the node is in the middle of sending while
-    the pages are removed and others are put in their place over and over.
+    """A slow reader gets its bytes while its pages are removed and others need their slots.
+
+    16 MiB are more than the socket buffers hold, so the node is still sending at that time.
     """
     node = start_node(
         ram_nbytes=32 << 20, extent_nbytes=4 << 20, batch_nbytes_max=16 << 20, stall_s=60.0
@@ -49,12 +50,13 @@ def test_r08_a_slow_reader_gets_its_bytes_whatever_happens_meanwhile(
         threading.Event().wait(0.01)
 
 
-def test_r08_readers_and_an_evicting_writer_never_disagree(
+def test_r08_readers_get_right_bytes_beside_an_evicting_writer(
     start_node: StartNode, connect: Connect, wire: str
 ) -> None:
-    """64 pages of room, 4 readers, a writer that evicts with every put: each hit has the right
-    bytes. The writer goes on until there were hits in plenty, and so many evictions that a read
-    that holds nothing is found out: most where the node does least between a page and its reader.
+    """Each hit of 4 readers has the right bytes while a writer evicts pages with every put.
+
+    The node has room for 64 pages. The writer goes on until there were enough hits and evictions to
+    reveal a read that does not hold its pages. A wire with less work per page needs more of them.
     """
     wanted = {"shm": 2000, "bulk": 2000, "grpc": 320}[wire]
     node = start_node(ram_nbytes=256 << 10, extent_nbytes=64 << 10)
@@ -72,7 +74,7 @@ def test_r08_readers_and_an_evicting_writer_never_disagree(
                 hits[number] += sum(
                     chain.get(client, chain.keys(*range(number * 20, number * 20 + 20)))
                 )
-        except BaseException as error:  # noqa: BLE001 -- raised again below, in the test's thread
+        except BaseException as error:  # noqa: BLE001 -- raised again in the test's thread
             failures.append(error)
 
     threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]

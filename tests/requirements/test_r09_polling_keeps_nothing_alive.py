@@ -6,14 +6,14 @@ from known_pages import Pages
 from local_nodes import Connect, StartNode
 
 
-def test_r09_polled_pages_are_evicted_first_come_first_gone(
+def test_r09_polled_pages_are_evicted_in_order(
     start_node: StartNode, connect: Connect, chain: Pages, wire: str
 ) -> None:
     client = connect(start_node(ram_nbytes=64 << 10, extent_nbytes=64 << 10), wire)  # 16 pages
     garbage, wanted = chain.keys(*range(16)), chain.keys(*range(100, 116))
     chain.put(client, garbage)
     for position, key in enumerate(wanted):
-        # The tail goes first
+        # The tail is evicted first
         assert client.lookup(chain.namespace, garbage).prefix_pages == 16 - position
         client.stat(chain.namespace, garbage)
         list(client.list_pages(chain.namespace))

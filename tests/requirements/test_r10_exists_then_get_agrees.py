@@ -9,7 +9,7 @@ from local_nodes import Connect, StartNode
 TURNS = 80
 
 
-def test_r10_without_changes_in_between_they_agree(
+def test_r10_lookup_and_get_agree_without_changes_in_between(
     start_node: StartNode, connect: Connect, chain: Pages, wire: str
 ) -> None:
     client = connect(start_node(), wire)
@@ -21,11 +21,12 @@ def test_r10_without_changes_in_between_they_agree(
     assert chain.get(client, keys, prefix=True) == [True] * 3 + [False] * 7
 
 
-def test_r10_with_eviction_in_between_a_get_is_a_clean_shorter_prefix(
+def test_r10_get_after_eviction_is_a_shorter_prefix(
     start_node: StartNode, connect: Connect, chain: Pages, wire: str
 ) -> None:
-    """Chains of 16 pages compete for 64 places: what a prefix read returns is True up to some page
-    and False from there on, with the right bytes, whatever lookup said a moment before.
+    """A prefix get returns hits up to some page and misses from there on, despite eviction.
+
+    Chains of 16 pages compete for 64 slots, so a get may find less than the lookup before it.
     """
     node = start_node(ram_nbytes=256 << 10, extent_nbytes=64 << 10)
     client = connect(node, wire)
@@ -44,11 +45,11 @@ def test_r10_with_eviction_in_between_a_get_is_a_clean_shorter_prefix(
         for turn in range(TURNS):
             start = 16 * (turn % 8)
             keys = chain.keys(*range(start, start + 16))
-            said = client.lookup(chain.namespace, keys).prefix_pages
+            found_before = client.lookup(chain.namespace, keys).prefix_pages
             hits = chain.get(client, keys, prefix=True)
             length = hits.index(False) if False in hits else 16
             assert hits == [True] * length + [False] * (16 - length)
-            disagreed += length < said
+            disagreed += length < found_before
     finally:
         stop.set()
         thread.join()
@@ -56,7 +57,7 @@ def test_r10_with_eviction_in_between_a_get_is_a_clean_shorter_prefix(
     print(f"{disagreed} of {TURNS} reads found less than the lookup before them")
 
 
-def test_r10_what_a_lookup_touched_is_not_the_next_to_go(
+def test_r10_touched_pages_are_evicted_later(
     start_node: StartNode, connect: Connect, chain: Pages, wire: str
 ) -> None:
     client = connect(start_node(ram_nbytes=64 << 10, extent_nbytes=64 << 10), wire)

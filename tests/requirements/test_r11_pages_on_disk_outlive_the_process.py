@@ -1,6 +1,4 @@
-"""R11: after `kill -9` and a restart the pages on disk hit again, and clients reconnect by
-themselves.
-"""
+"""R11: after `kill -9` and a restart, pages on disk are hits, and clients reconnect."""
 
 import hashlib
 import threading
@@ -19,7 +17,7 @@ KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(64)]
 
 
 class Restartable:
-    """A node on a data directory that comes back on the ports it had."""
+    """A node with a data directory that can be killed and restarted on the same ports."""
 
     def __init__(self, data_dir: Path) -> None:
         self._flags = ("--ram-bytes", "4MiB", "--data-dir", str(data_dir), "--disk-bytes", "128MiB")
@@ -45,7 +43,7 @@ def restartable(tmp_path: Path) -> Iterator[Restartable]:
 def test_r11_durable_pages_hit_after_kill_9_through_the_same_client(
     restartable: Restartable, connect: Connect
 ) -> None:
-    """Through a client of each wire; each has pages of its own."""
+    """Durable pages are hits after kill -9 for the same client, on each wire, without an error."""
     clients = {wire: connect(restartable.address, wire) for wire in ("shm", "bulk", "grpc")}
     chains = {wire: (Pages(f"small {wire}"), Pages(f"large {wire}", 100_000)) for wire in clients}
     for wire, client in clients.items():
@@ -55,7 +53,7 @@ def test_r11_durable_pages_hit_after_kill_9_through_the_same_client(
     restartable.kill_and_restart()
     for number, (wire, client) in enumerate(clients.items(), 1):
         small, large = chains[wire]
-        # The very next calls, with no error in between.
+        # The next calls after the restart succeed at once
         assert client.lookup(small.namespace, KEYS).prefix_pages == 32
         assert small.get(client, KEYS) == [True] * 32 + [False] * 32
         assert large.get(client, KEYS[:32]) == [True] * 32
@@ -77,11 +75,12 @@ def test_r11_pages_of_a_keyed_namespace_hit_after_kill_9(
     assert client.node_status().disk.pages_read == 8
 
 
-def test_r11_what_flush_acknowledged_survives_every_kill_and_readers_under_way_hit_again(
+def test_r11_flushed_pages_survive_kills_and_readers_hit_again(
     restartable: Restartable, connect: Connect
 ) -> None:
-    """The node dies under a reader that goes on asking: it sees misses or errors, and then hits;
-    every byte it ever gets is right.
+    """Flushed pages survive each kill, and a concurrent reader gets hits again.
+
+    Meanwhile the reader gets misses or errors, but never wrong bytes.
     """
     chain = Pages("chain")
     client, readers_client = (
@@ -104,7 +103,7 @@ def test_r11_what_flush_acknowledged_survives_every_kill_and_readers_under_way_h
             if hits[0] >= wanted or not reader.is_alive():
                 break
             stop.wait(0.01)
-        assert hits[0] >= wanted, "it did not come back by itself"
+        assert hits[0] >= wanted, "the reader got no hits again"
 
     reader = threading.Thread(target=read)
     reader.start()

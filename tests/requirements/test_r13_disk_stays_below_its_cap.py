@@ -1,5 +1,5 @@
-"""R13: RAM and disk stay below hard caps under long traffic of mixed sizes; one failing write or
-eviction stops neither the node nor the thread that does it."""
+"""R13: RAM and disk stay below hard caps under long traffic of mixed sizes; a failing write stops
+neither the node nor its writer thread."""
 
 import hashlib
 import itertools
@@ -29,19 +29,16 @@ def keys(chain: Pages, *numbers: int) -> list[bytes]:
 
 
 def used_nbytes(directory: Path) -> int:
-    """As `du` would: blocks, not lengths; but for one of the file system's own for each file, where
-    it says which parts were written.
-    """
+    """Return the bytes of allocated blocks, as `du` does, less one metadata block per file."""
     return sum(max(0, os.stat(path).st_blocks * 512 - 4096) for path in directory.iterdir())
 
 
 def test_r13_long_traffic_of_mixed_sizes_stays_below_both_caps(
     tmp_path: Path, start_node: StartNode, connect: Connect
 ) -> None:
-    """Four times the disk's capacity goes through it.
+    """RAM and disk stay below their caps while four times the disk's capacity is written.
 
-    The disk tells uses apart by seconds, and all of this takes one: so a second passes with each
-    look at the clock.
+    The test's clock advances a second per reading, as the disk's LRU has a resolution of 1 s.
     """
     node = start_node(data_dir=str(tmp_path), **SETTINGS)
     seconds = itertools.count(2_000_000_000)
@@ -68,10 +65,10 @@ def test_r13_long_traffic_of_mixed_sizes_stays_below_both_caps(
     assert status.disk.pages_corrupt == 0
     assert status.state == "SERVING"
     rows_nbytes = used_nbytes(tmp_path / "rows")
-    assert rows_nbytes < 8 * MIB, "rows of what is gone are gone too"
+    assert rows_nbytes < 8 * MIB, "rows of evicted pages were not deleted"
 
 
-def test_r13_a_failed_write_stops_neither_the_writer_nor_eviction(
+def test_r13_failed_write_stops_neither_the_writer_nor_eviction(
     tmp_path: Path, start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = start_node(data_dir=str(tmp_path), **SETTINGS)
@@ -83,7 +80,7 @@ def test_r13_a_failed_write_stops_neither_the_writer_nor_eviction(
 
     with monkeypatch.context() as patch:
         patch.setattr(node.disk.files, "write_all", fail)
-        for start in range(0, 64, 8):  # twice what RAM holds: it must go on evicting
+        for start in range(0, 64, 8):  # twice what RAM holds, so it must evict
             assert PutOutcome.FULL not in chain.put(client, keys(chain, *range(start, start + 8)))
         patch.undo()
     client.recover()

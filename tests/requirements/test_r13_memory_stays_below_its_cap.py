@@ -1,4 +1,4 @@
-"""R13: RAM stays below a hard cap with eviction by use; nothing grows without bound."""
+"""R13: RAM stays below a hard cap with LRU eviction, and the process does not grow."""
 
 import random
 
@@ -11,12 +11,10 @@ from kvstore.tools.node_process import NodeProcess
 MIB = 1 << 20
 
 
-def test_r13_long_traffic_of_mixed_sizes_never_leaves_the_arena(
+def test_r13_long_traffic_of_mixed_sizes_stays_within_the_arena(
     start_node: StartNode, connect: Connect
 ) -> None:
-    """Twenty times the capacity goes through; used slots never exceed it and every size keeps
-    working.
-    """
+    """Used slots never exceed the capacity while twenty times as much is put, in all sizes."""
     node = start_node(ram_nbytes=2 * MIB, extent_nbytes=256 << 10)
     client = connect(node)
     rng = random.Random(13)
@@ -36,10 +34,8 @@ def test_r13_long_traffic_of_mixed_sizes_never_leaves_the_arena(
     assert client.node_status().totals.pages_evicted > 0
 
 
-def test_r13_the_process_does_not_grow_with_the_traffic(connect: Connect) -> None:
-    """Private memory after much traffic is what it was after some; sessions, pins and misses
-    included.
-    """
+def test_r13_process_does_not_grow_with_traffic(connect: Connect) -> None:
+    """The process's memory does not grow with puts, pins, sessions and misses: no memory leak."""
     with NodeProcess("--ram-bytes", "4MiB", "--extent-bytes", "1MiB") as process:
         client = connect(process.address)
         chain = Pages("traffic")
@@ -53,5 +49,5 @@ def test_r13_the_process_does_not_grow_with_the_traffic(connect: Connect) -> Non
             return int(client.node_status().rss_nbytes)
 
         first = traffic(0)
-        # 3,200 pages more; their ghosts take a quarter of a MiB
+        # 3,200 more pages; the records of evicted ones take 0.25 MiB
         assert traffic(200) - first < 2 * MIB

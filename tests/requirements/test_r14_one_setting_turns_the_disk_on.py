@@ -12,12 +12,12 @@ from kvstore.cli.commands import app
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(4)]
 
 
-def test_r14_the_data_dir_alone_turns_the_disk_tier_on(
+def test_r14_data_dir_alone_turns_the_disk_tier_on(
     tmp_path: Path, start_node: StartNode, connect: Connect
 ) -> None:
-    """Whatever the wire on which one asks.
+    """A data directory alone turns the disk tier on, as each wire shows.
 
-    RAM is small because touching the default takes seconds.
+    RAM is small here because touching the default size takes seconds.
     """
     node = start_node(data_dir=str(tmp_path / "new" / "data"), ram_nbytes=4 << 20, extent_nbytes=0)
     clients = [connect(node, wire) for wire in ("shm", "bulk", "grpc")]
@@ -40,5 +40,7 @@ def test_r14_the_data_dir_alone_turns_the_disk_tier_on(
     assert str(tmp_path / "new" / "data") in shown.stdout.replace("\n", "")
 
 
-def test_r14_without_it_there_is_none(start_node: StartNode, connect: Connect) -> None:
+def test_r14_node_without_data_dir_has_no_disk_tier(
+    start_node: StartNode, connect: Connect
+) -> None:
     assert not connect(start_node()).node_status().HasField("disk")

@@ -11,7 +11,7 @@ from node.server import Node
 
 
 def counters(client: Client, chain: Pages) -> pb.Counters:
-    """Of one namespace, as NodeStatus tells them."""
+    """Return the counters of one namespace, from NodeStatus."""
     (info,) = [
         info for info in client.node_status().namespaces if info.digest == chain.namespace.digest
     ]
@@ -20,7 +20,7 @@ def counters(client: Client, chain: Pages) -> pb.Counters:
 
 
 def miss(client: Client, chain: Pages, keys: list[bytes]) -> dict[str, int]:
-    """What one lookup adds to the miss counters, by reason."""
+    """Return what one lookup adds to the miss counters, by reason."""
     before = counters(client, chain)
     client.lookup(chain.namespace, keys)
     after = counters(client, chain)
@@ -45,24 +45,24 @@ def client(node: Node, connect: Connect, chain: Pages) -> Client:
     return client
 
 
-def test_r15_absent(client: Client, chain: Pages) -> None:
+def test_r15_unknown_page_counts_as_absent(client: Client, chain: Pages) -> None:
     assert miss(client, chain, chain.keys(1, 2, 3)) == {"absent": 3}
 
 
-def test_r15_evicted(client: Client, chain: Pages) -> None:
+def test_r15_evicted_page_counts_as_evicted(client: Client, chain: Pages) -> None:
     chain.put(client, chain.keys(*range(16)))
     chain.put(client, chain.keys(100, 101))
     assert miss(client, chain, chain.keys(*range(16))) == {"evicted": 2}
     assert counters(client, chain).pages_evicted == 2
 
 
-def test_r15_removed(client: Client, chain: Pages) -> None:
+def test_r15_removed_page_counts_as_removed(client: Client, chain: Pages) -> None:
     chain.put(client, chain.keys(1))
     client.remove(chain.namespace, chain.keys(1))
     assert miss(client, chain, chain.keys(1)) == {"removed": 1}
 
 
-def test_r15_writing(node: Node, client: Client, chain: Pages) -> None:
+def test_r15_page_being_written_counts_as_writing(node: Node, client: Client, chain: Pages) -> None:
     with node.sessions.open(Caller("test")) as session:
         session.reserve(chain.namespace.digest, chain.keys(1), chain.nbytes)
         assert miss(client, chain, chain.keys(1)) == {"writing": 1}
@@ -70,23 +70,21 @@ def test_r15_writing(node: Node, client: Client, chain: Pages) -> None:
     assert counters(client, chain).pages_put_aborted == 1
 
 
-def test_r15_corrupt(node: Node, client: Client, chain: Pages) -> None:
+def test_r15_corrupt_page_counts_as_corrupt(node: Node, client: Client, chain: Pages) -> None:
     chain.put(client, chain.keys(1))
     node.arena.view(0, node.arena.nbytes)[:] = bytes(node.arena.nbytes)
     assert client.verify(chain.namespace, chain.keys(1)) == (0, 1, 0)
     assert miss(client, chain, chain.keys(1)) == {"corrupt": 1}
 
 
-def test_r15_a_page_stored_again_is_a_hit_again(client: Client, chain: Pages) -> None:
+def test_r15_page_stored_again_is_a_hit(client: Client, chain: Pages) -> None:
     chain.put(client, chain.keys(1))
     client.remove(chain.namespace, chain.keys(1))
     chain.put(client, chain.keys(1))
     assert miss(client, chain, chain.keys(1)) == {}
 
 
-def test_r15_each_namespace_counts_for_itself_and_the_totals_for_all(
-    client: Client, chain: Pages
-) -> None:
+def test_r15_totals_are_the_sums_of_namespace_counters(client: Client, chain: Pages) -> None:
     other = Pages("other")
     chain.put(client, chain.keys(0, 1, 3))
     other.put(client, other.keys(0))
@@ -118,7 +116,7 @@ def test_r15_each_namespace_counts_for_itself_and_the_totals_for_all(
 
 
 @pytest.mark.parametrize("outcome", ["exists", "full", "busy"])
-def test_r15_pages_that_were_not_stored_are_counted_by_reason(
+def test_r15_pages_not_stored_are_counted_by_reason(
     node: Node, client: Client, chain: Pages, outcome: str
 ) -> None:
     if outcome == "exists":
@@ -139,7 +137,7 @@ def test_r15_pages_that_were_not_stored_are_counted_by_reason(
         assert counters(client, chain).pages_put_busy == 1
 
 
-def test_r15_counters_outlive_a_namespace_that_made_room(
+def test_r15_totals_keep_the_counters_of_a_closed_namespace(
     start_node: StartNode, connect: Connect, chain: Pages
 ) -> None:
     client = connect(start_node(namespaces_max=1))

@@ -1,4 +1,4 @@
-"""R20: a page that was put with a time to live is not found after it, wherever it lies."""
+"""R20: a page with a time to live is not found after it, in RAM or on disk."""
 
 import hashlib
 import time
@@ -17,7 +17,7 @@ KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(6)]
 
 
 class Clock:
-    """Seconds since the epoch, moved by hand."""
+    """A clock in seconds since the epoch, set by the test."""
 
     def __init__(self) -> None:
         self.now_s = 2_000_000_000
@@ -37,7 +37,7 @@ def put(client: Any, chain: Pages, keys: list[bytes], ttl_s: float) -> list[PutO
 def test_r20_each_key_has_its_own_time_to_live(
     tmp_path: Path, start_node: StartNode, connect: Connect, tiers: str
 ) -> None:
-    """On each wire; each has pages of its own."""
+    """Pages with different times to live expire each at its own time, on each wire."""
     disk = {"data_dir": str(tmp_path), "disk_nbytes": 1 << 20, "disk_extent_nbytes": 64 << 10}
     node = start_node(**(disk if tiers != "ram" else {}))
     clock = Clock()
@@ -63,12 +63,12 @@ def test_r20_each_key_has_its_own_time_to_live(
         counters = {space.digest: info.counters for space, info in client.namespaces()}
         assert counters[chain.namespace.digest].miss_expired > 0
         assert put(client, chain, KEYS[:2], 60.0) == [PutOutcome.STORED] * 2, (
-            "its key is free again"
+            "the key of an expired page can not be stored again"
         )
         assert chain.get(client, KEYS[:2]) == [True] * 2
 
 
-def test_r20_a_use_does_not_lengthen_it_and_a_pin_does_not_outlast_it(
+def test_r20_use_and_pin_do_not_extend_the_time_to_live(
     start_node: StartNode, connect: Connect, chain: Pages
 ) -> None:
     node = start_node()
@@ -84,7 +84,7 @@ def test_r20_a_use_does_not_lengthen_it_and_a_pin_does_not_outlast_it(
     assert client.node_status().ram.used_nbytes == 0
 
 
-def test_r20_it_holds_across_kill_9_by_the_clock_on_the_wall(
+def test_r20_time_to_live_holds_across_kill_9(
     tmp_path: Path, start_node: StartNode, connect: Connect, chain: Pages
 ) -> None:
     flags = ("--ram-bytes", "4MiB", "--data-dir", str(tmp_path), "--disk-bytes", "128MiB")
@@ -102,7 +102,7 @@ def test_r20_it_holds_across_kill_9_by_the_clock_on_the_wall(
     acknowledged = time.time()
     process.kill()
     client = connect(start_node(data_dir=str(tmp_path), disk_nbytes=128 << 20))
-    for _ in range(40):  # it may be over already; when it must be over, it is
+    for _ in range(40):  # pages may have expired already; they must once the time is over
         is_over = time.time() >= acknowledged + 2.0
         hits = chain.get(client, KEYS)
         assert hits[3:] == [True] * 3

@@ -1,4 +1,4 @@
-"""R23, chains longer than the node: put in several batches, they keep their beginning."""
+"""R23: chains put in several batches, even longer than the node's RAM, keep their beginning."""
 
 import pytest
 from local_nodes import Connect, StartNode
@@ -13,7 +13,7 @@ SLOTS = 64
 
 @pytest.fixture(scope="module")
 def node(start_node: StartNode) -> Node:
-    """Each test leaves it empty."""
+    """Return a node with SLOTS slots, which each test leaves empty."""
     nbytes = SLOTS * PAGE
     return start_node(
         ram_nbytes=nbytes, extent_nbytes=nbytes, batch_nbytes_max=nbytes, batch_keys_max=8
@@ -22,7 +22,7 @@ def node(start_node: StartNode) -> Node:
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 @pytest.mark.parametrize("count", [50, 64, 72, 100])
-def test_r23_a_chain_in_batches_keeps_its_head(
+def test_r23_chain_put_in_batches_keeps_its_head(
     node: Node, connect: Connect, wire: str, count: int
 ) -> None:
     space = Namespace("long", opaque_layout(PAGE), salt=f"{wire}{count}")

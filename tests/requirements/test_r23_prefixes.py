@@ -1,6 +1,4 @@
-"""R23: prefix-aware eviction and longest-prefix query: a chain loses its end before its
-beginning.
-"""
+"""R23: a chain is evicted from its end, and lookup returns the longest prefix."""
 
 from collections.abc import Iterator
 
@@ -14,20 +12,20 @@ from node.server import Node
 
 @pytest.fixture(scope="module")
 def node(start_node: StartNode) -> Node:
-    """It takes 32 pages."""
+    """Return a node with room for 32 pages."""
     return start_node(ram_nbytes=128 << 10, extent_nbytes=128 << 10)
 
 
 @pytest.fixture
 def client(node: Node, connect: Connect, chain: Pages, wire: str) -> Iterator[Client]:
-    """Of a node that is empty."""
+    """Yield a client of the empty node; remove the pages afterwards."""
     client: Client = connect(node, wire)
     assert node.tier.visible_count == 0
     yield client
     client.remove_namespace(chain.namespace)
 
 
-def test_r23_a_chain_loses_its_tail_first(client: Client, chain: Pages) -> None:
+def test_r23_chain_is_evicted_from_its_tail(client: Client, chain: Pages) -> None:
     ours = chain.keys(*range(20))
     chain.put(client, ours)
     chain.put(client, chain.keys(*range(100, 112)))
@@ -40,9 +38,7 @@ def test_r23_a_chain_loses_its_tail_first(client: Client, chain: Pages) -> None:
 
 
 @pytest.mark.parametrize("use", ["get", "touching lookup", "put again"])
-def test_r23_a_chain_that_is_used_again_outlives_a_newer_one(
-    client: Client, chain: Pages, use: str
-) -> None:
+def test_r23_reused_chain_outlives_a_newer_one(client: Client, chain: Pages, use: str) -> None:
     old, new = chain.keys(*range(16)), chain.keys(*range(100, 116))
     chain.put(client, old)
     chain.put(client, new)
@@ -57,7 +53,7 @@ def test_r23_a_chain_that_is_used_again_outlives_a_newer_one(
     assert client.lookup(chain.namespace, new).present == (True,) * 6 + (False,) * 10
 
 
-def test_r23_a_shared_beginning_stays_while_its_branches_go(client: Client, chain: Pages) -> None:
+def test_r23_shared_prefix_outlives_its_branches(client: Client, chain: Pages) -> None:
     trunk = chain.keys(*range(8))
     for branch in range(1, 20):
         chain.put(client, trunk + chain.keys(*range(branch * 100, branch * 100 + 8)))
@@ -79,10 +75,10 @@ def test_r23_a_shared_beginning_stays_while_its_branches_go(client: Client, chai
         ([0, 9], 1),
     ],
 )
-def test_r23_the_longest_prefix_ends_at_the_first_hole(
+def test_r23_longest_prefix_ends_at_the_first_missing_page(
     client: Client, chain: Pages, stored: list[int], longest: int
 ) -> None:
-    """Not a bisection: behind a hole there may be pages again."""
+    """The prefix ends at the first missing page, though later pages exist; bisection would fail."""
     if stored:
         chain.put(client, chain.keys(*stored))
     found = client.lookup(chain.namespace, chain.keys(*range(10)))

@@ -1,6 +1,4 @@
-"""Spans that are recorded here, as an engine's provider or a node's would, by OpenTelemetry's own
-SDK.
-"""
+"""Fixtures that record spans with OpenTelemetry's SDK, as an engine's or node's provider would."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +12,7 @@ SETTINGS = {"OTEL_TRACES_EXPORTER": "otlp"}
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The exporter in memory of a provider that is this process's as long as the test runs."""
+    """Yield the in-memory exporter of a provider that is this process's during the test."""
     trace = pytest.importorskip("opentelemetry.trace", reason="pip install opentelemetry-sdk")
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor

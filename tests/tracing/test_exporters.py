@@ -1,5 +1,5 @@
-"""Where a node's spans go is somebody else's code, and behind it somebody else's machine: neither
-starts, holds up nor ends a node in another way than it would without.
+"""A hanging or broken span exporter neither delays nor stops a node; one that can not be created
+fails its start.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from kvstore.tracing import named
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install opentelemetry-sdk")
 
-# Few spans are many: of 16 that wait for an exporter the next one is too many.
+# A small queue, so that 17 spans that wait for the exporter overflow it
 SMALL = {
     "OTEL_BSP_SCHEDULE_DELAY": "10",
     "OTEL_BSP_MAX_QUEUE_SIZE": "16",
@@ -46,7 +46,7 @@ class Exporter(SpanExporter):
 
 @pytest.fixture
 def modules(tmp_path: Path) -> Path:
-    """A folder with an exporter that is installed there, under several names."""
+    """Return a folder with an installed exporter, under several names."""
     (tmp_path / "of_the_tests.py").write_text(CODE)
     facts = tmp_path / "of_the_tests-1.dist-info"
     facts.mkdir()
@@ -59,7 +59,7 @@ def modules(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(modules: Path) -> Iterator[Callable[..., NodeProcess]]:
-    """A node whose exporter is as its first argument says."""
+    """Yield a function that starts a node whose exporter behaves as its first argument says."""
     nodes: list[NodeProcess] = []
 
     def started(exporter_is: str, **environ: str) -> NodeProcess:
@@ -77,7 +77,7 @@ def start(modules: Path) -> Iterator[Callable[..., NodeProcess]]:
         node.kill()
 
 
-def test_the_last_spans_of_a_node_are_sent_at_its_end(
+def test_last_spans_of_a_node_are_sent_at_its_end(
     start: Callable[..., NodeProcess], tmp_path: Path
 ) -> None:
     node = start("well", OTEL_BSP_SCHEDULE_DELAY="3600000")
@@ -88,7 +88,7 @@ def test_the_last_spans_of_a_node_are_sent_at_its_end(
 
 
 @pytest.mark.parametrize("exporter_is", ["hanging", "broken"])
-def test_a_node_serves_and_ends_with_an_exporter_that_does_not(
+def test_node_serves_and_ends_with_a_hanging_or_broken_exporter(
     start: Callable[..., NodeProcess], exporter_is: str
 ) -> None:
     node = start(exporter_is)
@@ -97,7 +97,9 @@ def test_a_node_serves_and_ends_with_an_exporter_that_does_not(
     assert ("the last spans could not be sent" in node.log_text) == (exporter_is == "hanging")
 
 
-def test_an_exporter_that_can_not_be_made_ends_the_start(start: Callable[..., NodeProcess]) -> None:
+def test_exporter_that_can_not_be_created_fails_the_start(
+    start: Callable[..., NodeProcess],
+) -> None:
     with pytest.raises(Unavailable, match="FileNotFoundError: no such certificate"):
         start("unusable")
 
@@ -111,14 +113,14 @@ def test_an_exporter_that_can_not_be_made_ends_the_start(start: Callable[..., No
         ("of_the_tests", "http/protobuf", "of_the_tests"),
     ],
 )
-def test_otlp_is_the_exporter_of_its_protocol(
+def test_otlp_uses_the_exporter_of_its_protocol(
     modules: Path, monkeypatch: pytest.MonkeyPatch, name: str, protocol: str, used: str
 ) -> None:
     monkeypatch.syspath_prepend(modules)
     assert otel._point(name, protocol).name == used
 
 
-def test_otlp_without_a_protocol_is_the_one_that_is_there(
+def test_otlp_without_a_protocol_uses_the_installed_exporter(
     modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = modules / "of_the_tests-1.dist-info" / "entry_points.txt"
@@ -128,7 +130,7 @@ def test_otlp_without_a_protocol_is_the_one_that_is_there(
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         (
             {"OTEL_EXPORTER_OTLP_PROTOCOL": "pigeons"},
@@ -141,12 +143,12 @@ def test_otlp_without_a_protocol_is_the_one_that_is_there(
     ],
 )
 def test_missing_exporter_package_is_named(
-    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], said: str
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], message: str
 ) -> None:
     monkeypatch.setattr(tracing, "tracer", None)
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         otel.set_up("kvstore-node")
     assert tracing.tracer is None

@@ -1,6 +1,4 @@
-"""An engine's tracing that is broken: what is traced is done all the same, and the
-engine starts.
-"""
+"""Broken tracing of an engine does not affect the traced work, nor the start of the engine."""
 
 import logging
 import sys
@@ -20,7 +18,7 @@ def broken(*_: Any, **__: Any) -> Any:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An engine's provider becomes this one."""
+    """Return a function that makes a provider the engine's."""
     trace = pytest.importorskip("opentelemetry.trace", reason="pip install opentelemetry-sdk")
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
     monkeypatch.setattr(tracing, "tracer", None)
@@ -34,7 +32,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("which", ["on_start", "on_end"])
-def test_processors_that_raise_are_not_noticed(
+def test_raising_processor_does_not_affect_the_work(
     traced: Any, which: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
@@ -48,11 +46,11 @@ def test_processors_that_raise_are_not_noticed(
             inside = current()
         assert current() == TRACE
     assert inside is not None
-    assert inside.trace_id == TRACE.trace_id, "it goes on beyond a step that nobody recorded"
+    assert inside.trace_id == TRACE.trace_id, "the trace ends at a step that was not recorded"
     assert "not recorded" in caplog.text
 
 
-def test_a_sampler_that_raises_is_not_noticed(traced: Any) -> None:
+def test_raising_sampler_does_not_affect_the_work(traced: Any) -> None:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
@@ -67,7 +65,7 @@ def test_a_sampler_that_raises_is_not_noticed(traced: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["import", "provider"])
-def test_an_engine_starts_without_what_can_not_be_used(
+def test_engine_starts_without_unusable_tracing(
     what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     trace = pytest.importorskip("opentelemetry.trace", reason="pip install opentelemetry-sdk")
@@ -90,7 +88,7 @@ def test_an_engine_starts_without_what_can_not_be_used(
 
 
 @pytest.mark.parametrize("name", ["\ud800", "", None, 7, b"cmpl-7", ("a", 1)])
-def test_whatever_an_engine_calls_a_request(name: Any) -> None:
+def test_any_request_name_is_traced(name: Any) -> None:
     with request(name):
         now = current()
     assert now is not None
@@ -99,7 +97,7 @@ def test_whatever_an_engine_calls_a_request(name: Any) -> None:
     assert current() is None
 
 
-def test_names_that_are_long_are_not_kept() -> None:
+def test_long_names_are_not_kept_in_memory() -> None:
     name = "cmpl-" * 1000
     before = sys.getrefcount(name)
     with request(name):

@@ -1,6 +1,7 @@
-"""OpenTelemetry's own exporters at a node, and behind them a collector that takes spans, refuses
-them, or hangs. Not in our development environment: they ask for a protobuf that is newer than our
-pin (docs/decisions/0035).
+"""A node with OpenTelemetry's exporters and a collector that takes spans, refuses them or hangs.
+
+The exporters are not in our development environment, as they need a newer protobuf than our pin
+(docs/decisions/0035).
 """
 
 import concurrent.futures
@@ -30,12 +31,12 @@ service = pytest.importorskip(
 
 PROTOCOLS = ("http/protobuf", "grpc")
 EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
-# The exporters would be patient for ten minutes, and send what there is at once.
+# The exporters wait up to ten minutes for the collector, and send spans after 10 ms
 PATIENT = {"OTEL_EXPORTER_OTLP_TIMEOUT": "600", "OTEL_BSP_SCHEDULE_DELAY": "10"}
 
 
 class Collector:
-    """`manner`: takes, refuses, hangs."""
+    """A collector that "takes" spans, "refuses" them or "hangs", as `manner` says."""
 
     def __init__(self, protocol: str, manner: str) -> None:
         self.manner = manner
@@ -92,7 +93,7 @@ class _Posts(http.server.BaseHTTPRequestHandler):
             self.send_response(200 if taken else 503)
             self.send_header("Content-Length", "0")
             self.end_headers()
-        except OSError:  # a node that has ended does not wait for it
+        except OSError:  # the node has ended meanwhile
             pass
 
     def log_message(self, *_: Any) -> None:
@@ -156,7 +157,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_nodes_spans_arrive(
+def test_spans_of_a_node_reach_the_collector(
     start: Callable[..., NodeProcess], collect: Callable[..., Collector], protocol: str
 ) -> None:
     collector = collect(protocol, "takes")
@@ -170,7 +171,7 @@ def test_a_nodes_spans_arrive(
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("manner", ["refuses", "hangs"])
-def test_a_collector_that_does_not_take_spans_holds_nobody(
+def test_refusing_or_hanging_collector_does_not_delay_a_node(
     start: Callable[..., NodeProcess], collect: Callable[..., Collector], protocol: str, manner: str
 ) -> None:
     collector = collect(protocol, manner)
@@ -184,7 +185,7 @@ def test_a_collector_that_does_not_take_spans_holds_nobody(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_collector_that_is_not_there_holds_nobody(
+def test_missing_collector_does_not_delay_a_node(
     start: Callable[..., NodeProcess], collect: Callable[..., Collector], protocol: str
 ) -> None:
     collector = collect(protocol, "takes")

@@ -1,5 +1,5 @@
-"""One trace from the client through the near node and owners to the disk, as OpenTelemetry records
-it.
+"""Spans of one trace, from the client through the near node and owners to the disk, as recorded by
+OpenTelemetry.
 """
 
 import contextlib
@@ -66,7 +66,9 @@ def parent(span: Any) -> tuple[int, int] | None:
 
 
 @pytest.mark.parametrize("wire", ["bulk", "shm", "grpc"])
-def test_a_nodes_step_is_below_the_callers(recorded: Any, start: StartNode, wire: str) -> None:
+def test_span_of_a_node_is_a_child_of_the_caller(
+    recorded: Any, start: StartNode, wire: str
+) -> None:
     node = start()
     with client(node, wire) as caller:
         caller.open(PAGES)
@@ -80,7 +82,7 @@ def test_a_nodes_step_is_below_the_callers(recorded: Any, start: StartNode, wire
 
 
 @pytest.mark.parametrize("wire", ["bulk", "shm", "grpc"])
-def test_a_read_from_disk_is_a_step_of_its_get(
+def test_read_from_disk_is_a_child_span_of_its_get(
     recorded: Any, start: StartNode, wire: str, tmp_path: Path
 ) -> None:
     node = start(data_dir=str(tmp_path / "data"), disk_nbytes=64 << 20)
@@ -100,11 +102,13 @@ def test_a_read_from_disk_is_a_step_of_its_get(
         wait_until(lambda: len(steps(recorded, "kvstore.get")) == 2)
     (load,) = steps(recorded, "kvstore.load")
     first = min(steps(recorded, "kvstore.get"), key=lambda span: span.start_time)
-    assert parent(load) == ids(first), "the second one was in RAM"
+    assert parent(load) == ids(first), "only the first get loads the page from disk"
     assert load.attributes["tier"] == "disk"
 
 
-def test_one_trace_goes_through_the_near_node_to_the_owner(recorded: Any, start: StartNode) -> None:
+def test_trace_continues_through_the_near_node_to_the_owner(
+    recorded: Any, start: StartNode
+) -> None:
     nodes = [start(), start()]
     members = [Member(f"n{i}", f"127.0.0.1:{node.grpc.port}") for i, node in enumerate(nodes)]
     for i, node in enumerate(nodes):
@@ -125,10 +129,10 @@ def test_one_trace_goes_through_the_near_node_to_the_owner(recorded: Any, start:
     (load,) = steps(recorded, "kvstore.load")
     assert load.attributes["tier"] == "peer"
 
-    def way(step: Any) -> list[str]:
-        return [] if step is None else [step.name, *way(served.get(step.parent.span_id))]
+    def path_of(step: Any) -> list[str]:
+        return [] if step is None else [step.name, *path_of(served.get(step.parent.span_id))]
 
-    assert max(map(way, steps(recorded, "kvstore.get")), key=len) == [
+    assert max(map(path_of, steps(recorded, "kvstore.get")), key=len) == [
         "kvstore.get",
         "kvstore.call",
         "kvstore.load",
@@ -141,7 +145,7 @@ def test_one_trace_goes_through_the_near_node_to_the_owner(recorded: Any, start:
         )
 
 
-def test_a_span_of_the_engine_is_the_parent(recorded: Any, start: StartNode) -> None:
+def test_span_of_the_engine_is_the_parent(recorded: Any, start: StartNode) -> None:
     from opentelemetry import trace
 
     with (
@@ -154,9 +158,7 @@ def test_a_span_of_the_engine_is_the_parent(recorded: Any, start: StartNode) -> 
     assert parent(steps(recorded, "kvstore.call")[-1]) == (of.trace_id, of.span_id)
 
 
-def test_a_step_for_several_requests_is_linked_with_all_of_them(
-    recorded: Any, start: StartNode
-) -> None:
+def test_span_for_several_requests_is_linked_to_all(recorded: Any, start: StartNode) -> None:
     with client(start(), "bulk") as caller, request("a", "b", "c"), tracing.span("kvstore.save"):
         caller.lookup(PAGES, KEYS)
         now = tracing.current()
@@ -168,12 +170,10 @@ def test_a_step_for_several_requests_is_linked_with_all_of_them(
     assert now is not None
     assert [other.trace_id for other in now.others] == [named(name).trace_id for name in "bc"]
     assert served.context.trace_id == save.context.trace_id
-    assert not served.links, "of the others no node hears"
+    assert not served.links, "the other requests were sent to the node"
 
 
-def test_a_call_without_a_name_is_a_trace_that_begins_there(
-    recorded: Any, start: StartNode
-) -> None:
+def test_call_without_a_request_name_begins_a_trace(recorded: Any, start: StartNode) -> None:
     with client(start(), "bulk") as caller:
         for _ in range(2):
             with request():
@@ -186,7 +186,7 @@ def test_a_call_without_a_name_is_a_trace_that_begins_there(
     assert sorted(of) == sorted(2 * [root.context.trace_id for root in roots])
 
 
-def test_a_step_that_fails_says_why(recorded: Any) -> None:
+def test_failed_span_has_the_error(recorded: Any) -> None:
     with pytest.raises(KVStoreError), tracing.span("kvstore.test"):
         raise KVStoreError("no such page")
     (failed,) = steps(recorded, "kvstore.test")
@@ -195,19 +195,19 @@ def test_a_step_that_fails_says_why(recorded: Any) -> None:
     assert tracing.current() is None
 
 
-@pytest.mark.parametrize("said", [b"x", bytes(25), b"x" * 100])
-def test_a_trace_that_is_none_refuses_nobody(start: StartNode, said: bytes) -> None:
+@pytest.mark.parametrize("trace", [b"x", bytes(25), b"x" * 100])
+def test_invalid_trace_does_not_refuse_a_call(start: StartNode, trace: bytes) -> None:
     with socket.create_connection(("127.0.0.1", start().bulk.port), timeout=20.0) as plain:
         frames = FrameSocket(plain)
         frames.arm(30.0)
-        hello = pb.BulkRequest(hello=pb.HelloRequest(), trace=said)
+        hello = pb.BulkRequest(hello=pb.HelloRequest(), trace=trace)
         frames.send_frame(hello.SerializeToString())
         header, _ = frames.recv_frame(1 << 20)
         assert pb.BulkReply.FromString(header).hello.version
         assert exchange(frames, "hello", pb.HelloRequest())[0].version
 
 
-def test_an_exporter_that_is_not_there_ends_a_nodes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_exporter_fails_the_start_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("opentelemetry.sdk", reason="pip install opentelemetry-sdk")
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "nobodys")
     monkeypatch.setattr(tracing, "tracer", None)
@@ -216,7 +216,7 @@ def test_an_exporter_that_is_not_there_ends_a_nodes_start(monkeypatch: pytest.Mo
     assert tracing.tracer is None
 
 
-def test_a_process_of_a_node_gets_the_exporter_that_is_named(
+def test_node_process_uses_the_named_exporter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("opentelemetry.sdk", reason="pip install opentelemetry-sdk")
@@ -229,10 +229,10 @@ def test_a_process_of_a_node_gets_the_exporter_that_is_named(
 
 
 @pytest.mark.parametrize("wire", ["bulk", "shm", "grpc"])
-def test_a_nodes_log_names_the_engines_request(
+def test_log_of_a_node_names_the_request_of_the_engine(
     start: StartNode, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without OpenTelemetry, too."""
+    """A node's log and errors name the engine's request, even without OpenTelemetry."""
     node, seen = start(), list[str]()
 
     def broken(*_: Any) -> None:

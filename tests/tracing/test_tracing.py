@@ -1,5 +1,5 @@
-"""A request's trace: made, carried, said in logs; and what it costs where nobody asks for it:
-nothing is imported.
+"""Traces of requests: created, passed on and logged. Without telemetry, OpenTelemetry is not
+imported.
 """
 
 import concurrent.futures
@@ -34,17 +34,17 @@ from node.process import formatter
 TRACE = Trace(bytes(range(16)), bytes(range(1, 9)), True)
 
 
-def test_a_trace_is_written_as_the_standard_has_it() -> None:
+def test_trace_is_written_in_the_standard_format() -> None:
     header = "00-000102030405060708090a0b0c0d0e0f-0102030405060708-01"
     assert TRACE.header() == header
     assert parsed(header) == TRACE
     assert unpacked(TRACE.packed()) == TRACE
     silent = TRACE._replace(sampled=False)
     assert parsed(header[:-1] + "0") == parsed(header[:-2] + "fe") == silent, (
-        "the other flags are not ours"
+        "other flags were not ignored"
     )
     assert (silent.header(), unpacked(silent.packed())) == (header[:-1] + "0", silent), (
-        "nobody begins to record it"
+        "a trace that is not sampled became sampled"
     )
 
 
@@ -65,12 +65,12 @@ def test_invalid_trace_context_is_ignored(header: str) -> None:
     assert unpacked(bytes(tracing.PACKED_NBYTES)) is None
 
 
-def test_an_engines_request_has_one_id_wherever_it_is_named() -> None:
+def test_request_of_an_engine_has_one_id() -> None:
     assert current() is None
     with request("cmpl-7"):
         assert current() == named("cmpl-7")
         with request("another"):
-            assert current() == named("cmpl-7"), "what is within a request is of it"
+            assert current() == named("cmpl-7"), "an inner request replaced the outer one"
     assert current() is None
     assert named("cmpl-7") != named("cmpl-8")
 
@@ -89,14 +89,14 @@ def test_span_of_a_batch_links_all_requests(
         f"3 pages [request {', '.join(named(name).request_id for name in 'abc')}]"
     ]
     assert unpacked_all(packed) == trace
-    assert trace.packed() == named("a").packed(), "a node hears of one"
+    assert trace.packed() == named("a").packed(), "more than one request is sent to a node"
     with request(*map(str, range(100))):
         trace = current()
     assert trace is not None
     assert len(trace.others) == tracing.REQUESTS_MAX - 1
 
 
-def test_without_a_name_each_call_has_an_id_of_its_own() -> None:
+def test_each_call_without_a_name_has_its_own_id() -> None:
     seen = set()
     for names in ((), (None,), ("",)):
         with request(*names):
@@ -110,11 +110,11 @@ def test_without_a_name_each_call_has_an_id_of_its_own() -> None:
     assert current() is None
 
 
-def test_any_name_is_a_name() -> None:
-    assert named("\ud800") != named("\ud801"), "no text of UTF-8, and no reason to end an engine"
+def test_invalid_utf8_names_have_ids() -> None:
+    assert named("\ud800") != named("\ud801"), "names that are invalid in UTF-8 got one id"
 
 
-def test_threads_work_for_the_request_that_gave_them_work() -> None:
+def test_threads_inherit_the_request_of_their_work() -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with within(TRACE):
             done = begun(pool, current)
@@ -126,7 +126,7 @@ def test_threads_work_for_the_request_that_gave_them_work() -> None:
         assert after.result() is None
 
 
-def test_a_frame_has_the_trace_behind_its_request_unless_it_is_large() -> None:
+def test_frame_has_a_trace_after_its_request_unless_it_is_large() -> None:
     small, large = (
         pb.LookupRequest(prefix_hashes=[b"k" * 32]),
         pb.LookupRequest(prefix_hashes=[b"k" * 64] * 1000),
@@ -138,7 +138,7 @@ def test_a_frame_has_the_trace_behind_its_request_unless_it_is_large() -> None:
             lookup=small, trace=TRACE.packed()
         )
         assert request_header("lookup", small).startswith(plain), (
-            "a node that does not know it sees the same request"
+            "a node that does not know traces can not parse the request"
         )
         header = request_header("lookup", large)
     assert len(header) > TRACED_NBYTES_MAX
@@ -155,7 +155,7 @@ def line(form: str, error: Any = None) -> str:
     return formatter(form).format(record)
 
 
-def test_a_nodes_lines_name_the_request() -> None:
+def test_log_lines_of_a_node_name_the_request() -> None:
     assert line("text").endswith("ERROR node.serving: get failed")
     assert set(json.loads(line("json"))) == {"time", "level", "logger", "message"}
     with within(TRACE):
@@ -170,16 +170,16 @@ def test_a_nodes_lines_name_the_request() -> None:
     assert found["time"].endswith("Z")
 
 
-def test_a_traceback_is_one_line_of_json() -> None:
+def test_traceback_is_one_line_of_json() -> None:
     try:
         raise ValueError("two\nlines")
     except ValueError:
-        said = line("json", sys.exc_info())
-    assert "\n" not in said
-    assert "ValueError: two\nlines" in json.loads(said)["error"]
+        logged_line = line("json", sys.exc_info())
+    assert "\n" not in logged_line
+    assert "ValueError: two\nlines" in json.loads(logged_line)["error"]
 
 
-def test_lines_in_an_engines_log_name_the_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_in_an_engine_name_the_request(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("tests.tracing")
     log.addFilter(NamesRequest())
     with request("cmpl-7"):
@@ -188,7 +188,7 @@ def test_lines_in_an_engines_log_name_the_request(caplog: pytest.LogCaptureFixtu
     assert caplog.messages == [f"3 pages [request {named('cmpl-7').request_id}]", "4 pages"]
 
 
-# ---- whether anybody asks ------------------------------------------------------------------
+# ---- telemetry settings --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_lines_in_an_engines_log_name_the_request(caplog: pytest.LogCaptureFixtu
         ),
     ],
 )
-def test_the_standard_variables_say_whether_anybody_asks(
+def test_standard_variables_enable_telemetry(
     environ: dict[str, str], wanted: Telemetry | None
 ) -> None:
     assert telemetry(environ) == wanted
@@ -227,10 +227,13 @@ def test_the_standard_variables_say_whether_anybody_asks(
 @pytest.mark.parametrize(
     "settings", [{}, {"OTEL_TRACES_EXPORTER": "none"}, {"OTEL_TRACES_EXPORTER": "otlp"}]
 )
-def test_nothing_is_imported_or_needed_where_nobody_asks_or_it_is_not_installed(
+def test_opentelemetry_is_optional_and_not_imported_without_telemetry(
     settings: dict[str, str],
 ) -> None:
-    """The last: asked for, and hidden."""
+    """OpenTelemetry is not imported unless telemetry is on, and is not needed if it is missing.
+
+    In the last case, telemetry is on and OpenTelemetry is hidden.
+    """
     code = """
 import sys
 from importlib.abc import MetaPathFinder
@@ -246,7 +249,7 @@ Client(ClientConfig("127.0.0.1:1")).close()
 assert tracing.tracer is None
 assert not [name for name in sys.modules if name.startswith("opentelemetry")]
 """
-    said = settings.get("OTEL_TRACES_EXPORTER", "")
+    logged_line = settings.get("OTEL_TRACES_EXPORTER", "")
     environ = {"PYTHONPATH": ":".join(sys.path), **settings}
-    done = subprocess.run([sys.executable, "-c", code, said], env=environ, check=False)
+    done = subprocess.run([sys.executable, "-c", code, logged_line], env=environ, check=False)
     assert done.returncode == 0
