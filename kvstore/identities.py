@@ -29,7 +29,7 @@ from functools import cached_property
 from pathlib import Path
 
 from kvstore.errors import ConfigError, InvalidRequest
-from kvstore.secrets import write_whole
+from kvstore.secrets import read_guarded, write_whole
 
 ALL = "*"  # tenant of an identity of all tenants
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
@@ -38,6 +38,7 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 LINES_MAX = 100_000
 MODE_NEW = 0o640  # mode of a new file
 SECRET_NBYTES = 32  # random bytes in a token
+FILE_NBYTES_MAX = 16 << 20
 
 
 class Role(enum.IntEnum):
@@ -346,10 +347,8 @@ def revoke(path: Path, name: str) -> int:
 
 def _text(path: Path) -> str:
     """Read the file as a node does: only a line feed ends a line, so comments stay comments."""
-    try:
-        return path.read_bytes().decode(errors="replace")
-    except OSError as error:
-        raise ConfigError(f"{path} can not be read: {error.strerror}") from error
+    content = read_guarded(f"identities={path}", 0, FILE_NBYTES_MAX)
+    return content.decode(errors="replace")
 
 
 @contextlib.contextmanager

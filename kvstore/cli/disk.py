@@ -99,7 +99,10 @@ def recover(run: Invocation) -> int:
     """
 
     def mend(client: Client, member: str) -> bool:
-        if member and client.node_status().disk.state in ("", "SERVING"):
+        status = client.node_status()
+        # A tenant's status has no tiers: then the node itself refuses
+        no_disk = status.HasField("ram") and not status.HasField("disk")
+        if member and (no_disk or status.disk.state == "SERVING"):
             return False
         client.recover(timeout_s=run.patient_s)
         return True

@@ -1,6 +1,7 @@
 """Run the commands that load a node or listen to its load: bench, replay, record."""
 
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -252,14 +253,19 @@ def record(
                 code = ExitCode.INTERRUPTED
             finally:  # a node that is lost takes away nothing of what was written
                 file.writelines(recording.lines())
+                file.flush()
+                removed = not os.fstat(file.fileno()).st_nlink
                 if not recording.nbytes:
-                    output.unlink()
+                    output.unlink(missing_ok=True)
     except OSError as error:
-        if not output.stat().st_size:
-            output.unlink()  # an empty file would be in the way of the next recording
+        with contextlib.suppress(OSError):
+            if not output.stat().st_size:
+                output.unlink()  # an empty file would be in the way of the next recording
         raise Failure(
             f"can not write {output}, or beside it: {error.strerror}", ExitCode.UNWRITTEN
         ) from error
+    if removed and recording.nbytes:
+        raise Failure(f"{output} was removed while it was written", ExitCode.UNWRITTEN)
     if recording.nbytes >= most:
         note(f"--max-bytes {max_bytes} were reached before the time was over")
     if recording.dropped:

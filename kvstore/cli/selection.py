@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import typer
 
@@ -28,6 +28,7 @@ TIMEOUT_S = 0.5  # a shell that waits for TAB must not hang
 COUNT_MAX = 4096
 SHA256_DIGITS = 64
 TOKENS_NBYTES_MAX = 64 << 20
+READ_NBYTES = 4 << 20  # of a file, at a time
 _DURATION_S = {"ms": 0.001, "s": 1, "": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
@@ -258,15 +259,26 @@ def read_input(path: Path, nbytes_max: int) -> bytes:
     """Read a file, or stdin for `-`. Raises InvalidRequest if it is unreadable or too long."""
     try:
         if str(path) == "-":
-            data = sys.stdin.buffer.read(nbytes_max + 1)
-        else:
-            with path.open("rb") as file:
-                data = file.read(nbytes_max + 1)
+            return _read_all(sys.stdin.buffer, path, nbytes_max)
+        with path.open("rb") as file:
+            return _read_all(file, path, nbytes_max)
     except OSError as error:
         raise InvalidRequest(f"can not read {path}: {error.strerror}") from error
-    if len(data) > nbytes_max:
-        raise InvalidRequest(f"{path} has more than {nbytes_max} bytes")
-    return data
+    except MemoryError as error:
+        raise Failure(
+            f"{path} does not fit into this process's memory", ExitCode.EXHAUSTED
+        ) from error
+
+
+def _read_all(file: BinaryIO, path: Path, nbytes_max: int) -> bytes:
+    """Read to the end in pieces: one large read would reserve `nbytes_max` for a small file."""
+    pieces, nbytes = [], 0
+    while piece := file.read(READ_NBYTES):
+        pieces.append(piece)
+        nbytes += len(piece)
+        if nbytes > nbytes_max:
+            raise InvalidRequest(f"{path} has more than {nbytes_max} bytes")
+    return b"".join(pieces)
 
 
 def parse_duration(text: str) -> float:

@@ -76,6 +76,8 @@ def state(status: pb.NodeStatusReply) -> Finding:
     said = f"{status.state}, up {status.uptime_ms / 3_600_000:,.1f} h"
     if status.state == "DRAINING":
         return warn("state", said, "it is being stopped, and takes no new pages")
+    if status.state == "DEGRADED":
+        return warn("state", said, "its disk is stopped: an operator runs `kvstore recover`")
     return ok("state", said)
 
 

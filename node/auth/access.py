@@ -14,7 +14,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvstore.errors import ConfigError, Unauthenticated
-from kvstore.identities import ALL, Identities, Principal, Role, parse, share_of, token_hash
+from kvstore.identities import (
+    ALL,
+    FILE_NBYTES_MAX,
+    Identities,
+    Principal,
+    Role,
+    parse,
+    share_of,
+    token_hash,
+)
 from kvstore.secrets import checked_stat, read_guarded, stamp
 from node.auth.quotas import tenant_of
 
@@ -22,7 +31,6 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 1.0  # between two polls of the files
 
-FILE_NBYTES_MAX = 16 << 20
 
 # principal of everybody at a node without authentication
 EVERYBODY = Principal("everybody", ALL, Role.ADMIN)

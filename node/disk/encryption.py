@@ -24,11 +24,14 @@ about its earlier content.
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import os
+import selectors
 import shlex
 import stat
 import subprocess
+import time
 from typing import NamedTuple, Protocol
 
 from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
@@ -234,24 +237,43 @@ def open_vault(key_file: str, key_command: str) -> Vault:
 def _key_command_output(command: str) -> bytes:
     """Run a key command and return its output. Raises ConfigError."""
     try:
-        done = subprocess.run(
-            shlex.split(command),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            timeout=COMMAND_S,
-            check=False,
+        process = subprocess.Popen(
+            shlex.split(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, bufsize=0
         )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"encrypt_key_command did not end in {COMMAND_S:g} s; it was killed"
-        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"encrypt_key_command can not be run: {error}") from None
-    if done.returncode:
+    with process:
+        try:
+            output = _read_all(process, time.monotonic() + COMMAND_S)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
         raise ConfigError(
-            f"encrypt_key_command ended with status {done.returncode}; run it by hand to see why"
+            f"encrypt_key_command ended with status {process.returncode}; run it by hand to see why"
         )
-    return done.stdout[: SECRET_NBYTES_MAX + 1]
+    return output
+
+
+def _read_all(process: "subprocess.Popen[bytes]", end: float) -> bytes:
+    """Read a process's output until it ends. Raises ConfigError if it is too late or too long."""
+    assert process.stdout is not None
+    output = bytearray()
+    with selectors.DefaultSelector() as ready:
+        ready.register(process.stdout, selectors.EVENT_READ)
+        while ready.select(max(0.0, end - time.monotonic())):
+            data = process.stdout.read(SECRET_NBYTES_MAX)
+            output += data or b""
+            if len(output) > SECRET_NBYTES_MAX:
+                raise ConfigError(
+                    f"encrypt_key_command printed over {SECRET_NBYTES_MAX} bytes; it was killed"
+                )
+            if not data:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, end - time.monotonic()))
+                    return bytes(output)
+                break
+    raise ConfigError(f"encrypt_key_command did not end in {COMMAND_S:g} s; it was killed")
 
 
 def _parsed(text: bytes, where: str) -> bytes:

@@ -143,6 +143,9 @@ class ExtentFiles:
         self._unsynced: set[int] = set()
         self._run = memoryview(mmap.mmap(-1, UNIT_NBYTES))  # page-aligned, as O_DIRECT needs it
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        about = os.stat(directory)
+        self._identity = (about.st_dev, about.st_ino)
+        self._no_room = False  # the last extent could not be allocated
         self._drop_from(count)
         self._direct = os.O_DIRECT if self._direct_works() else 0
         flags = os.O_RDWR | os.O_CREAT | self._direct
@@ -249,13 +252,16 @@ class ExtentFiles:
         try:
             self._layer.allocate(fd, self._extent_nbytes)
         except OSError:
+            self._no_room = True
             # Return half an extent to a full file system
             os.ftruncate(fd, had_nbytes)
             raise
+        self._no_room = False
         self._allocated.add(number)
 
     def sync(self) -> None:
         """Make everything written before durable."""
+        self._check_directory()
         with self._lock:
             numbers, self._unsynced = self._unsynced, set()
         try:
@@ -266,11 +272,23 @@ class ExtentFiles:
                 self._unsynced |= numbers
             raise
 
+    def _check_directory(self) -> None:
+        """Raise OSError if the directory was removed: open files of it end with this process."""
+        about = os.stat(self._directory)
+        if (about.st_dev, about.st_ino) != self._identity:
+            raise OSError(errno.ENOENT, f"{self._directory} was replaced by another directory")
+
     def trial(self) -> None:
-        """Write, sync and read 4 KiB beside the extents. Raises OSError if that fails."""
+        """Write, sync and read 4 KiB beside the extents. Raises OSError if that fails.
+
+        If the last extent did not fit, there must be room for one now.
+        """
+        self._check_directory()
         path = self._directory / "trial"
         fd = self._layer.open(path, os.O_RDWR | os.O_CREAT | self._direct)
         try:
+            if self._no_room:
+                self._layer.allocate(fd, self._extent_nbytes)
             with mmap.mmap(-1, 4096) as memory, memoryview(memory) as view:
                 view[:8] = b"kvstore\n"
                 if self._layer.write(fd, view, 0) != 4096:

@@ -493,6 +493,9 @@ class DiskTier(LocalTier):
             # otherwise a process that still hangs could not be tried again
             with self._directory.limited():
                 forgotten = self._recover()
+        except OSError as error:
+            self.stop_after_error(f"recover: {error}")
+            raise
         finally:
             self._io.release()
         log.warning(
