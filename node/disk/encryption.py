@@ -266,7 +266,7 @@ def _read_all(process: "subprocess.Popen[bytes]", end: float) -> bytes:
             output += data or b""
             if len(output) > SECRET_NBYTES_MAX:
                 raise ConfigError(
-                    f"encrypt_key_command printed over {SECRET_NBYTES_MAX} bytes; it was killed"
+                    f"encrypt_key_command's output has more than {SECRET_NBYTES_MAX} bytes"
                 )
             if not data:
                 with contextlib.suppress(subprocess.TimeoutExpired):

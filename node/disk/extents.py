@@ -290,12 +290,13 @@ class ExtentFiles:
             if self._no_room:
                 self._layer.allocate(fd, self._extent_nbytes)
             with mmap.mmap(-1, 4096) as memory, memoryview(memory) as view:
-                view[:8] = b"kvstore\n"
+                written = os.urandom(4096)
+                view[:] = written
                 if self._layer.write(fd, view, 0) != 4096:
                     raise OSError(errno.EIO, "a trial write was short")
                 self._layer.sync(fd)
-                view[:8] = bytes(8)
-                if self._layer.read(fd, view, 0) != 4096 or bytes(view[:8]) != b"kvstore\n":
+                view[:] = bytes(4096)
+                if self._layer.read(fd, view, 0) != 4096 or bytes(view) != written:
                     raise OSError(errno.EIO, "a trial write can not be read back")
         finally:
             self._layer.close(fd)

@@ -181,3 +181,20 @@ def test_view_needs_an_identity(fleet: Start, crew: People) -> None:
         pytest.raises((Unauthenticated, Unavailable), match="this node requires authentication"),
     ):
         stranger.view()
+
+
+def test_recover_by_a_tenant_is_refused_and_not_reported_as_needless(
+    fleet: Start, crew: People, etcd: FakeEtcd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Regression: a tenant's status has no disk, and the command said that no disk was stopped."""
+    node = started(fleet, crew, "n1", data_dir=str(tmp_path / "n1"), disk_nbytes=16 << 20)
+    assert node.disk is not None
+    node.disk.stop_after_error("broken by the test")
+    monkeypatch.setenv("KVSTORE_ADDRESS", f"127.0.0.1:{node.grpc.port}")
+    monkeypatch.setenv("KVSTORE_TOKEN", crew.tokens["engine"])
+    ran = CliRunner().invoke(app, ["recover"], prog_name="kvstore")
+    assert ran.exit_code == 2
+    assert "recover needs admin" in ran.stderr
+    monkeypatch.setenv("KVSTORE_TOKEN", crew.tokens["operator"])
+    ran = CliRunner().invoke(app, ["recover"], prog_name="kvstore")
+    assert (ran.exit_code, "in use again" in ran.stdout) == (0, True)

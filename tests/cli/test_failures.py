@@ -1,5 +1,6 @@
 """Failures of commands: each is one line on stderr and an exit code."""
 
+import io
 import os
 import shlex
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ import pytest
 from kvstore import Client, Namespace
 from kvstore.cli import payload
 from kvstore.cli.commands import app
-from kvstore.errors import Exhausted
+from kvstore.cli.selection import read_input
+from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.results import ClientStats, VerifyResult
 
 Kvstore = Callable[..., Any]
@@ -86,7 +89,7 @@ def test_every_command_that_needs_a_node_exits_3_without_one(
         (["ls", "--limit", "-1", "-n", "0"], 2, "--limit -1"),
         (["ls", "-n", "xyz"], 2, "'xyz' is not hexadecimal"),
         (["ls", "--prefix", "ab"], 2, "--prefix needs a namespace"),
-        (["ls", "-n", "00000000000000000000000000000000"], 1, "kvstore ls"),
+        (["ls", "-n", "00000000000000000000000000000000"], 1, "store a page first"),
         (["ls", "-m", "no such model"], 1, "no namespace with model 'no such model'"),
         (["get", "-m", "no such model", "ab"], 1, "no namespace"),
         (["status", "-a", "host:port"], 2, "host:port"),
@@ -418,3 +421,33 @@ for words in sys.stdin.read().splitlines():
     assert models == [space.model]
     assert nothing == end == []
     assert "lookup" in commands
+
+
+def test_input_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: one read of up to 4 GiB reserved that much memory for any page."""
+
+    class Input(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            assert size is not None
+            assert 0 < size <= 4 << 20
+            return super().read(size)
+
+    for data in (b"", bytes(5 << 20)):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Input(data)))
+        assert read_input(Path("-"), 8 << 20) == data
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Input(bytes(9 << 20))))
+    with pytest.raises(InvalidRequest, match="more than 8388608 bytes"):
+        read_input(Path("-"), 8 << 20)
+
+
+@pytest.mark.parametrize("command", ["list", "add"])
+def test_identities_from_a_pipe_are_refused_at_once(
+    kvstore: Kvstore, tmp_path: Path, command: str
+) -> None:
+    """Regression: the command waited for ever, or read /dev/zero until memory was used up."""
+    os.mkfifo(tmp_path / "pipe")
+    arguments = ["x", "--tenant", "a"] if command == "add" else []
+    for file in (str(tmp_path / "pipe"), "/dev/zero"):
+        ran = kvstore("tokens", command, *arguments, "-f", file)
+        assert ran.code == 2
+        assert "is no regular file" in one_line(ran)

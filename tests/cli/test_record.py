@@ -40,6 +40,7 @@ def recorded(
     work: Callable[[Client], object],
     monkeypatch: pytest.MonkeyPatch,
     *arguments: str,
+    code: int = 0,
 ) -> Any:
     """Run the command, and `does` once the node records.
 
@@ -69,7 +70,7 @@ def recorded(
     other.start()
     ran = kvstore("record", "-a", node.address, "--seconds", "600", *arguments)
     other.join()
-    assert ran.code == 0, ran.stderr
+    assert ran.code == code, ran.stderr
     return ran
 
 
@@ -270,3 +271,26 @@ def test_cyclic_keys_do_not_loop() -> None:
     assert numbers == [[0, 1], [1, 0], [2, 0]]
     assert [chains.whole(some) for some in numbers] == [[0, 1], [1, 0], [2, 0]]
     assert chains.whole([0]) == [1, 0]
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_recording_whose_file_is_removed_meanwhile_is_reported(
+    kvstore: Kvstore,
+    shared_node: NodeProcess,
+    space: Namespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    used: bool,
+) -> None:
+    """Regression: a traceback, or a trace that was reported as written and did not exist."""
+    path = tmp_path / "trace.jsonl"
+
+    def work(client: Client) -> None:
+        path.unlink()
+        if used:
+            client.open(space)
+            client.lookup(space, [bytes(20)])
+
+    ran = recorded(kvstore, shared_node, work, monkeypatch, "-o", str(path), code=74 if used else 1)
+    assert ("was removed while it was written" if used else "is not written") in ran.stderr
+    assert not path.exists()

@@ -6,8 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.config import ClientConfig
 from kvstore.errors import ConfigError
-from kvstore.secrets import checked_stat, read_guarded, stamp
+from kvstore.secrets import (
+    check_stays_private,
+    checked_stat,
+    read_guarded,
+    stamp,
+    token_of,
+)
 
 
 @pytest.fixture
@@ -72,3 +79,20 @@ def test_stamp_changes_when_the_file_is_replaced(path: Path) -> None:
     os.replace(path, path.with_name("b"))
     path.write_bytes(b"12345678")
     assert now() != before
+
+
+def test_token_file_readable_for_others_is_refused(path: Path) -> None:
+    assert token_of(ClientConfig(token_file=str(path))) == "12345678"
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="open to others"):
+        token_of(ClientConfig(token_file=str(path)))
+
+
+def test_token_leaves_this_host_only_encrypted_by_every_address() -> None:
+    """A name may have an address of this host and another one."""
+    check_stays_private("t", ClientConfig(), ["127.0.0.1", "::1"])
+    for addresses in (["127.0.0.1", "10.0.0.5"], ["10.0.0.5"]):
+        with pytest.raises(ConfigError, match="unencrypted"):
+            check_stays_private("t", ClientConfig(), addresses)
+        check_stays_private("t", ClientConfig(insecure=True), addresses)
+    check_stays_private("", ClientConfig(), ["10.0.0.5"])

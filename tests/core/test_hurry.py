@@ -106,3 +106,24 @@ def test_short_timeouts_open_the_breaker_of_a_hanging_node(
     with pytest.raises(Unavailable, match="next try"):
         link.run(looked_up, NAMESPACE, Deadline(EVIDENCE_S / 2))
     link.close()
+
+
+def test_one_late_answer_to_a_short_call_does_not_open_the_breaker(
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call with less time than EVIDENCE_S says little about the node to other threads."""
+    link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
+    assert link.run(looked_up, NAMESPACE, Deadline(5)) == 1
+
+    def silent(op: str, request: Any, deadline: Deadline) -> Any:
+        raise DeadlineExceeded("no answer")
+
+    assert link._link
+    with monkeypatch.context() as patch:
+        patch.setattr(link._link.wire, "call", silent)
+        patch.setattr(NodeChannel, "_beside", lambda *_: None)
+        with pytest.raises(DeadlineExceeded):
+            link.run(looked_up, NAMESPACE, Deadline(EVIDENCE_S / 2))
+        assert not link.failing
+    assert link.run(looked_up, NAMESPACE, Deadline(5)) == 1
+    link.close()

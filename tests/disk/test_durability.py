@@ -14,6 +14,7 @@ from disk_nodes import FaultyLayer, Nodes, Pages
 from kvstore import PutOutcome
 from kvstore.errors import ConfigError, Exhausted, KVStoreError
 from node.config import NodeConfig
+from node.disk.durability import Durability
 from node.disk.rows import page_key
 from node.memory.inventory import Inventory
 
@@ -242,3 +243,11 @@ def test_a_flush_of_a_full_disk_leaves_no_page_or_raises(nodes: Nodes) -> None:
                 flushed += 1
                 assert inventory.unsaved() == []
     assert flushed > 10
+
+
+def test_wait_of_a_client_is_capped_by_the_nodes_flush_time() -> None:
+    durability = Durability.__new__(Durability)
+    durability._flush_s = 30.0
+    assert durability.begin_wait(600_000).left_s <= 30.0
+    assert durability.begin_wait(2_000).left_s <= 2.0
+    assert durability.begin_wait().left_s > 29.0

@@ -142,3 +142,10 @@ def test_directory_opens_only_with_its_own_key(
         nodes.start(**settings(then))
     node = nodes.start(**settings(first))
     assert pages.get(nodes.connect(node), pages.keys(1, 2)) == [True, True]
+
+
+@pytest.mark.parametrize("command", ["yes", "cat /dev/zero"])
+def test_command_with_endless_output_is_killed_at_once(command: str) -> None:
+    """Regression: its output was read without a limit for 30 s."""
+    with pytest.raises(ConfigError, match="has more than 4096 bytes"):
+        open_vault("", command)

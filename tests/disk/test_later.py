@@ -1,10 +1,13 @@
 """The queue of pages that wait for space on a full disk, compared with a plain list."""
 
 import random
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from node.disk.writer import PRUNED_PER_ADD, DeferredWrites
+from node.disk.writer import PRUNED_PER_ADD, DeferredWrites, DiskWriter
 from node.memory.page import Page, State
 
 
@@ -54,3 +57,27 @@ def test_evicted_pages_are_dropped_a_few_at_a_time() -> None:
         lengths.append(len(later))
     assert max(lengths[:500]) <= 1000, "the queue grew while it had evicted pages to drop"
     assert lengths[-1] == 1500, "pages that are still in RAM stay"
+
+
+def test_tenant_fills_the_queue_only_in_proportion_beside_tenants_with_quotas() -> None:
+    """A tenant that floods the queue leaves room for the next one."""
+    writer = DiskWriter.__new__(DiskWriter)
+    writer._queue_nbytes_max, writer.queue_nbytes, writer._queued = 100, 0, Counter()
+    accounts = SimpleNamespace(any_limited=True)
+    order = SimpleNamespace(accounts=accounts)
+    writer._tier = cast(Any, SimpleNamespace(eviction=SimpleNamespace(order=order)))
+
+    def space(tenant: str) -> Any:
+        return SimpleNamespace(slot_nbytes=10, value=SimpleNamespace(tenant=tenant))
+
+    def take(tenant: str) -> bool:
+        fits = writer._fits(space(tenant))
+        if fits:
+            writer.queue_nbytes += 10
+            writer._queued[tenant] += 10
+        return fits
+
+    assert [take("loud") for _ in range(10)].count(True) == 5
+    assert take("quiet")
+    accounts.any_limited = False
+    assert [take("loud") for _ in range(10)].count(True) == 4

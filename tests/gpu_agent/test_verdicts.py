@@ -169,3 +169,22 @@ def test_call_that_raises_is_a_miss_and_the_next_one_works(
     verdicts.lookup(b"b", "r")
     verdicts.flush()
     assert settled(verdicts, b"b")
+
+
+def test_answer_that_comes_after_a_miss_was_noted_is_ignored(
+    store: Store, verdicts: LookupCache
+) -> None:
+    """A page that was found missing by its load must not become a hit again."""
+    store.open.clear()
+    assert verdicts.lookup(b"a", "r") is None
+    verdicts.flush()
+    end = time.monotonic() + 10
+    while not store.calls:  # the call has begun
+        assert time.monotonic() < end
+    verdicts.mark_miss([b"a"])
+    assert verdicts.lookup(b"a", "r") is False
+    store.open.set()
+    assert verdicts.lookup(b"b", "s") is None
+    verdicts.flush()
+    assert settled(verdicts, b"b", "s")  # the call for "a" has ended, too
+    assert verdicts.lookup(b"a", "r") is False
