@@ -59,7 +59,7 @@ class StderrHandler(logging.Handler):
         """Write a record, or count it as lost."""
         try:
             text = self.format(record)
-        except Exception as error:  # noqa: BLE001 a wrong format string must not end a thread
+        except (TypeError, ValueError, LookupError, AttributeError) as error:  # a wrong format
             text = f"a log line of {record.name} can not be formatted: {error!r}"
         lines = f"{text}\n".encode(errors="backslashreplace")
         if self._lost:

@@ -284,7 +284,10 @@ def test_recorded_commands_match_the_readme() -> None:
 # ---- a program -------------------------------------------------------------------------------
 
 
-def test_guide_program_stores_and_finds_pages(shared_node: NodeProcess) -> None:
+def test_guide_program_stores_and_finds_pages(
+    shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_ADDRESS", shared_node.address)
     blocks = re.findall(
         r"(?:^    .*\n|^\n)+",
         section((ROOT / "docs" / "guide.md").read_text(), "In a program"),
@@ -293,7 +296,6 @@ def test_guide_program_stores_and_finds_pages(shared_node: NodeProcess) -> None:
     program = "\n".join(
         line[4:] for line in next(block for block in blocks if block.strip()).splitlines()
     )
-    program = program.replace("10.0.0.5:7440", shared_node.address)
     pages = [bytes([i]) * (8 << 20) for i in (1, 2)]
     for found in (0, 2):
         names: dict[str, Any] = {"tokens": range(130), "pages": pages}

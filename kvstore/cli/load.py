@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -240,9 +240,32 @@ def record(
         file = output.open("x", encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"can not begin {output}: {error.strerror}") from error
+    with file:
+        recording, code = _record(run, file, output, seconds, most)
+    if recording.nbytes >= most:
+        note(f"--max-bytes {max_bytes} were reached before the time was over")
+    if recording.dropped:
+        note(
+            f"{recording.dropped:,} requests exceeded the node's memory for recordings and are "
+            "missing in the trace"
+        )
+    if not recording.nbytes:
+        raise Failure(
+            f"no client asked this node for a page in {seconds:g} s; {output} is not written",
+            code or ExitCode.MISS,
+        )
+    _show_recording(run, recording, output)
+    return code
+
+
+def _record(
+    run: Invocation, file: TextIO, output: Path, seconds: float, most: int
+) -> tuple[Recording, ExitCode]:
+    """Record into a new file. Raises Failure if it can not be written, or was removed meanwhile."""
+    code = ExitCode.OK
     try:
-        with file, tempfile.TemporaryFile() as spool:
-            recording, code = Recording(spool), ExitCode.OK
+        with tempfile.TemporaryFile() as spool:
+            recording = Recording(spool)
             try:
                 with (
                     run.client(direct=True) as client,
@@ -266,20 +289,7 @@ def record(
         ) from error
     if removed and recording.nbytes:
         raise Failure(f"{output} was removed while it was written", ExitCode.UNWRITTEN)
-    if recording.nbytes >= most:
-        note(f"--max-bytes {max_bytes} were reached before the time was over")
-    if recording.dropped:
-        note(
-            f"{recording.dropped:,} requests exceeded the node's memory for recordings and are "
-            "missing in the trace"
-        )
-    if not recording.nbytes:
-        raise Failure(
-            f"no client asked this node for a page in {seconds:g} s; {output} is not written",
-            code or ExitCode.MISS,
-        )
-    _show_recording(run, recording, output)
-    return code
+    return recording, code
 
 
 def _show_recording(run: Invocation, recording: Recording, output: Path) -> None:

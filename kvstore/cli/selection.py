@@ -117,10 +117,10 @@ def find_namespace(
         if text
     )
     if not matches:
+        if not known and not said:
+            raise Failure("the node has no namespace yet: store a page first")
         wanted = f"no namespace with {said}" if said else "no namespace has pages"
-        if not known:
-            raise Failure(f"{wanted}: the node has none yet; store a page first")
-        raise Failure(f"{wanted}; the node has {len(known)}, list them with: kvstore ls")
+        raise Failure(f"{wanted}; kvstore ls lists the {len(known)} of the node")
     listed = ", ".join(entry[0].digest.hex()[:12] for entry in matches[:4]) + (
         ", ..." if len(matches) > 4 else ""
     )

@@ -89,7 +89,7 @@ def test_every_command_that_needs_a_node_exits_3_without_one(
         (["ls", "--limit", "-1", "-n", "0"], 2, "--limit -1"),
         (["ls", "-n", "xyz"], 2, "'xyz' is not hexadecimal"),
         (["ls", "--prefix", "ab"], 2, "--prefix needs a namespace"),
-        (["ls", "-n", "00000000000000000000000000000000"], 1, "store a page first"),
+        (["ls", "-n", "00000000000000000000000000000000"], 1, "kvstore ls"),
         (["ls", "-m", "no such model"], 1, "no namespace with model 'no such model'"),
         (["get", "-m", "no such model", "ab"], 1, "no namespace"),
         (["status", "-a", "host:port"], 2, "host:port"),

@@ -57,11 +57,11 @@ def test_repeated_interrupts_leave_nothing_behind(
         try:
             assert child.stdout is not None
             output = child.stdout.readline()
-            if output == "wait_replicated\n":
+            if output == "calm\n":
                 settle(node, sessions=None)  # while the process lives
             output += child.communicate()[0]
         finally:
             child.kill()
             child.wait()
         errors.seek(0)
-        assert (output, child.returncode) == ("wait_replicated\nclosed\n", 0), errors.read()
+        assert (output, child.returncode) == ("calm\nclosed\n", 0), errors.read()

@@ -246,7 +246,7 @@ def test_log_of_a_node_names_the_request_of_the_engine(
         for ask in (request("cmpl-7"), contextlib.nullcontext()):
             with (
                 ask,
-                pytest.raises(KVStoreError, match=r"its log says more of request [0-9a-f]{32}"),
+                pytest.raises(KVStoreError, match=r"see request [0-9a-f]{32} in the node"),
             ):
                 caller.stat(PAGES, KEYS[:1])
     assert seen == [named("cmpl-7").request_id, ""]
