@@ -31,7 +31,7 @@ TIME_S = 0.5  # of a load that will fail
 class Stored:
     """Three objects in the node, and a store whose loads have a short timeout."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, load_s: float = TIME_S) -> None:
         scope = Namespace(uuid.uuid4().hex, ANY, revision="1")
         layout = opaque_layout(NBYTES)
         self.namespace = Namespace(scope.model, layout, revision="1")
@@ -41,7 +41,7 @@ class Stored:
         self.sources = list(torch.randint(1, 256, (3, NBYTES), dtype=torch.uint8))
         self.targets = list(torch.zeros((3, NBYTES), dtype=torch.uint8))
         self.objects = ObjectStore(
-            client, AgentConfig(load_timeout_s=TIME_S, save_timeout_s=WAIT_S)
+            client, AgentConfig(load_timeout_s=load_s, save_timeout_s=WAIT_S)
         )
         self.objects.put(self.names, self.sources).result(WAIT_S)
 
@@ -77,7 +77,7 @@ def untouched(stored: Stored, relay: Relay) -> bool:
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_objects_are_received_in_the_callers_memory(shared_node: NodeProcess, wire: str) -> None:
     with Client(ClientConfig(address=shared_node.address, wire=wire)) as client:
-        stored = Stored(client)
+        stored = Stored(client, load_s=WAIT_S)
         assert stored.objects.get(stored.names, stored.targets).result(WAIT_S).values == [True] * 3
         assert torch.equal(torch.stack(stored.targets), torch.stack(stored.sources))
         stored.objects.close()
