@@ -182,7 +182,7 @@ class LoadCostModel:
         return self._slow == 0
 
 
-# Decide which hits are accepted: those cost_model their load, and none while loads hang.
+# Decide which hits are accepted: those worth their load, and none while loads hang.
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -196,7 +196,7 @@ PAUSE_S_MAX = 60.0
 class HitPolicy:
     """Decide which hits are accepted. Not thread-safe.
 
-    Without a cost model (`cost_model`) a hit is accepted even if computing is faster.
+    Without a `cost_model`, a hit is accepted even if computing is faster.
     """
 
     def __init__(self, cost_model: LoadCostModel | None) -> None:

@@ -55,7 +55,7 @@ def agent_backend_for(
     """
     devices = {group.pool.device.type for group in groups if group}
     if where == "process" or (where == "auto" and devices == {"cuda"}):
-        Client(client).close()  # as above
+        Client(client).close()  # raises ConfigError here, as for lookups
         try:
             return ProcessBackend(groups, client, config)
         except (ConfigError, OSError) as error:
