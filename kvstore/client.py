@@ -69,8 +69,15 @@ class Client(Admin):
     the client stays usable.
     """
 
-    def __init__(self, config: ClientConfig | None = None) -> None:
-        super().__init__(config or client_config())
+    def __init__(self, config: ClientConfig | str | None = None) -> None:
+        """Prepare a client; it connects at the first call.
+
+        `config`: all settings, or an address, with the other settings from the environment
+        (`KVSTORE_*`). By default the environment gives the address, too. Raises ConfigError.
+        """
+        if not isinstance(config, ClientConfig):
+            config = client_config(address=config)
+        super().__init__(config)
         self._page_keys = page_keys(self.config)
         self._corruption_reports = CorruptionReports()
 

@@ -27,6 +27,7 @@ from kvstore.config import (
 from kvstore.deadline import Deadline
 from kvstore.errors import (
     DeadlineExceeded,
+    Exhausted,
     Forbidden,
     KVStoreError,
     ProtocolError,
@@ -436,7 +437,7 @@ class Negotiation:
                 wire = connect[name](
                     deadline if wanted == name else deadline.sooner(deadline.remaining() / 2)
                 )
-            except (Unavailable, DeadlineExceeded) as error:
+            except (Unavailable, DeadlineExceeded, Exhausted) as error:
                 if wanted == name:
                     raise
                 log.warning("%s, which is slower: %s", without, error)

@@ -21,6 +21,7 @@ from waiting import OthersRun
 from kvstore import (
     Client,
     ClientConfig,
+    Exhausted,
     Namespace,
     ProtocolError,
     PutOutcome,
@@ -35,6 +36,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.sync import Event
 from kvstore.tools.node_process import NodeProcess
 from kvstore.transports.mapped_memory import ArenaMap
+from kvstore.transports.negotiation import Negotiation
 from kvstore.transports.shm import STEP_NBYTES, ShmWire, _read_page, _write_page
 from kvstore.transports.unix_sockets import DescriptorSocket, Peer
 
@@ -329,6 +331,37 @@ def test_failing_local_socket_is_logged(
     assert any(
         "no shared memory, which is slower" in record.getMessage() for record in caplog.records
     )
+
+
+def test_node_that_refuses_a_shared_memory_session_is_used_by_another_wire(
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: every call failed while the node had no descriptors for a better wire."""
+
+    def refuse(*_: object) -> None:
+        raise Exhausted("the node has no descriptors left")
+
+    monkeypatch.setattr(Negotiation, "_shm", refuse)
+    with Client(ClientConfig(address=fake_node.address)) as client:
+        client.open(NAMESPACE)
+        assert client.wire_name == "grpc"
+    assert "no descriptors left" in caplog.text
+    with (
+        Client(ClientConfig(address=fake_node.address, wire="shm")) as client,
+        pytest.raises(Exhausted),
+    ):
+        client.open(NAMESPACE)
+
+
+def test_client_of_an_address_takes_other_settings_from_the_environment(
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("KVSTORE_TIMEOUT_S", "17")
+    monkeypatch.setenv("KVSTORE_TENANT", "team-a")
+    with Client(fake_node.address) as client:
+        client.open(NAMESPACE)
+        assert (client.config.timeout_s, client.tenant) == (17.0, "team-a")
 
 
 # ---- nodes that stop and restart ---------------------------------------------------------
