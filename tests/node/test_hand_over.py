@@ -376,3 +376,13 @@ def test_random_steps_keep_the_queue_consistent(seed: int) -> None:
     for name, there in fleet.has.items():
         assert there <= fleet.pages.keys(), f"{name} has pages that were removed, with seed {seed}"
     assert fleet.waiting.counts.pages_handed > 0
+
+
+def test_page_removed_while_it_is_sent_is_not_acknowledged() -> None:
+    waiting, waiter = queue(), AckWaiter()
+    (page,) = offered(waiting, 1, waiter=waiter)
+    batch = waiting.next(0.0)
+    page.gone = True
+    assert batch is not None
+    waiting.done(batch, keys(batch), 0.0)
+    assert (waiter.open_count, waiter.lost_count, waiting.freed) == (0, 1, [page])
