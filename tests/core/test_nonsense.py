@@ -7,7 +7,7 @@ import pytest
 from fake_node import FakeNode
 
 from kvstore import Client, ClientConfig, Namespace, ProtocolError, opaque_layout
-from kvstore.cluster.calls import look_up, put_outcomes
+from kvstore.cluster.calls import check_goes_on, look_up, put_outcomes
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
 
@@ -82,3 +82,12 @@ def test_list_without_progress_ends(answered: Any, token: bytes) -> None:
     client = answered(pb.ListReply(pages=[pb.PageStat(prefix_hash=b"b")], next_page_token=token))
     with pytest.raises(ProtocolError, match="makes no progress"):
         list(client.list_pages(NAMESPACE, after=b"b"))
+
+
+@pytest.mark.parametrize("token", [b"b", b"a"])
+def test_list_that_makes_no_progress_is_refused(token: bytes) -> None:
+    """A list whose token repeats or goes back would be requested without end."""
+    check_goes_on(pb.ListRequest(page_token=b"b"), pb.ListReply(next_page_token=b"c"))
+    check_goes_on(pb.ListRequest(page_token=b"b"), pb.ListReply())
+    with pytest.raises(ProtocolError, match="no progress"):
+        check_goes_on(pb.ListRequest(page_token=b"b"), pb.ListReply(next_page_token=token))
