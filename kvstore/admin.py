@@ -362,6 +362,14 @@ class Admin:
         """
         return cast(pb.DrainReply, self._only("drain", pb.DrainRequest(end=end), timeout_s))
 
+    def forget_member(self, member: str, timeout_s: float | None = None) -> None:
+        """No longer miss a lost member: it will not return.
+
+        Any member takes the call. Raises InvalidRequest if it is not lost, or if the cluster has a
+        fixed list.
+        """
+        self._only("drain", pb.DrainRequest(forget=member), timeout_s)
+
     def sweep(self, dry: bool = False, timeout_s: float | None = None) -> pb.SweepReply:
         """Make the named member fetch owned pages that it lacks; `dry` only lists them."""
         return cast(pb.SweepReply, self._only("sweep", pb.SweepRequest(dry=dry), timeout_s))

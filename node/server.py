@@ -161,6 +161,8 @@ class Node:
         )
         if registry is not None:
             self.membership.registry = lambda: (registry.status, registry.apart)
+            self.membership.lost = lambda: registry.lost
+            self.membership.forget_lost = registry.forget
             self.membership.announcer = registry.set_state
             self.service.on_removed = registry.record_removal
             erasure.cluster = registry

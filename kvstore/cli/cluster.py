@@ -16,6 +16,7 @@ from kvstore.cli.members import (
     at_each,
     away_json,
     headline,
+    lost_members,
     members_json,
     report_failures,
     rows,
@@ -56,8 +57,8 @@ MEMBER_ROWS, NAMESPACE_ROWS_MIN = 8, 2
 def cluster(run: Invocation) -> int:
     r"""Show the members of the cluster: state, share of the keys, hit rate, RAM, disk, queues.
 
-    Columns that do not fit the terminal are left out; in a pipe all are there. Exit 3 if a member
-    does not answer.
+    Columns that do not fit the terminal are left out; in a pipe all are there. LOST members left
+    without a drain. Exit 3 if a member is lost or does not answer.
 
     \b
     Examples:
@@ -72,7 +73,28 @@ def cluster(run: Invocation) -> int:
         emit(members_json(view, statuses))
     else:
         _show(view, statuses, len(view.members))
-    return ExitCode.UNAVAILABLE if len(answers(statuses)) < len(statuses) else ExitCode.OK
+    missing = len(answers(statuses)) < len(statuses) or lost_members(statuses)
+    return ExitCode.UNAVAILABLE if missing else ExitCode.OK
+
+
+def forget_member(run: Invocation, member: MemberArgument) -> int:
+    """No longer miss a member that left without a drain and never returns.
+
+    Its pages are those of the other owners already. A member that starts again is expected again.
+
+    \b
+    Example:
+      kvstore cluster forget-member n3
+    """
+    with run.client() as client:
+        view = view_of(client)
+    with run.client(address=view.members[0].address, direct=True) as client:
+        client.forget_member(member)
+    if run.as_json:
+        emit({"member": member, "forgotten": True})
+    else:
+        print(f"{member} is not missed any more")
+    return ExitCode.OK
 
 
 def owners(

@@ -106,6 +106,7 @@ _cluster = typer.Typer(rich_markup_mode=None)
 _cluster.callback(invoke_without_command=True)(command(cluster.cluster))
 _cluster.command("owners")(command(cluster.owners))
 _cluster.command("drain")(command(cluster.drain))
+_cluster.command("forget-member")(command(cluster.forget_member))
 _cluster.command("rebalance")(command(cluster.rebalance))
 app.add_typer(_cluster, name="cluster")
 

@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from kvstore.certificates import date
 from kvstore.cli.exits import ExitCode, code_of
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import (
@@ -158,14 +159,22 @@ def rows(view: View, members: Sequence[Member], statuses: Statuses) -> list[tupl
     return found
 
 
+def lost_members(statuses: Statuses) -> list[pb.LostMember]:
+    """Return the members that left without a drain, as those that answered report them."""
+    lost = {some.id: some for status in answers(statuses) for some in status.peers.lost}
+    return [lost[name] for name in sorted(lost)]
+
+
 def headline(view: View, statuses: Statuses) -> str:
     """Return the line with the cluster's name, view and member counts."""
     there = answers(statuses)
     told = {status.peers.registry for status in there if status.HasField("peers")}
     sources = sorted({registry if registry in REGISTRIES else "the last one" for registry in told})
+    lost = len(lost_members(statuses))
     return (
         f"cluster {view.cluster}  view {view.number}  members {len(view.members)}, {len(there)} "
-        f"answer  replicas {view.replicas}{'  from ' + ' and '.join(sources) if sources else ''}"
+        f"answer{f', {lost} lost' if lost else ''}  replicas {view.replicas}"
+        f"{'  from ' + ' and '.join(sources) if sources else ''}"
     )
 
 
@@ -302,6 +311,12 @@ def troubles(view: View, statuses: Statuses) -> list[str]:
         if status.peers.registry not in ("", *REGISTRIES):
             said[f"{member.id}: its registry does not answer: {status.peers.registry}"] = None
         said |= dict.fromkeys(f"outside the view: {line}" for line in status.peers.apart)
+    for lost in lost_members(statuses):
+        since = f" since {date(lost.since_unix_s)}" if lost.since_unix_s else ""
+        said[
+            f"{lost.id}: LOST{since}, at {lost.address}: start it again, or: kvstore cluster "
+            f"forget-member {lost.id}"
+        ] = None
     if view.replicas > len(view.members):
         said[
             f"{view.replicas} replicas are configured, but there are only "
@@ -322,6 +337,15 @@ def members_json(view: View, statuses: Statuses) -> dict[str, Any]:
         "view": view.number,
         "replicas": view.replicas,
         "members": members,
+        "lost": [
+            {
+                "id": lost.id,
+                "address": lost.address,
+                "since_unix_s": lost.since_unix_s,
+                "share": lost.share,
+            }
+            for lost in lost_members(statuses)
+        ],
     }
 
 

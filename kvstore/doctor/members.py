@@ -5,10 +5,11 @@ near node. No I/O: all reports were requested before.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import kvstore
+from kvstore.certificates import date
 from kvstore.cluster.view import REGISTRIES, View, parse_view
 from kvstore.config import PROTOCOL_VERSION, ClientConfig
 from kvstore.doctor.checks import Finding, FindingState, fail, ok, skipped, warn
@@ -193,6 +194,8 @@ def findings(view: View, nodes: Mapping[str, Connectivity]) -> Iterator[Finding]
     if there:
         yield _agreement(there)
         yield _registry(there)
+        told = [node.status.peers.lost for node in there.values() if node.status is not None]
+        yield from lost_members(lost for some in told for lost in some)
     if view.replicas > len(view.members):
         remedy = "start more members, or lower --replicas"
         yield warn(
@@ -285,6 +288,17 @@ def _told(there: Mapping[str, Connectivity]) -> Views:
             except ConfigError:
                 continue
     return views
+
+
+def lost_members(lost: Iterable[pb.LostMember]) -> Iterator[Finding]:
+    """Report members that left without a drain, each once."""
+    for member in {member.id: member for member in lost}.values():
+        since = date(member.since_unix_s) if member.since_unix_s else "a moment"
+        yield fail(
+            "lost",
+            f"{member.id} at {member.address}, since {since}: it had {member.share:.0%} of keys",
+            f"start it again; if it never returns: kvstore cluster forget-member {member.id}",
+        )
 
 
 def _registry(there: Mapping[str, Connectivity]) -> Finding:

@@ -128,10 +128,12 @@ class FollowRequest(_message.Message):
     def __init__(self, number: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("end",)
+    __slots__ = ("end", "forget")
     END_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
     end: bool
-    def __init__(self, end: bool = ...) -> None: ...
+    forget: str
+    def __init__(self, end: bool = ..., forget: _Optional[str] = ...) -> None: ...
 
 class DrainReply(_message.Message):
     __slots__ = ("over", "pages_left", "pages_handed")
@@ -665,8 +667,20 @@ class ShmStatus(_message.Message):
     orphan_page_count: int
     def __init__(self, socket: _Optional[str] = ..., client_count: _Optional[int] = ..., orphan_count: _Optional[int] = ..., orphan_page_count: _Optional[int] = ...) -> None: ...
 
+class LostMember(_message.Message):
+    __slots__ = ("id", "address", "since_unix_s", "share")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SINCE_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    address: str
+    since_unix_s: int
+    share: float
+    def __init__(self, id: _Optional[str] = ..., address: _Optional[str] = ..., since_unix_s: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...
+
 class PeersStatus(_message.Message):
-    __slots__ = ("view_number", "registry", "queue_pages", "queue_nbytes", "queue_nbytes_max", "pages_handed", "pages_dropped", "nbytes_handed", "copy_count", "copy_nbytes", "pages_fetched", "nbytes_fetched", "pages_fetch_failed", "apart", "cluster", "member_id", "member_count", "replicas", "sweeping", "sweep_pages_missing", "sweep_pages_fetched", "sweep_pages_full", "sweep_pages_failed", "sweep_age_ms")
+    __slots__ = ("view_number", "registry", "queue_pages", "queue_nbytes", "queue_nbytes_max", "pages_handed", "pages_dropped", "nbytes_handed", "copy_count", "copy_nbytes", "pages_fetched", "nbytes_fetched", "pages_fetch_failed", "apart", "cluster", "member_id", "member_count", "replicas", "sweeping", "sweep_pages_missing", "sweep_pages_fetched", "sweep_pages_full", "sweep_pages_failed", "sweep_age_ms", "lost")
     VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
     REGISTRY_FIELD_NUMBER: _ClassVar[int]
     QUEUE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -691,6 +705,7 @@ class PeersStatus(_message.Message):
     SWEEP_PAGES_FULL_FIELD_NUMBER: _ClassVar[int]
     SWEEP_PAGES_FAILED_FIELD_NUMBER: _ClassVar[int]
     SWEEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     view_number: int
     registry: str
     queue_pages: int
@@ -715,7 +730,8 @@ class PeersStatus(_message.Message):
     sweep_pages_full: int
     sweep_pages_failed: int
     sweep_age_ms: int
-    def __init__(self, view_number: _Optional[int] = ..., registry: _Optional[str] = ..., queue_pages: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., pages_handed: _Optional[int] = ..., pages_dropped: _Optional[int] = ..., nbytes_handed: _Optional[int] = ..., copy_count: _Optional[int] = ..., copy_nbytes: _Optional[int] = ..., pages_fetched: _Optional[int] = ..., nbytes_fetched: _Optional[int] = ..., pages_fetch_failed: _Optional[int] = ..., apart: _Optional[_Iterable[str]] = ..., cluster: _Optional[str] = ..., member_id: _Optional[str] = ..., member_count: _Optional[int] = ..., replicas: _Optional[int] = ..., sweeping: bool = ..., sweep_pages_missing: _Optional[int] = ..., sweep_pages_fetched: _Optional[int] = ..., sweep_pages_full: _Optional[int] = ..., sweep_pages_failed: _Optional[int] = ..., sweep_age_ms: _Optional[int] = ...) -> None: ...
+    lost: _containers.RepeatedCompositeFieldContainer[LostMember]
+    def __init__(self, view_number: _Optional[int] = ..., registry: _Optional[str] = ..., queue_pages: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., pages_handed: _Optional[int] = ..., pages_dropped: _Optional[int] = ..., nbytes_handed: _Optional[int] = ..., copy_count: _Optional[int] = ..., copy_nbytes: _Optional[int] = ..., pages_fetched: _Optional[int] = ..., nbytes_fetched: _Optional[int] = ..., pages_fetch_failed: _Optional[int] = ..., apart: _Optional[_Iterable[str]] = ..., cluster: _Optional[str] = ..., member_id: _Optional[str] = ..., member_count: _Optional[int] = ..., replicas: _Optional[int] = ..., sweeping: bool = ..., sweep_pages_missing: _Optional[int] = ..., sweep_pages_fetched: _Optional[int] = ..., sweep_pages_full: _Optional[int] = ..., sweep_pages_failed: _Optional[int] = ..., sweep_age_ms: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostMember, _Mapping]]] = ...) -> None: ...
 
 class TenantUse(_message.Message):
     __slots__ = ("tenant", "ram_nbytes", "ram_quota_nbytes", "disk_nbytes", "disk_quota_nbytes", "pin_count", "pin_quota", "held_nbytes", "held_quota_nbytes", "refused_puts", "refused_pins", "refused_holds", "refused_connections", "refused_requests", "refused_bytes")

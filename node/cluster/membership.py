@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore.cluster.view import State, View, check_name, static_view
 from kvstore.config import (
@@ -283,6 +283,23 @@ ETCD_SCHEME = "etcd://"
 Listener = Callable[[View], None]
 
 
+class LostMember(NamedTuple):
+    """A member that left without a drain.
+
+    `lost_s`: Unix time at which that was noticed; 0: not yet.
+    """
+
+    id: str
+    address: str
+    weight: float
+    lost_s: int = 0
+
+    def value(self) -> bytes:
+        """Serialise the record."""
+        about = {"address": self.address, "weight": self.weight, "lost_s": self.lost_s}
+        return json.dumps(about).encode()
+
+
 class Membership:
     """Membership of this node in a cluster. Thread-safe.
 
@@ -300,6 +317,9 @@ class Membership:
             self.view = _listed(cluster, replicas)
         # State of the registry, and members outside the view
         self.registry: Callable[[], tuple[str, list[str]]] = lambda: ("static", [])
+        # Members that left without a drain; a fixed list has none
+        self.lost: Callable[[], Sequence[LostMember]] = lambda: ()
+        self.forget_lost: Callable[[str], None] | None = None
         self.announcer: Callable[[State], None] | None = None  # None: a fixed list
         self._announced: State | None = None
         # Held while listeners are called, so that the last view that a listener gets is the newest

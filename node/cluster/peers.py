@@ -109,6 +109,15 @@ class Peers:
             pages_fetch_failed=remote.pages_fetch_failed,
             sweeping=self.rebalancer.running,
         )
+        lost = self.membership.lost()
+        weights = sum(some.weight for some in view.members) + sum(some.weight for some in lost)
+        for member in lost:
+            status.lost.add(
+                id=member.id,
+                address=member.address,
+                since_unix_s=member.lost_s,
+                share=member.weight / weights,
+            )
         if swept is not None:
             status.sweep_pages_missing, status.sweep_pages_fetched = swept.missing, swept.fetched
             status.sweep_pages_full, status.sweep_pages_failed = swept.full, swept.failed

@@ -23,7 +23,7 @@ from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, Unavailable
 from kvstore.log_rate import LogRate
 from node.cluster.etcd import Entry, Etcd, EtcdCredentials
-from node.cluster.membership import ETCD_SCHEME, Identity, Membership, instance_at
+from node.cluster.membership import ETCD_SCHEME, Identity, LostMember, Membership, instance_at
 from node.cluster.registry_state import (
     BASE_MAX,
     NamespaceTombstones,
@@ -133,6 +133,21 @@ class Registry:
     def apart(self) -> list[str]:
         """Return the registered members that are not part of the view."""
         return list(self._registry_state.apart)
+
+    @property
+    def lost(self) -> list[LostMember]:
+        """Return the members that left without a drain."""
+        with self._lock:
+            return self._registry_state.lost()
+
+    def forget(self, member: str) -> None:
+        """No longer miss a lost member. Raises InvalidRequest if it is not lost."""
+        if member not in {lost.id for lost in self.lost}:
+            raise InvalidRequest(
+                f"{member} is not lost; a member that is there is drained first: kvstore cluster "
+                f"drain {member}"
+            )
+        self._expect(member, b"")
 
     @property
     def addresses(self) -> list[str]:
@@ -267,6 +282,8 @@ class Registry:
         self._etcd.pulse = lambda: _wants(limit)
         if self._lease and "registry" not in self._troubles:
             try:
+                if self._self and self._self.member.state is State.DRAINING:
+                    self._expect(self._identity.member, b"")
                 self._etcd.revoke(self._lease)
             except KVStoreError as error:
                 log.warning(
@@ -314,6 +331,7 @@ class Registry:
         if not self._leased() or self._written[1] != self._self.value():
             self._settle()
             self._register()
+        self._keep_expected(self._self.member)
         if known := self._membership.view:
             # The view may be of an etcd that was reset already; the known removals are older.
             self._raise_number(max(known.number, self._removals.seen, self._identity.applied))
@@ -347,6 +365,8 @@ class Registry:
         # The entry was removed or replaced, or the lease ended
         if self._written[0] and not self._is_own(mine):
             self._written = (0, b"")
+            self._wake.set()
+        if any(not member.lost_s for member in self.lost):
             self._wake.set()
         self._tell()
 
@@ -393,6 +413,26 @@ class Registry:
         settings = parse_settings(entry.value)
         raised = settings._replace(base=least)
         self._etcd.swap(self._registry_state.config_key, raised.value(), 0, entry.revision)
+
+    def _keep_expected(self, own: Member) -> None:
+        """Record that this member is expected, and since when others are lost."""
+        record = LostMember(own.id, own.address, own.weight).value()
+        with self._lock:
+            there = self._registry_state.entries.get(self._registry_state.known_key(own.id))
+            lost = self._registry_state.lost()
+        if there is None or there.value != record:
+            self._expect(own.id, record)
+        for member in lost:
+            if not member.lost_s and time.monotonic() >= self._settle_at:
+                log.error("%s at %s is lost: it left without a drain", member.id, member.address)
+                self._expect(member.id, member._replace(lost_s=int(time.time())).value())
+
+    def _expect(self, member: str, record: bytes) -> None:
+        """Write the record of an expected member, unless another node writes it meanwhile."""
+        key = self._registry_state.known_key(member)
+        with self._lock:
+            there = self._registry_state.entries.get(key)
+        self._etcd.swap(key, record, 0, there.revision if there else 0)
 
     def _leased(self) -> bool:
         """Keep the lease alive; return whether there is one."""

@@ -23,7 +23,7 @@ from kvstore.config import speaks
 from kvstore.errors import ConfigError
 from kvstore.keys import REMOVAL_NBYTES
 from node.cluster.etcd import Change, Entry, Etcd, KeysAtRevision
-from node.cluster.membership import REMOVALS_KEPT_S, Identity
+from node.cluster.membership import REMOVALS_KEPT_S, Identity, LostMember
 
 BASE_MAX = 1 << 62  # a view's number has 64 bits, and etcd's revision 63
 
@@ -101,6 +101,21 @@ class RegistryState:
     def member_key(self, member: str) -> str:
         """Return the key of a member's entry."""
         return f"{self.prefix}members/{member}"
+
+    def known_key(self, member: str) -> str:
+        """Return the key of the record that a member is expected; it has no lease."""
+        return f"{self.prefix}known/{member}"
+
+    def lost(self) -> list[LostMember]:
+        """Return the members that are expected and not registered, by id."""
+        prefix, found = self.known_key(""), []
+        for key, entry in self.entries.items():
+            name = key.removeprefix(prefix)
+            if key.startswith(prefix) and self.member_key(name) not in self.entries:
+                with contextlib.suppress(ConfigError):  # an entry that no node wrote
+                    known = parse_known(name, entry.value)
+                    found += [known] if known else []
+        return sorted(found)
 
     def removed_key(self, digest: bytes) -> str:
         """Return the key of a removal."""
@@ -213,6 +228,23 @@ def parse_member(name: str, value: bytes) -> Registered:
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"its entry is not understood ({error!r}): {value[:200]!r}") from error
     return Registered(Member(name, *about, bulk_port), protocol, token, instance)
+
+
+@functools.lru_cache(2 * MEMBERS_MAX)
+def parse_known(name: str, value: bytes) -> LostMember | None:
+    """Parse the record of an expected member; None if it was drained or forgotten.
+
+    Raises ConfigError.
+    """
+    if not value:
+        return None
+    fields = _fields(value)
+    try:
+        return LostMember(
+            name, str(fields["address"]), float(fields["weight"]), int(fields["lost_s"])
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{value[:200]!r} is no known member") from error
 
 
 @functools.lru_cache(2 * MEMBERS_MAX)

@@ -86,8 +86,16 @@ class ClusterCalls:
         self._draining = peers.draining
 
     def drain(self, request: pb.DrainRequest, caller: object) -> pb.DrainReply:
-        """Begin or end a drain."""
+        """Begin or end a drain, or forget a lost member."""
         self._check("drained")
+        if request.forget:
+            if self._membership.forget_lost is None:
+                raise InvalidRequest(
+                    "members of a fixed list are not forgotten; restart the nodes with a list "
+                    "without it"
+                )
+            self._membership.forget_lost(request.forget)
+            return pb.DrainReply(over=True)
         progress = self._draining.end() if request.end else self._draining.begin()
         return pb.DrainReply(
             over=progress.over, pages_left=progress.left, pages_handed=progress.handed

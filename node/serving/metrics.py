@@ -190,6 +190,7 @@ class NodeCollector:
         for name in _PEERS_COUNTERS:
             yield CounterMetricFamily(f"kvstore_peers_{_label(name)}", "", getattr(peers, name))
 
+        yield GaugeMetricFamily("kvstore_peers_lost", "", len(peers.lost))
         failing = GaugeMetricFamily("kvstore_peers_failing", "", labels=["member"])
         for member, fails in self._service.peers.links.failing().items():
             failing.add_metric([member], fails)

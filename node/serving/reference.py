@@ -65,6 +65,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "kvstore_disk_pages_scrubbed_total": "Pages that the background check verified",
     },
     "Cluster": {
+        "kvstore_peers_lost": "members that left without a drain and did not return",
         "kvstore_peers_failing": "1 while the circuit breaker of a member is open",
         "kvstore_peers_registry_serving": "0 while etcd does not answer",
         "kvstore_peers_view_number": "Number of the view that this member uses",

@@ -103,6 +103,12 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
 
     # ---- internal; the caller holds the lock ---------------------------------------------
 
+    def has(self, key: str, part: bytes = b"") -> bool:
+        """Return whether a key is there and its value contains `part`."""
+        with self.changed:
+            found = self.kvs.get(key.encode())
+        return found is not None and part in found.value
+
     def _tick(self, down: threading.Event) -> None:
         while not down.wait(TICK_S):
             with self.changed:

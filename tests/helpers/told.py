@@ -15,6 +15,7 @@ from cli_runner import CliRunner
 from kvstore import Client, Namespace, client_config, opaque_layout
 from kvstore.cli.commands import app
 from kvstore.cluster.view import Member, View
+from node.cluster.membership import LostMember
 from node.config import NodeConfig
 from node.server import Node
 
@@ -152,6 +153,11 @@ def _of_a_cluster(run: Run, nodes: list[Node]) -> None:
     run("cluster rebalance", "--dry-run")
     run("forget", "--tenant", "default", "--yes", of="a cluster")
     run("cluster drain", "n1")
+    for node in nodes:
+        node.membership.lost = lambda: [LostMember("n9", "h9:7440", 1.0)]
+        node.membership.forget_lost = lambda member: None
+    run("cluster", of="a lost member", status=3)
+    run("cluster forget-member", "n9")
 
 
 def _of_files(run: Run, work: Path) -> None:

@@ -16,6 +16,7 @@ from waiting import wait_until
 from kvstore.cli.commands import app
 from kvstore.cli.top import cluster_samples
 from kvstore.cluster.view import Member, View
+from node.cluster.membership import LostMember
 from node.server import Node
 
 
@@ -281,3 +282,36 @@ def test_members_come_and_go_while_top_runs(
     wait_until(lambda: seen() == [("n0", True), ("n1", True)])
     pages.put(client, pages.keys(*range(20)))
     assert next(samples).values["totals"]["put_per_s"] > 0
+
+
+def test_lost_member_is_shown_and_forgotten(fleet: list[Node], kvstore: Callable[..., Any]) -> None:
+    """Regression: seconds after a kill the command said that all was well, and exited with 0."""
+    assert kvstore("cluster").exit_code == 0
+    lost, forgotten = [LostMember("n9", "h9:7440", 3.0, 1_700_000_000)], list[str]()
+    for node in fleet:
+        node.membership.lost = lambda: [some for some in lost if some.id not in forgotten]
+        node.membership.forget_lost = forgotten.append
+    view = fleet[0].membership.view
+    assert view is not None
+    share = 3.0 / (3.0 + sum(member.weight for member in view.members))
+    shown = kvstore("cluster")
+    assert shown.exit_code == 3
+    assert f"members {len(fleet)}, {len(fleet)} answer, 1 lost  " in shown.stdout
+    assert "n9: LOST since 2023-11-14 22:13:20 UTC, at h9:7440: start it again" in shown.stderr
+    told = kvstore("cluster", "--json")
+    assert told.exit_code == 3
+    assert json.loads(told.stdout)["lost"] == [
+        {"id": "n9", "address": "h9:7440", "since_unix_s": 1_700_000_000, "share": share}
+    ]
+    found = kvstore("doctor")
+    assert (found.exit_code, "n9 at h9:7440, since 2023-11-14" in found.stdout) == (1, True)
+    assert kvstore("cluster", "forget-member", "n9").stdout == "n9 is not missed any more\n"
+    assert kvstore("cluster").exit_code == 0
+
+
+def test_member_of_a_fixed_list_is_not_forgotten(
+    fleet: list[Node], kvstore: Callable[..., Any]
+) -> None:
+    refused = kvstore("cluster", "forget-member", "n9")
+    assert refused.exit_code == 2
+    assert "members of a fixed list are not forgotten" in refused.stderr

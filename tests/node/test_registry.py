@@ -13,11 +13,13 @@ from known_pages import Pages
 from local_nodes import Connect
 from waiting import wait_until
 
+from kvstore import Client, ClientConfig
 from kvstore.cluster.view import State
 from kvstore.config import PROTOCOL_VERSION
-from kvstore.errors import ConfigError, Unavailable
+from kvstore.errors import ConfigError, InvalidRequest, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from node.auth.access import THE_NODE
+from node.cluster.membership import LostMember
 from node.config import NodeConfig
 from node.server import Node
 
@@ -25,6 +27,10 @@ from node.server import Node
 def state(node: Node, member: str) -> State | None:
     view = node.membership.view
     return view.by_id[member].state if view and member in view.by_id else None
+
+
+def registered(etcd: FakeEtcd) -> int:
+    return sum("/members/" in name for name in etcd.names())
 
 
 def test_started_node_is_in_every_view_and_a_stopped_one_is_not(fleet: Start) -> None:
@@ -62,8 +68,8 @@ def test_member_with_an_expired_lease_leaves_and_rejoins(fleet: Start, etcd: Fak
     wait_until(lambda: ["n1"] in seen)
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
     etcd.lose_leases()
-    wait_until(lambda: members(one) == [] or len(etcd.names()) == 1)
-    wait_until(lambda: members(one) == members(two) == ["n1", "n2"] and len(etcd.names()) == 3)
+    wait_until(lambda: members(one) == [] or registered(etcd) == 0)
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"] and registered(etcd) == 2)
 
 
 def test_member_state_reaches_other_members(fleet: Start) -> None:
@@ -106,11 +112,12 @@ def test_wiped_etcd_regains_all_members_with_rising_numbers(
     etcd.stop()
     etcd.wipe()
     etcd.start()
-    wait_until(lambda: len(etcd.names()) == 3)
+    wait_until(lambda: registered(etcd) == 2)
     time.sleep(4.5)
     assert set(seen) == {2}, "no view may lack a member"
     assert one.membership.view.replicas == 2  # type: ignore[union-attr]
     two.registry.set_state(State.SERVING)  # type: ignore[union-attr]
+    wait_until(lambda: state(one, "n2") is State.SERVING)
     assert one.membership.view.number > number  # type: ignore[union-attr]
 
 
@@ -153,7 +160,7 @@ def test_node_without_a_directory_rejoins_after_its_lease(fleet: Start, etcd: Fa
     node = fleet("n1")
     etcd.leases_last = True  # until the killed node's key was seen below
     kill(node, etcd)
-    assert etcd.names()[-1].endswith("/n1")
+    assert "/kvstore/fleet/members/n1" in etcd.names()
     etcd.leases_last = False
     assert members(fleet("n1")) == ["n1"]
 
@@ -331,3 +338,62 @@ def test_user_and_password(fleet: Start) -> None:
         stop(node)
     finally:
         guarded.stop()
+
+
+def lost(node: Node) -> dict[str, int]:
+    """Return the lost members that a node reports, and since when."""
+    return {some.id: some.since_unix_s for some in peers(node).lost}
+
+
+def test_killed_member_is_lost_until_it_returns(fleet: Start, etcd: FakeEtcd) -> None:
+    """Regression: a member that died was forgotten, and every command said that all was well."""
+    one, two = fleet("n1"), fleet("n2", weight=3.0)
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    wait_until(lambda: etcd.has("/kvstore/fleet/known/n2"))
+    assert lost(one) == {}
+    kill(two, etcd)
+    wait_until(lambda: lost(one).get("n2", 0) > 0)
+    assert abs(lost(one)["n2"] - time.time()) < 60
+    (report,) = peers(one).lost
+    assert (report.id, report.share) == ("n2", 0.75)
+    assert report.address == f"127.0.0.1:{two.grpc.port}"
+    again = fleet("n2", weight=3.0)
+    wait_until(lambda: members(one) == members(again) == ["n1", "n2"])
+    assert lost(one) == lost(again) == {}
+
+
+def test_stopped_member_is_lost_until_it_is_forgotten(fleet: Start, etcd: FakeEtcd) -> None:
+    one, two = fleet("n1"), fleet("n2")
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    wait_until(lambda: etcd.has("/kvstore/fleet/known/n2"))
+    with Client(ClientConfig(f"127.0.0.1:{one.grpc.port}", direct=True)) as client:
+        with pytest.raises(InvalidRequest, match=r"n2 is not lost; .* drain n2"):
+            client.forget_member("n2")
+        stop(two)
+        wait_until(lambda: "n2" in lost(one))
+        client.forget_member("n2")
+        wait_until(lambda: lost(one) == {})
+        with pytest.raises(InvalidRequest, match="n2 is not lost"):
+            client.forget_member("n2")
+    again = fleet("n2")
+    wait_until(lambda: etcd.has("/kvstore/fleet/known/n2", b"address"))
+    kill(again, etcd)
+    wait_until(lambda: "n2" in lost(one))
+
+
+def test_drained_member_is_not_lost(fleet: Start, etcd: FakeEtcd) -> None:
+    one, two = fleet("n1"), fleet("n2")
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    wait_until(lambda: etcd.has("/kvstore/fleet/known/n2"))
+    two.membership.announce(State.DRAINING)
+    wait_until(lambda: state(one, "n2") is State.DRAINING)
+    stop(two)
+    wait_until(lambda: members(one) == ["n1"])
+    assert lost(one) == {}
+
+
+def test_member_lost_before_a_start_is_reported_with_its_time(fleet: Start, etcd: FakeEtcd) -> None:
+    """The time outlives the nodes: a restarted cluster still misses the member."""
+    etcd.put("/kvstore/fleet/known/n9", LostMember("n9", "h9:7440", 1.0, 1234).value())
+    etcd.put("/kvstore/fleet/known/odd", b"{")
+    assert lost(fleet("n1")) == {"n9": 1234}
