@@ -141,13 +141,18 @@ class Registry:
             return self._registry_state.lost()
 
     def forget(self, member: str) -> None:
-        """No longer miss a lost member. Raises InvalidRequest if it is not lost."""
+        """No longer miss a lost member.
+
+        Raises InvalidRequest if it is not lost, and Unavailable if etcd does not answer, or if the
+        member returns at this moment.
+        """
         if member not in {lost.id for lost in self.lost}:
             raise InvalidRequest(
                 f"{member} is not lost; a member that is there is drained first: kvstore cluster "
                 f"drain {member}"
             )
-        self._expect(member, b"")
+        if not self._expect(member, b""):
+            raise Unavailable(f"the record of {member} changed meanwhile; try again")
 
     @property
     def addresses(self) -> list[str]:
@@ -427,12 +432,12 @@ class Registry:
                 log.error("%s at %s is lost: it left without a drain", member.id, member.address)
                 self._expect(member.id, member._replace(lost_s=int(time.time())).value())
 
-    def _expect(self, member: str, record: bytes) -> None:
-        """Write the record of an expected member, unless another node writes it meanwhile."""
+    def _expect(self, member: str, record: bytes) -> bool:
+        """Write the record of an expected member; return False if another node did meanwhile."""
         key = self._registry_state.known_key(member)
         with self._lock:
             there = self._registry_state.entries.get(key)
-        self._etcd.swap(key, record, 0, there.revision if there else 0)
+        return self._etcd.swap(key, record, 0, there.revision if there else 0)[0] is None
 
     def _leased(self) -> bool:
         """Keep the lease alive; return whether there is one."""
