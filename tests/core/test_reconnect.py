@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from ports import free_ports
 
 from kvstore import Client, ClientConfig, KVStoreError, Namespace, Unavailable, opaque_layout
 from kvstore.tools.node_process import NodeProcess
@@ -22,10 +23,10 @@ class Restartable:
     """A node that restarts on its former ports."""
 
     def __init__(self) -> None:
-        self.process = NodeProcess(*FLAGS)
-        port = self.process.address.rpartition(":")[2]
-        bulk, metrics = str(self.process.bulk_port), str(self.process.metrics_port)
+        # No ephemeral ports: between two starts, an outgoing connection could take one
+        port, bulk, metrics = map(str, free_ports(3))
         self._ports = ("--port", port, "--bulk-port", bulk, "--metrics-port", metrics)
+        self.process = NodeProcess(*FLAGS, *self._ports)
         self.address = self.process.address
 
     def restart(self, *flags: str) -> None:
