@@ -109,8 +109,8 @@ def test_stop_completes_running_calls_and_refuses_new_ones(
         wait_until(lambda: _refuses(process.address))
         frames.say(chunk(content(key)))
         frames.say(committed(key))
+        frames.end()  # as the client does: the node closes the connection after its last call
         assert next(put).commit.stored == 1, "a call from before the stop failed"
-        frames.end()
         assert list(put) == []
     wait_until(lambda: not process.running)
     assert process.stop() == 0
