@@ -276,7 +276,7 @@ def near_journey() -> Result:
 
 @dataclass
 class Prompt:
-    """What the block scheduler asks of an engine's request."""
+    """A stand-in for an engine's request, with what the block scheduler reads."""
 
     request_id: str
     num_tokens: int

@@ -40,7 +40,7 @@ ACK_ONE, ACK_ALL = "one", "all"
 
 @dataclass(frozen=True)
 class Keep:
-    """How long and how safely a put keeps its pages.
+    """Time to live and durability of the pages of a put.
 
     `ttl_s`: seconds after which new pages expire; 0: pages stay until they are evicted. `durable`:
     the put returns when the pages survive `kill -9` and power loss; needs a node with a data

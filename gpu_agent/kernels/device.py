@@ -63,7 +63,7 @@ KERNELS: dict[str, type[Launch] | type[LeavesLaunch]] = {
 
 
 class Device(Protocol):
-    """What the pipeline needs of a GPU; streams and events are CuPy's or similar.
+    """The calls of a GPU that the pipeline uses; streams and events are CuPy's or similar.
 
     A stream has `wait_event(event)` and `synchronize()`; an event has `record(stream)`,
     `synchronize()` and `done`. Memory has an address `ptr` and lasts as long as its object. CUDA

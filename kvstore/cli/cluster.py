@@ -38,6 +38,7 @@ from kvstore.cli.selection import (
 from kvstore.client import Client
 from kvstore.cluster.view import REGISTRIES, Member, View
 from kvstore.doctor.pages import hints
+from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 
 # Rows of members and namespaces on one screen of 24 lines; `kvstore cluster` and `kvstore ls` show
@@ -88,8 +89,14 @@ def forget_member(run: Invocation, member: MemberArgument) -> int:
     """
     with run.client() as client:
         view = view_of(client)
-    with run.client(address=view.members[0].address, direct=True) as client:
-        client.forget_member(member)
+    for number, some in enumerate(view.members, 1):
+        try:
+            with run.client(address=some.address, direct=True) as client:
+                client.forget_member(member)
+            break
+        except (Unavailable, DeadlineExceeded):
+            if number == len(view.members):
+                raise
     if run.as_json:
         emit({"member": member, "forgotten": True})
     else:

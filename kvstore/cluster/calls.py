@@ -282,7 +282,7 @@ def get_pages(
 
 @dataclass(frozen=True)
 class _NodeGet:
-    """What a node shall send of each page: its `ranges`, or all of it if there are none.
+    """The parts of each page that a node shall send: `ranges`, or all if there are none.
 
     With `seals`, the last range, or the page, ends with the HMAC.
     """

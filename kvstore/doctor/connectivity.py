@@ -44,7 +44,7 @@ _NO_ANSWER = (
 
 
 class Clock(NamedTuple):
-    """How far a node's clock is ahead, within half the duration of the request."""
+    """The lead of a node's clock, within half the duration of the request."""
 
     ahead_s: float
     within_s: float

@@ -34,7 +34,7 @@ WHERE_ENGINES_ARE = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user asked to check. `data_dir`: of a node on this host.
+    """The checks that the user asked for. `data_dir`: of a node on this host.
 
     `gpu`: an agent moves pages of a GPU here.
     """

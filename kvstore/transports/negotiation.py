@@ -201,7 +201,7 @@ class First(NamedTuple):
 
 
 class Known(NamedTuple):
-    """Where the node at a gRPC address serves frames, and how to recognize it there.
+    """The frame port of the node at a gRPC address, and how to recognize the node there.
 
     It is recognized by its run (`instance_id`) or by its cluster and member name: another node may
     have taken over its ports.

@@ -30,7 +30,7 @@ CALL_S = 10.0
 
 @dataclass(frozen=True)
 class DrainTimeouts:
-    """How often a drain checks its progress, and when it gives up.
+    """Intervals of a drain's progress checks, and when it gives up.
 
     In seconds.
     """

@@ -63,7 +63,7 @@ class RegistrationSettings:
 
 @dataclass(frozen=True)
 class Registering:
-    """What a node registers about itself.
+    """The facts that a node registers about itself.
 
     `instance_id`: new at each start. `bulk_port`: of its frames, at the host of `address`.
     """
@@ -106,6 +106,7 @@ class Registry:
         self._lease, self._lease_s = 0, float(terms.lease_s)
         # Revision and value of our key; 0: it does not exist
         self._written: tuple[int, bytes] = (0, b"")
+        self.lost: list[LostMember] = []  # members that left without a drain
         self._troubles: dict[str, tuple[float, str]] = {}  # by thread: since when, what
         # until then the last view holds: members register again after etcd lost its data
         self._settle_at = 0.0
@@ -133,12 +134,6 @@ class Registry:
     def apart(self) -> list[str]:
         """Return the registered members that are not part of the view."""
         return list(self._registry_state.apart)
-
-    @property
-    def lost(self) -> list[LostMember]:
-        """Return the members that left without a drain."""
-        with self._lock:
-            return self._registry_state.lost()
 
     def forget(self, member: str) -> None:
         """No longer miss a lost member.
@@ -367,6 +362,7 @@ class Registry:
             self._removals.receive(
                 self._registry_state.removals(self._removals.seen), self._number()
             )
+            self.lost = self._registry_state.lost()
         # The entry was removed or replaced, or the lease ended
         if self._written[0] and not self._is_own(mine):
             self._written = (0, b"")
@@ -424,10 +420,9 @@ class Registry:
         record = LostMember(own.id, own.address, own.weight).value()
         with self._lock:
             there = self._registry_state.entries.get(self._registry_state.known_key(own.id))
-            lost = self._registry_state.lost()
         if there is None or there.value != record:
             self._expect(own.id, record)
-        for member in lost:
+        for member in self.lost:
             if not member.lost_s and time.monotonic() >= self._settle_at:
                 log.error("%s at %s is lost: it left without a drain", member.id, member.address)
                 self._expect(member.id, member._replace(lost_s=int(time.time())).value())

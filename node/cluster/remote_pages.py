@@ -80,7 +80,7 @@ class PeerLinks:
         `config` says how the others authenticate this node; None: no calls.
         """
         self._membership = membership
-        self._known_by = peer_credentials(config) if config is not None else {}
+        self._peer_credentials = peer_credentials(config) if config is not None else {}
         self._lock = threading.Lock()  # held for microseconds
         self._addresses: dict[str, str] = {}  # of the others, by id
         self._ports: dict[str, int] = {}  # ports of their frames, as far as the view has them
@@ -108,7 +108,7 @@ class PeerLinks:
                     connect_timeout_s=CONNECT_TIMEOUT_S,
                     connections_max=CONNECTIONS_MAX,
                     backoff_s_max=BACKOFF_S_MAX,
-                    **self._known_by,
+                    **self._peer_credentials,
                 )
                 link = self._links[member] = NodeChannel(address, config)
                 link.expect(self._ports[member], member_name(self._cluster, member))

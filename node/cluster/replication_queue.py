@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 
 class AckWaiter:
-    """How many copies are still to be sent for a put, and how many were lost.
+    """Counts of copies that are still to be sent for a put, and that were lost.
 
     `failed`: whether a target was unreachable or refused, which is retried.
     """

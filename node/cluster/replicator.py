@@ -128,13 +128,11 @@ class Replicator:
         """
         with self._changed:
             copies = [queued for queued in self._queue.queued_pages if queued.page.is_copy]
-            waiting = set(copies)
-            while waiting:
-                waiting.intersection_update(self._queue.queued_pages)
-                waiting = {queued for queued in waiting if not queued.arrived}
-                if not waiting or time.monotonic() >= end or gone():
-                    break
+            waiting = [queued for queued in copies if not queued.arrived]
+            while waiting and time.monotonic() < end and not gone():
                 self._changed.wait(max(0.0, min(LOOK_S, end - time.monotonic())))
+                left = self._queue.queued_pages
+                waiting = [queued for queued in waiting if queued in left and not queued.arrived]
             unsent = [queued.page for queued in copies if not queued.arrived]
         self._tier.own(unsent)
         return len(copies) - len(unsent)

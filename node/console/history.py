@@ -73,7 +73,7 @@ def latency_of(traffic: RequestMetrics) -> Latency:
 
 
 class _Sums:
-    """Of a tenant, or of all: counters in the order of RATES, and LEVELS."""
+    """Counters of a tenant, or of all, in the order of RATES, and its LEVELS."""
 
     __slots__ = ("counts", "disk_nbytes", "ram_nbytes")
 

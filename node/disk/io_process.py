@@ -59,7 +59,7 @@ class NotAnswering(Exception):
 
 
 class Timeouts(NamedTuple):
-    """For a starting process: time limit for each message from it.
+    """Time limit for each message from a starting process.
 
     `pulse` is called meanwhile, and may raise to end the start.
     """

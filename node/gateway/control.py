@@ -99,7 +99,7 @@ class Control:
 
 
 class SilenceTimer:
-    """How long the other side has been silent, checked periodically.
+    """Measure how long the other side has been silent, checked periodically.
 
     Time between checks counts little: if this process did not run, perhaps the other side did not
     either.

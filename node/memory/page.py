@@ -59,7 +59,7 @@ class MissReasons:
 
 @dataclass(slots=True)
 class Counters:
-    """What happened to pages of a namespace; names as in the Counters message."""
+    """Counters of events on pages of a namespace; names as in the Counters message."""
 
     pages_asked: int = 0
     prefix_hits: int = 0
