@@ -137,7 +137,7 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Follow(self, request, context):
-        """Of a node of a cluster: the view now, unless it is the one that the caller knows, and every later one.
+        """Stream the cluster's view now, unless the caller knows it, and every later one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -271,7 +271,7 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Record(self, request, context):
-        """What this node is asked, as a trace: the first request begins it, the others fetch what was noted since.
+        """Record the node's requests as a trace. The first call begins it, the others fetch what was recorded since.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from fake_node import FakeNode
+from ports import free_port
 from waiting import OthersRun
 
 from kvstore import (
@@ -372,12 +373,9 @@ def start() -> Iterator[Callable[..., NodeProcess]]:
     nodes: list[NodeProcess] = []
 
     def run(port: int = 0) -> NodeProcess:
-        flags = ("--port", str(port)) if port else ()
-        nodes.append(
-            NodeProcess(
-                "--ram-bytes", "16MiB", "--extent-bytes", "1MiB", "--drain-s", "0.2", *flags
-            )
-        )
+        flags = ("--ram-bytes", "16MiB", "--extent-bytes", "1MiB", "--drain-s", "0.2")
+        # No ephemeral port: between two starts, an outgoing connection could take it
+        nodes.append(NodeProcess(*flags, "--port", str(port or free_port())))
         return nodes[-1]
 
     yield run

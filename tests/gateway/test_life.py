@@ -15,6 +15,7 @@ from fleets import SMALL
 from gateway_processes import gateways, is_running
 from gateway_store import PAGE_NBYTES, SPACE, Store, chunk, committed, content
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from ports import free_port
 from request_stream import RequestStream
 from stopping import stop
 from waiting import wait_until
@@ -77,8 +78,8 @@ def _is_free(address: str) -> bool:
 @pytest.mark.parametrize("stopped", [False, True])
 def test_killed_node_gets_its_port_again_at_once(stopped: bool) -> None:
     """Regression: the old gateway still held the port for a moment, or while it was suspended."""
-    with NodeProcess(*FLAGS) as node:
-        port = node.address.rpartition(":")[2]
+    port = str(free_port())  # not an ephemeral one, which an outgoing connection could take
+    with NodeProcess(*FLAGS, "--port", port) as node:
         if stopped:
             os.kill(gateways(node.pid)[0], signal.SIGSTOP)
         node.kill()

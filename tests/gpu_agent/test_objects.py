@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import free_port
 
 from gpu_agent import AgentConfig
 from gpu_agent.objects import parts
@@ -221,8 +222,8 @@ def test_hung_node_costs_deadlines_and_killed_node_nothing(scope: Namespace) -> 
     )
     wires, flags = ("shm", "bulk"), ("--ram-bytes", "64MiB")
     with contextlib.ExitStack() as stack:
-        node = stack.enter_context(NodeProcess(*flags))
-        port = node.address.rpartition(":")[2]
+        port = str(free_port())  # not an ephemeral one, which an outgoing connection could take
+        node = stack.enter_context(NodeProcess(*flags, "--port", port))
         stores = []
         for wire in wires:
             client = Client(ClientConfig(address=node.address, wire=wire, backoff_s_max=0.3))
