@@ -31,7 +31,7 @@ from typing import Any
 from measure import Report, parser, percentile, progress, timed
 
 from kvstore import Client, Exhausted, KVStoreError, Namespace, client_config, opaque_layout
-from kvstore.identities import new_token, token_line
+from kvstore.security.identities import new_token, token_line
 from kvstore.tools.node_process import NodeProcess
 
 PAGE_NBYTES = 64 << 10

@@ -22,12 +22,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstore import identities as identity_file
 from kvstore.cli.authority import hosts_of
 from kvstore.config import split_address
 from kvstore.errors import ConfigError
-from kvstore.identities import ALL
-from kvstore.secrets import write_whole
+from kvstore.security import identities as identity_file
+from kvstore.security.identities import ALL
+from kvstore.security.secrets import write_whole
 
 NAME = "compose-prometheus"
 MODE = 0o640

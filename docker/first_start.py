@@ -24,12 +24,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvstore import identities
 from kvstore.cli.authority import Authority, hosts_of
 from kvstore.config import ClientConfig
 from kvstore.errors import ConfigError
-from kvstore.identities import ALL
-from kvstore.secrets import DEFAULT_TENANT, token_of, write_whole
+from kvstore.security import identities
+from kvstore.security.identities import ALL
+from kvstore.security.secrets import DEFAULT_TENANT, token_of, write_whole
 
 CA_NAME, DAYS = "kvstore compose CA", 3650.0  # no process renews them
 HERE = ("localhost", "127.0.0.1")

@@ -21,7 +21,7 @@ from kvstore.errors import ConfigError
 from kvstore.keys import TEXT_NBYTES_MAX, Namespace
 from kvstore.layout import PageLayout
 from kvstore.page_hmac import page_keys
-from kvstore.secrets import DEFAULT_TENANT, tenant_of
+from kvstore.security.secrets import DEFAULT_TENANT, tenant_of
 
 # Limits of one agent. Environment: KVSTORE_AGENT_WORKERS, KVSTORE_AGENT_LOAD_TIMEOUT_S, ...
 

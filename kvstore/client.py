@@ -48,7 +48,7 @@ from kvstore.log_rate import LogRate
 from kvstore.page_hmac import page_keys
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import ACK_ALL, KEEP_WHILE_SPACE, ClientStats, Keep, LookupResult, PutOutcome
-from kvstore.secrets import tenant_of
+from kvstore.security.secrets import tenant_of
 from kvstore.transports.channel import NodeConnection
 from kvstore.transports.mapped_memory import AcquiredSlots, ReservedSlots
 from kvstore.transports.shm import ShmWire

@@ -22,7 +22,7 @@ from kvstore.buffers import Pieces, chunks
 from kvstore.checksum import cuts, parts_of
 from kvstore.config import PageKeyConfig
 from kvstore.errors import ConfigError
-from kvstore.secrets import SECRET_NBYTES_MAX, read_guarded
+from kvstore.security.secrets import SECRET_NBYTES_MAX, read_guarded
 
 SECRET_NBYTES = 32
 MAC_NBYTES = 16

@@ -15,9 +15,9 @@ from kvstore.config import (
     setting,
 )
 from kvstore.errors import ConfigError
-from kvstore.identities import TENANT
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX
 from kvstore.layout import SLOT_ALIGN_NBYTES
+from kvstore.security.identities import TENANT
 from kvstore.transports.unix_sockets import check_path
 
 GIB = 1 << 30

@@ -10,8 +10,8 @@ from pathlib import Path
 from kvstore.cluster.view import State
 from kvstore.config import BULK_SCHEME, GRPC_PORT, split_address
 from kvstore.errors import ConfigError, KVStoreError, UnknownNamespace
-from kvstore.identities import Identities
 from kvstore.keys import Namespace
+from kvstore.security.identities import Identities
 from node.auth.access import Access, FileReloader
 from node.auth.audit import Audit
 from node.auth.authorizer import Authorizer

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kvstore.certificates import NEAR_END_S, SYSTEM, PemFiles, Pems, date
 from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.x509 import check_dates, first_expiry, validity
+from kvstore.security.certificates import NEAR_END_S, SYSTEM, PemFiles, Pems, date
+from kvstore.security.x509 import check_dates, first_expiry, validity
 from node.config import NodeConfig
 
 log = logging.getLogger(__name__)

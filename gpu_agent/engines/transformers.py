@@ -27,7 +27,7 @@ from gpu_agent.pool import KVPool
 from kvstore.client import Client
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace, prefix_hashes
-from kvstore.secrets import DEFAULT_TENANT
+from kvstore.security.secrets import DEFAULT_TENANT
 from kvstore.tracing import request
 
 PAGE_TOKENS = 64

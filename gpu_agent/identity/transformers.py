@@ -15,7 +15,7 @@ from kvstore.checksum import running_digest
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import LayerGroup, PageLayout, Plane
-from kvstore.secrets import DEFAULT_TENANT
+from kvstore.security.secrets import DEFAULT_TENANT
 
 KV_GROUP = "attention"
 

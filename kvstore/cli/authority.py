@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvstore.errors import ConfigError
-from kvstore.secrets import write_whole
+from kvstore.security.secrets import write_whole
 
 CA = "ca"
 EARLIER = datetime.timedelta(minutes=5)  # certificates are valid from this long ago: clocks differ

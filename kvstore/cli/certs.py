@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstore.certificates import date
 from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit
+from kvstore.security.certificates import date
 
 if TYPE_CHECKING:
     from kvstore.cli.authority import Authority

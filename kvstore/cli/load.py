@@ -19,7 +19,7 @@ from kvstore.cluster.routing import Away
 from kvstore.config import ClientConfig
 from kvstore.errors import InvalidRequest
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.secrets import tenant_of
+from kvstore.security.secrets import tenant_of
 from kvstore.tools.bench import BenchOptions, BenchReport, bench
 from kvstore.tools.replay import ReplayReport, replay, replay_namespace, throwaway_node
 from kvstore.tools.trace import Recording, count_requests, read_trace

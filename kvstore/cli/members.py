@@ -6,7 +6,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from kvstore.certificates import date
 from kvstore.cli.exits import ExitCode, code_of
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import (
@@ -24,6 +23,7 @@ from kvstore.cluster.routing import Away
 from kvstore.cluster.view import REGISTRIES, Member, State, View
 from kvstore.errors import KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.certificates import date
 
 Statuses = Mapping[str, pb.NodeStatusReply | KVStoreError]  # by address
 

@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore.certificates import NEAR_END_S, date
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.members import copies_line, rebalance_line, replication_line
 from kvstore.cli.output import (
@@ -24,6 +23,7 @@ from kvstore.doctor.pages import hints, page_count
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_value, plain
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.certificates import NEAR_END_S, date
 
 MISS_REASONS = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
 

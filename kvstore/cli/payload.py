@@ -31,7 +31,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace
 from kvstore.layout import ByteRange, opaque_layout
 from kvstore.results import ACK_ONE, Keep, PutOutcome
-from kvstore.secrets import tenant_of
+from kvstore.security.secrets import tenant_of
 
 # Bytes of all pages of one put command: they are in memory together.
 INPUT_NBYTES_MAX = 4 << 30

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstore import identities
 from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit, note, show
 from kvstore.errors import InvalidRequest
-from kvstore.identities import Principal, expiry_text
+from kvstore.security import identities
+from kvstore.security.identities import Principal, expiry_text
 
 FileOption = Annotated[
     Path,

@@ -23,6 +23,7 @@ from kvstore.doctor.checks import Finding, FindingState, fail, ok, remedy_of, sk
 from kvstore.doctor.host import check_expiry
 from kvstore.errors import ConfigError, DeadlineExceeded, Forbidden, KVStoreError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.x509 import hosts, validity
 from kvstore.transports.negotiation import Addresses, Negotiated, Negotiation
 from kvstore.transports.shm import socket_here
 from kvstore.transports.tls import (
@@ -32,7 +33,6 @@ from kvstore.transports.tls import (
     explain_handshake,
     fetch_certificate,
 )
-from kvstore.x509 import hosts, validity
 
 GRACE_S = 2.0  # for starting threads, beside what the steps themselves may take
 NAMES = ("shm", "bulk", "grpc")  # the best transport first

@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import kvstore
-from kvstore.certificates import NEAR_END_S, SYSTEM, date
 from kvstore.config import PROTOCOL_VERSION, ClientConfig
 from kvstore.doctor.checks import Finding, fail, ok, skipped, warn
 from kvstore.errors import ConfigError, Unavailable
 from kvstore.page_hmac import page_keys
-from kvstore.secrets import token_of
+from kvstore.security.certificates import NEAR_END_S, SYSTEM, date
+from kvstore.security.secrets import token_of
+from kvstore.security.x509 import check_dates, first_expiry, validity
 from kvstore.transports.grpc_process import check_headroom
 from kvstore.transports.tls import client_tls
-from kvstore.x509 import check_dates, first_expiry, validity
 
 MIB = 1 << 20
 DESCRIPTORS_FEW = 4096  # a node uses one per connection, and two per extent of its disk

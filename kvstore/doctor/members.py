@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import kvstore
-from kvstore.certificates import date
 from kvstore.cluster.view import REGISTRIES, View, parse_view
 from kvstore.config import PROTOCOL_VERSION, ClientConfig
 from kvstore.doctor.checks import Finding, FindingState, fail, ok, skipped, warn
@@ -17,6 +16,7 @@ from kvstore.doctor.connectivity import Clock, Connectivity
 from kvstore.doctor.host import check_expiry
 from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.certificates import date
 
 # Certificates of `kvstore certs` are valid from five minutes before they are made
 CLOCK_WARN_S, CLOCK_FAIL_S = 2.0, 300.0

@@ -27,12 +27,12 @@ from kvstore.errors import (
     KVStoreError,
     Unavailable,
 )
-from kvstore.identities import ALL, Role
 from kvstore.keys import Namespace
 from kvstore.layout import PageLayout, opaque_layout
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import Keep, PutOutcome
-from kvstore.secrets import tenant_of
+from kvstore.security.identities import ALL, Role
+from kvstore.security.secrets import tenant_of
 from kvstore.tools.trace import page_content
 
 MODEL = "kvstore-doctor"

@@ -23,7 +23,7 @@ from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout
 from kvstore.results import PutOutcome
-from kvstore.secrets import tenant_of
+from kvstore.security.secrets import tenant_of
 from kvstore.tools.trace import page_content
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout, slot_nbytes
 from kvstore.results import PutOutcome
-from kvstore.secrets import DEFAULT_TENANT
+from kvstore.security.secrets import DEFAULT_TENANT
 from kvstore.tools.bench import Stopwatch, latency_ms
 from kvstore.tools.node_process import NodeProcess
 from kvstore.tools.trace import TraceRequest, page_content, trace_prefix_hash

@@ -18,7 +18,7 @@ from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.page_hmac import PageHmacs, receive_buffers, with_hmacs
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.secrets import token_of
+from kvstore.security.secrets import token_of
 from kvstore.transports.connections import ConnectionPool, common_version, exchange, greeting
 from kvstore.transports.frames import FrameSocket
 from kvstore.transports.parallel import ParallelTransfer, split, stream_count

@@ -35,7 +35,7 @@ from kvstore.errors import (
     Unavailable,
 )
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.secrets import check_stays_private, token_of
+from kvstore.security.secrets import check_stays_private, token_of
 from kvstore.sync import Event, start_thread
 from kvstore.transports.bulk import BulkWire
 from kvstore.transports.connections import common_version

@@ -26,7 +26,7 @@ from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.page_hmac import PageHmacs, receive_buffers, with_hmacs
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.secrets import token_of
+from kvstore.security.secrets import token_of
 from kvstore.sync import Event, start_thread
 from kvstore.transports.connections import (
     ConnectionPool,

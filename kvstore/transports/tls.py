@@ -21,9 +21,9 @@ import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvstore.certificates import PemFiles, Pems
 from kvstore.config import PROTOCOL_VERSION, ClientConfig
 from kvstore.errors import ConfigError, Unavailable
+from kvstore.security.certificates import PemFiles, Pems
 from kvstore.transports.frames import FrameSocket
 
 # Bytes encrypted and sent, or received, at a time. Each connection that has moved pages keeps three

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvstore.errors import ConfigError, Unauthenticated
-from kvstore.identities import (
+from kvstore.security.identities import (
     ALL,
     FILE_NBYTES_MAX,
     Identities,
@@ -24,7 +24,7 @@ from kvstore.identities import (
     share_of,
     token_hash,
 )
-from kvstore.secrets import checked_stat, read_guarded, stamp
+from kvstore.security.secrets import checked_stat, read_guarded, stamp
 from node.auth.quotas import tenant_of
 
 log = logging.getLogger(__name__)

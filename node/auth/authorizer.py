@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from kvstore.errors import Forbidden, Unauthenticated
-from kvstore.identities import Principal, Role
 from kvstore.keys import Namespace, unknown
+from kvstore.security.identities import Principal, Role
 from node.auth.access import EVERYBODY, ITSELF, THE_NODE, Access, Caller
 from node.auth.audit import Audit
 

@@ -26,7 +26,7 @@ from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.keys import NAMESPACE_DIGEST_NBYTES
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.secrets import check_stays_private, token_of, write_whole
+from kvstore.security.secrets import check_stays_private, token_of, write_whole
 from kvstore.transports.bulk import BulkConnector
 from kvstore.transports.connections import Refused
 from kvstore.transports.grpc_wire import GrpcWire

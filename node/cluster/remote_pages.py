@@ -25,7 +25,7 @@ from kvstore.errors import KVStoreError, Unavailable
 from kvstore.keys import Namespace
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.secrets import token_of
+from kvstore.security.secrets import token_of
 from kvstore.transports.bulk import Arrived, BulkWire
 from kvstore.transports.channel import NodeChannel, NodeConnection
 from kvstore.transports.negotiation import member_name

@@ -21,10 +21,10 @@ from importlib import resources
 from typing import Any, TypeVar
 
 from kvstore.errors import Forbidden, InvalidRequest, KVStoreError, Unavailable
-from kvstore.identities import Principal, Role
 from kvstore.keys import Namespace
 from kvstore.messages import plain
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.identities import Principal, Role
 from kvstore.threads import begun
 from node.auth.access import Caller
 from node.cluster.membership import Membership

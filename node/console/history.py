@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import add, attrgetter
 from typing import Any, NamedTuple
 
-from kvstore.identities import ALL, Principal
+from kvstore.security.identities import ALL, Principal
 from node.memory.inventory import Inventory
 from node.memory.page import Counters
 from node.serving.request_metrics import BOUNDS_S, RequestMetrics

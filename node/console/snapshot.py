@@ -18,10 +18,10 @@ from kvstore.doctor.checks import Finding, FindingState, warn
 from kvstore.doctor.members import check_status, lost_members, state
 from kvstore.doctor.pages import hints
 from kvstore.errors import KVStoreError
-from kvstore.identities import Principal
 from kvstore.keys import short
 from kvstore.messages import namespace_value, plain
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.identities import Principal
 from kvstore.transports.channel import NodeConnection
 from node.auth.access import Caller
 from node.cluster.membership import Membership

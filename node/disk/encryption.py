@@ -43,7 +43,7 @@ from cryptography.hazmat.primitives.ciphers.modes import XTS
 from kvstore.checksum import LEAF_NBYTES
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.layout import SLOT_ALIGN_NBYTES
-from kvstore.secrets import SECRET_NBYTES_MAX, read_guarded
+from kvstore.security.secrets import SECRET_NBYTES_MAX, read_guarded
 
 WRAPPING_KEY_NBYTES = 32
 PAGE_KEY_NBYTES = 64  # two keys of AES-256

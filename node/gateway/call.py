@@ -12,8 +12,8 @@ from typing import Any
 
 from kvstore.checksum import CHUNK_NBYTES
 from kvstore.errors import InvalidRequest
+from kvstore.security.x509 import names_end_early
 from kvstore.tracing import HEADER, parsed
-from kvstore.x509 import names_end_early
 from node.gateway.upstream import on_behalf_of
 from node.serving.limits import REQUEST_S_MAX, TRANSFER_NBYTES_PER_S_MIN, ConnectionLimiter, peer_of
 

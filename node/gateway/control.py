@@ -14,9 +14,9 @@ import threading
 import time
 from typing import Any
 
-from kvstore.certificates import Pems
 from kvstore.errors import ProtocolError
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.certificates import Pems
 
 BEAT_S = 0.5  # interval of heartbeats in both directions
 SEND_NBYTES = 4 << 20  # requested socket buffer for waiting lines; the system may grant less

@@ -16,9 +16,9 @@ from typing import Any
 
 import grpc
 
-from kvstore.certificates import Pems
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import ConfigError
+from kvstore.security.certificates import Pems
 from node.gateway.control import BEAT_S, LINE_NBYTES_MAX, line, pems_of, view_of
 from node.gateway.server import NodeState, Servicer
 from node.serving.limits import REQUEST_S_MAX

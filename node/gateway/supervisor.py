@@ -23,11 +23,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import node
-from kvstore.certificates import Pems
 from kvstore.cluster.view import View
 from kvstore.errors import ConfigError, ProtocolError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.certificates import Pems
 from node.cluster.membership import Membership
 from node.config import NodeConfig, missing
 from node.gateway.control import BEAT_S, EXIT_MEMORY, Control, SilenceTimer, pems_value, view_value

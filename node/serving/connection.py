@@ -26,8 +26,8 @@ from google.protobuf.message import DecodeError
 import kvstore.tracing as tracing
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unauthenticated
-from kvstore.identities import Principal
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.identities import Principal
 from kvstore.tracing import Trace, unpacked
 from kvstore.transports.frames import FrameSocket
 from kvstore.transports.status import status_code

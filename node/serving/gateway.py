@@ -20,9 +20,9 @@ from typing import Any
 
 from kvstore.config import GRPC_CHUNK_NBYTES, MESSAGE_NBYTES_MAX
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError
-from kvstore.identities import Principal
 from kvstore.messages import FRAME_NBYTES, chunk_head, field_of
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.identities import Principal
 from kvstore.transports.frames import FrameSocket, runs
 from node.auth.access import Access, Caller, refuse_anonymous
 from node.serving.acceptor import DESCRIPTORS_LEFT_MIN, ConnectionServer

@@ -20,8 +20,8 @@ from typing import Any
 
 from kvstore.config import runtime_dir
 from kvstore.errors import ProtocolError, Unavailable
-from kvstore.identities import Principal
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.identities import Principal
 from kvstore.transports.unix_sockets import DescriptorSocket, check_path
 from node.auth.access import Caller
 from node.memory.arena import Arena

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from kvstore.errors import Exhausted
-from kvstore.identities import ALL, Principal
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.identities import ALL, Principal
 from node.auth.quotas import Bucket, Quota, Quotas
 from node.disk.tier import DiskTier
 from node.memory.tenant_usage import NOTHING, Use

@@ -7,7 +7,7 @@ from fleets import checked_nodes
 from local_nodes import StartNode
 from people import People
 
-from kvstore.identities import ALL
+from kvstore.security.identities import ALL
 from node.server import Node
 
 

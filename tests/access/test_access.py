@@ -21,8 +21,8 @@ from kvstore import (
     Unavailable,
 )
 from kvstore.deadline import Deadline
-from kvstore.identities import Role, new_token, token_hash, token_line
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.identities import Role, new_token, token_hash, token_line
 from kvstore.transports.bulk import BulkWire
 from kvstore.transports.shm import ShmWire
 from node.auth.access import Access

@@ -12,7 +12,7 @@ from people import PAGE_NBYTES, People, namespace
 
 from kvstore import Client, ClientConfig, Forbidden, PutOutcome, Unauthenticated, Unavailable
 from kvstore.cli.authority import Authority
-from kvstore.identities import ALL
+from kvstore.security.identities import ALL
 from node.server import Node
 
 KEY = b"c" * 32

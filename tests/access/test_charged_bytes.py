@@ -11,9 +11,9 @@ from fleets import checked_nodes
 import kvstore.checksum
 import node.disk.reads
 from kvstore import Exhausted, Namespace, opaque_layout
-from kvstore.identities import Principal, Role
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.identities import Principal, Role
 from node.auth.access import Caller
 from node.auth.quotas import Quota
 from node.server import Node

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import ConfigError, InvalidRequest
-from kvstore.identities import (
+from kvstore.security.identities import (
     ALL,
     LINES_MAX,
     Identities,

@@ -17,10 +17,10 @@ from people import PAGE_NBYTES, People, client, namespace
 from kvstore import ClientConfig, Forbidden, KVStoreError, Unauthenticated, UnknownNamespace
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
-from kvstore.identities import Role
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from kvstore.security.identities import Role
 from kvstore.transports.bulk import BulkWire
 from kvstore.transports.frames import FrameSocket, pack_fixed
 from kvstore.transports.grpc_wire import GrpcWire

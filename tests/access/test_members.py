@@ -23,8 +23,8 @@ from kvstore import (
     Unavailable,
 )
 from kvstore.cli.commands import app
-from kvstore.identities import ALL, read
 from kvstore.results import ACK_ALL
+from kvstore.security.identities import ALL, read
 from node.config import NodeConfig
 from node.server import Node
 

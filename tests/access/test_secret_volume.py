@@ -19,8 +19,8 @@ from waiting import wait_until
 from kvstore import Client, ClientConfig, ConfigError, Keep, KVStoreError, PutOutcome
 from kvstore.cli.authority import Authority
 from kvstore.config import load
-from kvstore.identities import ALL
 from kvstore.results import ACK_ALL
+from kvstore.security.identities import ALL
 from node.config import NodeConfig
 from node.server import Node
 

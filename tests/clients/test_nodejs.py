@@ -14,7 +14,7 @@ import pytest
 from authorities import of_client, of_node, pair
 
 from kvstore import Client, ClientConfig, Namespace, PutOutcome, opaque_layout
-from kvstore.identities import add, certificate_line, new_token, token_line
+from kvstore.security.identities import add, certificate_line, new_token, token_line
 from kvstore.tools.node_process import NodeProcess
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

@@ -24,8 +24,8 @@ from kvstore import (
     prefix_hashes,
 )
 from kvstore.cli.decode import plane_statistics
-from kvstore.identities import add, new_token, token_line
 from kvstore.layout import DTYPE_NBYTES
+from kvstore.security.identities import add, new_token, token_line
 from kvstore.tools.node_process import NodeProcess
 from node.server import Node
 

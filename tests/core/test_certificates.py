@@ -13,9 +13,9 @@ import pytest
 from authorities import HERE, pair
 
 from kvstore import Client, ClientConfig, ConfigError
-from kvstore.certificates import PemFiles, Pems
 from kvstore.cli.authority import Authority
-from kvstore.x509 import first_expiry, validity
+from kvstore.security.certificates import PemFiles, Pems
+from kvstore.security.x509 import first_expiry, validity
 
 
 class Placed:

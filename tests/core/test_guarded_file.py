@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.config import ClientConfig
 from kvstore.errors import ConfigError
-from kvstore.secrets import (
+from kvstore.security.secrets import (
     check_stays_private,
     checked_stat,
     read_guarded,

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from kvstore import ConfigError
 from kvstore.cli.authority import Authority
-from kvstore.x509 import check_dates, first_expiry, hosts, names_end_early, validity
+from kvstore.security.x509 import check_dates, first_expiry, hosts, names_end_early, validity
 
 UTF8, BMP, UNIVERSAL = (
     x509.name._ASN1Type.UTF8String,

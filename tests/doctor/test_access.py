@@ -10,7 +10,7 @@ from local_nodes import StartNode
 
 from kvstore.cli.authority import Authority
 from kvstore.doctor.checks import FindingState
-from kvstore.identities import add, new_token, token_line
+from kvstore.security.identities import add, new_token, token_line
 from node.server import Node
 
 Doctor = Callable[..., Examined]

@@ -10,9 +10,9 @@ from scripted import ScriptedSocket, payload, request, scratch, stream
 from watched import Target
 
 from kvstore.errors import KVStoreError
-from kvstore.identities import ALL, parse, token_line
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.identities import ALL, parse, token_line
 from kvstore.transports.frames import FIXED_NBYTES, unpack_fixed
 from node.auth.access import Access
 from node.memory.inventory import Inventory

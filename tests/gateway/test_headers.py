@@ -11,8 +11,8 @@ import http2
 import pytest
 from fleets import checked_nodes
 
-from kvstore.identities import add, new_token, token_line
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.identities import add, new_token, token_line
 from kvstore.transports.status import Code
 from node.server import Node
 

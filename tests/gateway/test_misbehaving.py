@@ -20,8 +20,8 @@ from gateway_processes import is_running
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig
-from kvstore.certificates import Pems
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.certificates import Pems
 from node.auth.access import THE_NODE
 from node.config import NodeConfig
 from node.gateway import supervisor

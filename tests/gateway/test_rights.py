@@ -18,9 +18,9 @@ from kvstore import Client, Forbidden, Namespace, PutOutcome, Unauthenticated, o
 from kvstore.cli.authority import Authority
 from kvstore.deadline import Deadline
 from kvstore.errors import UnknownNamespace
-from kvstore.identities import share_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from kvstore.security.identities import share_of
 from kvstore.transports.frames import FrameSocket
 from kvstore.transports.grpc_wire import GrpcWire
 from kvstore.transports.unix_sockets import DescriptorSocket

@@ -8,8 +8,8 @@ import pytest
 from rogue import Rogue, asked, rogue_node
 from waiting import wait_until
 
-from kvstore.identities import add, new_token, token_line
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.identities import add, new_token, token_line
 from kvstore.transports.frames import FrameSocket
 from kvstore.transports.status import Code
 from node.server import Node

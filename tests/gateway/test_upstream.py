@@ -21,9 +21,9 @@ from stopping import stop
 from waiting import wait_until
 
 from kvstore.errors import Unauthenticated
-from kvstore.identities import add, new_token, revoke, token_line
 from kvstore.messages import delimited
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.identities import add, new_token, revoke, token_line
 from kvstore.transports.frames import FIXED_NBYTES, pack_fixed, unpack_fixed
 from node.gateway import upstream
 from node.gateway.upstream import Upstream, on_behalf_of

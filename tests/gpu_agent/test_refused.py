@@ -20,7 +20,7 @@ from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.options import identity_of
 from gpu_agent.worker.process_backend import ProcessBackend
 from kvstore import Client, ClientConfig, ConfigError, Namespace
-from kvstore.identities import new_token, revoke
+from kvstore.security.identities import new_token, revoke
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from kvstore import (
     client_config,
     opaque_layout,
 )
-from kvstore.identities import new_token
+from kvstore.security.identities import new_token
 
 ENGINES = Path(__file__).parents[2] / "gpu_agent" / "engines"
 KEY = b"k" * 32

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvstore.identities import add, new_token, token_line
+from kvstore.security.identities import add, new_token, token_line
 from kvstore.tools.node_process import NodeProcess
 from node.config import NodeConfig
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from fleets import SMALL
 from people import taken_up
 
-from kvstore.identities import add, new_token, token_line
+from kvstore.security.identities import add, new_token, token_line
 from node.config import NodeConfig
 from node.server import Node
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore import ClientConfig
-from kvstore.identities import add, new_token, revoke, token_line
+from kvstore.security.identities import add, new_token, revoke, token_line
 from node.server import Node
 
 MODEL = "llama"

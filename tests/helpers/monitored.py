@@ -23,7 +23,7 @@ from kvstore import (
     PutOutcome,
     opaque_layout,
 )
-from kvstore.identities import add, new_token, token_line
+from kvstore.security.identities import add, new_token, token_line
 from kvstore.tools.node_process import NodeProcess
 
 MEMBERS = ("n1", "n2", "n3")

@@ -8,7 +8,7 @@ from typing import Any
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Namespace, opaque_layout
-from kvstore.identities import add, new_token, revoke, token_line
+from kvstore.security.identities import add, new_token, revoke, token_line
 from node.server import Node
 
 PAGE_NBYTES = 4096

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from deployed import program
 
-from kvstore.identities import add, new_token, read, revoke, token_hash, token_line
+from kvstore.security.identities import add, new_token, read, revoke, token_hash, token_line
 
 NODES = ("node:7442", "n1:7442", "n2:9000")
 

@@ -20,7 +20,7 @@ from fleets import SMALL
 
 from kvstore import Client, ClientConfig, Forbidden, Namespace, opaque_layout
 from kvstore.cli.authority import Authority
-from kvstore.identities import add, new_token, token_line
+from kvstore.security.identities import add, new_token, token_line
 from node.config import NodeConfig
 from node.server import Node
 from node.serving.http_server import HttpClient

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.identities import ALL, Principal, Role
+from kvstore.security.identities import ALL, Principal, Role
 from node.console.history import EVERY_S, KEPT, TENANTS_MAX, History, Latency, quantile
 from node.memory.page import Counters
 

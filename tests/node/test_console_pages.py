@@ -9,10 +9,10 @@ from visits import told, visit
 
 from kvstore import Client, ClientConfig, LayerGroup, Namespace, PageLayout, Plane
 from kvstore.errors import InvalidRequest
-from kvstore.identities import Principal, Role
 from kvstore.layout import PageLayout as Layout
 from kvstore.messages import layout_value
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.identities import Principal, Role
 from node.console.console import SCRUB_NBYTES, Acts
 from node.console.pages import BYTES_MAX, FOUND_MAX
 from node.server import Node

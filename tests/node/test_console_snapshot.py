@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.identities import ALL, Principal, Role
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.identities import ALL, Principal, Role
 from node.console import snapshot
 from node.console.snapshot import COST_FACTOR, EVERY_S, FINDINGS_S, SAMPLES, SCOPES_MAX, Snapshots
 

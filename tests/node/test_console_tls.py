@@ -12,7 +12,7 @@ from local_nodes import StartNode
 from visits import OWN, connection, events
 
 from kvstore.cli.authority import Authority
-from kvstore.identities import add, certificate_line
+from kvstore.security.identities import add, certificate_line
 from node.server import Node
 
 

@@ -15,9 +15,9 @@ from waiting import wait_until
 from kvstore import Client, ClientConfig, ConfigError, Exhausted, Unavailable
 from kvstore.cli.authority import Authority
 from kvstore.deadline import Deadline
+from kvstore.security.x509 import validity
 from kvstore.transports.bulk import BulkWire
 from kvstore.transports.tls import NO_PLACE
-from kvstore.x509 import validity
 from node.config import NodeConfig
 from node.server import Node
 from node.tls import Certificates

@@ -27,7 +27,7 @@ from kvstore import (
     opaque_layout,
 )
 from kvstore.cli.authority import Authority, hosts_of
-from kvstore.identities import read, revoke, token_hash
+from kvstore.security.identities import read, revoke, token_hash
 from node.config import NodeConfig
 from node.server import Node
 

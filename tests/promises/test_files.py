@@ -18,8 +18,8 @@ import xxhash
 from gpu_agent.identity.checkpoint import config_digest, weight_files, weights_digest
 from gpu_agent.options import Identity, facts_text
 from kvstore import opaque_layout
-from kvstore.identities import Principal, Role, new_token, parse, token_hash, token_line
 from kvstore.page_hmac import page_keys
+from kvstore.security.identities import Principal, Role, new_token, parse, token_hash, token_line
 from node.auth.quotas import quota_of
 
 GOLDEN: dict[str, Any] = json.loads(

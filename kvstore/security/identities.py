@@ -29,7 +29,7 @@ from functools import cached_property
 from pathlib import Path
 
 from kvstore.errors import ConfigError, InvalidRequest
-from kvstore.secrets import read_guarded, write_whole
+from kvstore.security.secrets import read_guarded, write_whole
 
 ALL = "*"  # tenant of an identity of all tenants
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")

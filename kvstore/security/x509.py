@@ -8,8 +8,8 @@ import time
 
 from cryptography import x509
 
-from kvstore.certificates import date
 from kvstore.errors import ConfigError
+from kvstore.security.certificates import date
 
 _UNREADABLE = (
     ValueError,

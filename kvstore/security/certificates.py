@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
-from kvstore.secrets import checked_stat, path_of, read_guarded, stamp
+from kvstore.security.secrets import checked_stat, path_of, read_guarded, stamp
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())

@@ -1,0 +1,1 @@
+"""Read the files that identify clients and nodes: certificates, identities and secrets."""
