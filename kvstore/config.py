@@ -99,7 +99,7 @@ def load(
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         name, value = field.name, values.get(field.name)
-        variable = f"{prefix}_{field.name.upper()}".replace("NBYTES", "BYTES")
+        variable = _variable(prefix, field.name)
         if value is None and environ.get(variable):
             name, value = variable, environ[variable]
         if value is None:
@@ -107,6 +107,16 @@ def load(
         if value is not None:
             chosen[field.name] = _parse(name, value, field) if isinstance(value, str) else value
     return cls(**chosen)
+
+
+def in_environment(cls: type[Any], prefix: str) -> frozenset[str]:
+    """Return the names of the settings of `cls` that the environment gives."""
+    names = (field.name for field in dataclasses.fields(cls))
+    return frozenset(name for name in names if os.environ.get(_variable(prefix, name)))
+
+
+def _variable(prefix: str, name: str) -> str:
+    return f"{prefix}_{name.upper()}".replace("NBYTES", "BYTES")
 
 
 def _parse(name: str, text: str, field: "dataclasses.Field[Any]") -> Any:
@@ -174,6 +184,22 @@ def runtime_dir() -> str:
     """Return the directory for this user's Unix sockets."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return f"{base}/kvstore" if base else f"/tmp/kvstore-{os.geteuid()}"
+
+
+def named_context() -> str:
+    """Return the context that the environment names for the command line; empty for none."""
+    return os.environ.get("KVSTORE_CONTEXT", "")
+
+
+def user_config_dir() -> str:
+    """Return this user's directory for settings of kvstore; empty if it is not known.
+
+    `XDG_CONFIG_HOME` counts if it is absolute, as its specification says.
+    """
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.config")
+    return f"{base}/kvstore" if os.path.isabs(base) else ""
 
 
 def hub_cache_dir() -> str:

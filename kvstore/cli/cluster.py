@@ -56,7 +56,7 @@ MEMBER_ROWS, NAMESPACE_ROWS_MIN = 8, 2
 
 
 def cluster(run: Invocation) -> int:
-    r"""Show the members of the cluster: state, share of the keys, hit rate, RAM, disk, queues.
+    """Show the members of the cluster: state, share of the keys, hit rate, RAM, disk, queues.
 
     Columns that do not fit the terminal are left out; in a pipe all are there. LOST members left
     without a drain. Exit 3 if a member is lost or does not answer.
@@ -230,7 +230,7 @@ def rebalance(run: Invocation, dry_run: DryOption = False) -> int:
 
 
 def status(run: Invocation) -> None:
-    r"""Show the node, its tiers and its namespaces, or a cluster's members and namespaces.
+    """Show the node, its tiers and its namespaces, or a cluster's members and namespaces.
 
     A cluster is one screen; `kvstore cluster` has all members, and exit 3 if one does not answer.
 
@@ -241,7 +241,7 @@ def status(run: Invocation) -> None:
     Examples:
       kvstore status
       kvstore status -a node7:7440 --json | jq .ram.used_nbytes
-      KVSTORE_DIRECT=1 kvstore status -a node7:7440      one member of a cluster alone
+      kvstore status --direct -a node7:7440      one member of a cluster alone
     """
     with run.client() as client:
         if client.view() is None:

@@ -1,22 +1,25 @@
 """Define the `kvstore` command: its subcommands and the options before them."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvstore import __version__
 from kvstore.cli import certs, cluster, disk, load, pages, payload, plan, tokens
 from kvstore.cli.cluster import status
+from kvstore.cli.contexts import commands as contexts
 from kvstore.cli.doctor import doctor
 from kvstore.cli.exits import Root
-from kvstore.cli.invocation import Invocation, command
+from kvstore.cli.help import Command, Group
+from kvstore.cli.invocation import Invocation, command, shared_options
 from kvstore.cli.top import top
+from kvstore.config import named_context
 
 HELP = """Look into kvstore nodes, move pages, measure.
 
-Options that all commands share (--address, --timeout, --json) may stand before or after the
-command. Namespaces are named by the start of their digest or by --model, keys by the start of
-their hash, as long as only one fits; if only one namespace has pages it need not be named.
+Options that all commands share (--json and those below) may stand before or after the command.
+Namespaces are named by the start of their digest or by --model, keys by the start of their hash, as
+long as only one fits; if only one namespace has pages it need not be named.
 
 \b
 Examples:
@@ -50,32 +53,17 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback()
+@shared_options
 def options(
     ctx: typer.Context,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            "--address",
-            "-a",
-            envvar="KVSTORE_ADDRESS",
-            metavar="HOST:PORT",
-            help="Node, or members of a cluster. [default: localhost:7440]",
-        ),
-    ] = None,
-    timeout_s: Annotated[
-        float | None,
-        typer.Option("--timeout", metavar="SECONDS", help="Deadline of each request. [default: 5]"),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")
-    ] = False,
+    shared: dict[str, Any],
     version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     """Take the options that all commands share."""
-    ctx.obj = Invocation(address, timeout_s, as_json)
+    ctx.obj = Invocation(named=named_context()).merged(shared)
 
 
 for _name, _function in (
@@ -100,31 +88,46 @@ for _name, _function in (
     ("plan", plan.plan),
     ("record", load.record),
 ):
-    app.command(_name)(command(_function))
+    app.command(_name, cls=Command)(command(_function))
 
-_cluster = typer.Typer(rich_markup_mode=None)
+_cluster = typer.Typer(cls=Group, rich_markup_mode=None)
 _cluster.callback(invoke_without_command=True)(command(cluster.cluster))
-_cluster.command("owners")(command(cluster.owners))
-_cluster.command("drain")(command(cluster.drain))
-_cluster.command("forget-member")(command(cluster.forget_member))
-_cluster.command("rebalance")(command(cluster.rebalance))
+_cluster.command("owners", cls=Command)(command(cluster.owners))
+_cluster.command("drain", cls=Command)(command(cluster.drain))
+_cluster.command("forget-member", cls=Command)(command(cluster.forget_member))
+_cluster.command("rebalance", cls=Command)(command(cluster.rebalance))
 app.add_typer(_cluster, name="cluster")
 
 _tokens = typer.Typer(
+    cls=Group,
     rich_markup_mode=None,
     no_args_is_help=True,
     help="Manage identities and their rights in the identities file.",
 )
-_tokens.command("add")(command(tokens.add))
-_tokens.command("list")(command(tokens.list_))
-_tokens.command("revoke")(command(tokens.revoke))
+_tokens.command("add", cls=Command)(command(tokens.add))
+_tokens.command("list", cls=Command)(command(tokens.list_))
+_tokens.command("revoke", cls=Command)(command(tokens.revoke))
 app.add_typer(_tokens, name="tokens")
 
 _certs = typer.Typer(
+    cls=Group,
     rich_markup_mode=None,
     help="Make certificates for nodes and clients, signed by your own authority.",
 )
-_certs.command("ca")(command(certs.ca))
-_certs.command("node")(command(certs.node))
-_certs.command("client")(command(certs.client))
+_certs.command("ca", cls=Command)(command(certs.ca))
+_certs.command("node", cls=Command)(command(certs.node))
+_certs.command("client", cls=Command)(command(certs.client))
 app.add_typer(_certs, name="certs")
+
+_contexts = typer.Typer(
+    cls=Group,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Store connection settings under a name, for the command line only.",
+)
+_contexts.command("add", cls=Command)(command(contexts.add))
+_contexts.command("list", cls=Command)(command(contexts.list_))
+_contexts.command("show", cls=Command)(command(contexts.show))
+_contexts.command("use", cls=Command)(command(contexts.use))
+_contexts.command("remove", cls=Command)(command(contexts.remove))
+app.add_typer(_contexts, name="context")

@@ -12,7 +12,6 @@ from rich.text import Text
 
 from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.load import WireOption
 from kvstore.cli.output import console, emit, printable, progress
 from kvstore.doctor.checks import Finding, FindingState
 
@@ -27,7 +26,6 @@ WORD = max(len(state.value) for state in FindingState)
 
 def doctor(
     run: Invocation,
-    wire: WireOption = "auto",
     data_dir: Annotated[
         Path | None,
         typer.Option(
@@ -59,7 +57,7 @@ def doctor(
     from kvstore.doctor.checks import run_all
     from kvstore.doctor.runner import Runner, Wanted
 
-    runner = Runner(run.config(wire), Wanted(data_dir, gpu))
+    runner = Runner(run.config("auto"), Wanted(data_dir, gpu))
     found: list[tuple[str, Finding]] = []
     out = console()
     with contextlib.closing(runner.groups()) as groups:
@@ -70,7 +68,7 @@ def doctor(
             if not run.as_json:
                 _show(out, group.title, findings)
     if run.as_json:
-        emit(_json(run.config(wire).address, found))
+        emit(_json(run.config("auto").address, found))
     else:
         _show_sum(out, [finding for _, finding in found])
     return (

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
+from kvstore.cli.help import Group
 from kvstore.cli.output import Unwritten, note, printable, silence
 from kvstore.errors import (
     DeadlineExceeded,
@@ -73,7 +73,7 @@ class Failure(Exception):
         self.code = code
 
 
-class Root(TyperGroup):
+class Root(Group):
     """The root command: the one place where exceptions become exit codes."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:

@@ -1,6 +1,7 @@
 """Run the commands that load a node or listen to its load: bench, replay, record."""
 
 import contextlib
+import dataclasses
 import os
 import tempfile
 import time
@@ -10,6 +11,7 @@ from typing import Annotated, TextIO
 
 import typer
 
+from kvstore.cli.contexts.store import NONE
 from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit, human_nbytes, note, option_nbytes, progress, show
@@ -28,16 +30,6 @@ CAPACITY_PAGES = 10_000
 ASK_S = 5.0  # a node keeps recorded requests this long, at 100,000 pages a second
 STEP_S = 0.1
 
-WireOption = Annotated[
-    str,
-    typer.Option(
-        "--wire",
-        envvar="KVSTORE_WIRE",
-        metavar="auto|shm|bulk|grpc",
-        help="Transport for pages; auto takes the best one.",
-    ),
-]
-
 
 def bench_command(
     run: Invocation,
@@ -47,7 +39,6 @@ def bench_command(
     batch: Annotated[int, typer.Option("--batch", metavar="N", help="Pages in one request.")] = 16,
     threads: Annotated[int, typer.Option("--threads", metavar="N", help="Requests at a time.")] = 1,
     seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="How long.")] = 5.0,
-    wire: WireOption = "auto",
 ) -> int:
     """Measure put, lookup and get on a live node.
 
@@ -65,7 +56,7 @@ def bench_command(
     options = BenchOptions(option_nbytes(page_nbytes, "--page-nbytes"), batch, threads, seconds)
     connections = max(ClientConfig().connections_max, threads)
     with (
-        run.client(wire, connections_max=connections) as client,
+        run.client("auto", connections_max=connections) as client,
         progress("measuring", seconds) as on_progress,
     ):
         report = bench(client, options, on_progress)
@@ -118,16 +109,15 @@ def replay_command(
     limit: Annotated[
         int | None, typer.Option("--limit", metavar="N", help="Only the first N requests.")
     ] = None,
-    wire: WireOption = "auto",
 ) -> int:
     """Replay a trace; show its hit rate.
 
     Each line of TRACE is a JSON object with timestamp (ms), input_length, output_length and
     hash_ids, one id per page. Each request looks its pages up, loads the leading run, verifies
-    every byte and stores the rest; hit rate, throughput and latencies are shown. Without --address
-    (or KVSTORE_ADDRESS) a node of --capacity-pages is started for the purpose. On a given node the
-    replay has a namespace of its own and removes its pages at the end. Exit 5 if a page differs
-    from what was stored.
+    every byte and stores the rest; hit rate, throughput and latencies are shown. Without --address,
+    KVSTORE_ADDRESS or --context a node of --capacity-pages is started. On a given node the replay
+    has a namespace of its own and removes its pages at the end. Exit 5 if a page differs from what
+    was stored.
 
     \b
     Examples:
@@ -141,22 +131,24 @@ def replay_command(
         raise InvalidRequest(f"--speed {speed:g} must be above 0")
     page_nbytes = option_nbytes(page_bytes, "--page-bytes")
     count = count_requests(trace, limit)
+    named, own = run.names_address, dict[str, str]()
+    if not named:
+        run = dataclasses.replace(run, named=NONE)
     namespace, away = replay_namespace(page_nbytes, tenant_of(run.config())), Away()
     with contextlib.ExitStack() as stack:
-        address, tls = run.address, dict[str, str]()
-        if address is None:
+        if not named:
             # Other nodes' TLS settings do not concern a node on this host
-            tls = dict.fromkeys(("tls_ca", "tls_cert", "tls_key", "tls_name"), "")
+            own = dict.fromkeys(("tls_ca", "tls_cert", "tls_key", "tls_name"), "")
             capacity = CAPACITY_PAGES if capacity_pages is None else capacity_pages
-            address = stack.enter_context(throwaway_node(capacity, page_nbytes)).address
+            own["address"] = stack.enter_context(throwaway_node(capacity, page_nbytes)).address
         elif capacity_pages is not None:
             note(
                 "--capacity-pages is the size of a throwaway node; with an address, that "
                 "node is used as it is"
             )
-        client = stack.enter_context(run.client(wire, address, **tls))
+        client = stack.enter_context(run.client("auto", **own))
         on_progress = stack.enter_context(progress("replaying", count))
-        if run.address is not None:
+        if named:
             stack.callback(lambda: away.update(remove_all(client, namespace)))
         report = replay(
             client, read_trace(trace, limit), namespace, speed, lambda r: on_progress(r.requests)

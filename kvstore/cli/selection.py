@@ -18,6 +18,7 @@ from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.invocation import Invocation
 from kvstore.client import Client
 from kvstore.cluster.routing import Away
+from kvstore.config import named_context
 from kvstore.doctor.pages import page_count
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace, prefix_hashes
@@ -47,10 +48,12 @@ def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def _namespaces(ctx: typer.Context) -> list[Namespace]:
-    # Callbacks do not run during completion, so the address is taken from the words typed so far.
-    address = ctx.params.get("address") or ctx.find_root().params.get("address")
+    # Callbacks do not run during completion, so options are taken from the words typed so far.
+    words = {**ctx.find_root().params, **{k: v for k, v in ctx.params.items() if v is not None}}
+    typed = {name: value for name, value in words.items() if value is not None}
     try:
-        with Invocation(address, TIMEOUT_S).client() as client:
+        run = Invocation(named=named_context()).merged({**typed, "timeout_s": TIMEOUT_S})
+        with run.client() as client:
             return [namespace for namespace, _ in client.namespaces()]
     except KVStoreError:
         return []

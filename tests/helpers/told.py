@@ -168,3 +168,10 @@ def _of_files(run: Run, work: Path) -> None:
     run("certs ca", *certificates)
     run("certs node", "node1", *certificates)
     run("certs client", "team-a", *certificates)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_CONFIG_HOME", str(work))
+        run("context add", "prod", "-a", "n1:7440", "--token-file", "token")
+        run("context use", "prod")
+        run("context list")
+        run("context show")
+        run("context remove", "prod")

@@ -1,0 +1,1 @@
+"""Named connection settings of the command line, and `kvstore context`, which edits them."""
