@@ -121,7 +121,7 @@ def test_every_documented_variable_exists() -> None:
     }
     known |= {"KVSTORE_AGENT_" + field.name.upper() for field in dataclasses.fields(AgentConfig)}
     known |= {"KVSTORE_NODE_" + field.name.upper() for field in dataclasses.fields(NodeConfig)}
-    known = {name.replace("NBYTES", "BYTES") for name in known}
+    known = {name.replace("NBYTES", "BYTES") for name in known} | {"KVSTORE_CONTEXT"}
     compose = "".join(path.read_text() for path in (ROOT / "docker").glob("compose*.yaml"))
     known |= set(re.findall(r"\$\{(KVSTORE_\w+)", compose))
     for path in PAGES:

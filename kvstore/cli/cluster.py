@@ -241,7 +241,7 @@ def status(run: Invocation) -> None:
     Examples:
       kvstore status
       kvstore status -a node7:7440 --json | jq .ram.used_nbytes
-      kvstore status --direct -a node7:7440      one member of a cluster alone
+      kvstore status --direct -a node7:7440
     """
     with run.client() as client:
         if client.view() is None:

@@ -116,7 +116,7 @@ def top(
     \b
     Examples:
       kvstore top
-      kvstore top --direct -a node7:7440      one member of a cluster alone
+      kvstore top --direct -a node7:7440
       kvstore top --interval 5
       kvstore top --once
       kvstore top --json --count 10 | jq .totals.put_nbytes_per_s
