@@ -374,6 +374,16 @@ class Admin:
         """Make the named member fetch owned pages that it lacks; `dry` only lists them."""
         return cast(pb.SweepReply, self._only("sweep", pb.SweepRequest(dry=dry), timeout_s))
 
+    def events(
+        self, since_unix_ms: int = 0, limit: int = 0, timeout_s: float | None = None
+    ) -> dict[str, pb.EventsReply | KVStoreError]:
+        """Return the newest events that each node keeps, or the error of the call, by address.
+
+        Events are ordered by time. `limit` 0 returns all that are kept.
+        """
+        request = pb.EventsRequest(since_unix_ms=max(0, since_unix_ms), limit=max(0, limit))
+        return self._fan_out.each(_calls("events", request), None, self._deadline(timeout_s))
+
     def record(
         self,
         seconds: float = 0.0,

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import kvstore
 from kvstore.cluster.view import State
 from kvstore.config import BULK_SCHEME, GRPC_PORT, split_address
 from kvstore.errors import ConfigError, KVStoreError, UnknownNamespace
 from kvstore.keys import Namespace
+from kvstore.security.certificates import NEAR_END_S, date
 from kvstore.security.identities import Identities
 from node.auth.access import Access, FileReloader
 from node.auth.audit import Audit
@@ -27,6 +29,7 @@ from node.disk.encryption import open_vault
 from node.disk.io_process import ProcessStorage
 from node.disk.scrub import Scrubber
 from node.disk.tier import DiskTier
+from node.events import EventLog, Kind
 from node.gateway.supervisor import Gateways
 from node.memory.arena import Arena
 from node.memory.inventory import Inventory
@@ -98,8 +101,12 @@ class Node:
         tenants = Tenants(self.quotas, self.tier)
         self.sessions = Sessions(self.tier, config.batch_keys_max, config.batch_nbytes_max, tenants)
         self.disk = tenants.disk = self._open_disk(namespaces) if config.data_dir else None
+        # After the disk, whose directory is then locked by this node
+        self.events = EventLog(config.data_dir, lambda: self.membership.member)
         room_below = self.disk.has_room if self.disk is not None else lambda space: False
-        self.peers = Peers(config, self.membership, self.tier, self.arena.view, room_below)
+        self.peers = Peers(
+            config, self.membership, self.tier, self.arena.view, room_below, self.events
+        )
         gate = Authorizer(self.access, self.audit, self._described)
         self.service = Service(
             config, self.arena, self.tier, self.disk, self.sessions, self.peers, gate
@@ -124,6 +131,11 @@ class Node:
         assert self.certificates is not None
         self.certificates.poll()
         self.grpc.look()
+        for certificate in self.certificates.status().certificates:
+            left_s, end = certificate.ends_unix_s - time.time(), date(certificate.ends_unix_s)
+            if left_s < NEAR_END_S:
+                said = f"{certificate.setting} {'expired' if left_s <= 0 else 'expires'} on {end}"
+                self.events.add_once(Kind.CERTIFICATE, "", said)
 
     def _described(self, digest: bytes) -> Namespace:
         return self.tier.namespace(digest).value
@@ -302,8 +314,11 @@ class Node:
         )
         self._started = True
         if self.disk is not None:
-            self.disk.on_health = self.grpc.set_disk_healthy
-            self.grpc.set_disk_healthy(not self.disk.stop_reason)
+            self.disk.on_health = self._on_disk_health
+            if self.disk.stop_reason:
+                self._on_disk_health(False)
+            else:
+                self.grpc.set_disk_healthy(True)
             self.disk.writer.start(self.tier)
             self.scrubber.start()
         if self.registry is not None:
@@ -318,6 +333,15 @@ class Node:
         self.peers.start()
         if self.registry is not None:
             self._join(self.registry)
+        self.events.add(Kind.STARTED, "", f"version {kvstore.__version__}")
+
+    def _on_disk_health(self, healthy: bool) -> None:
+        assert self.disk is not None
+        self.grpc.set_disk_healthy(healthy)
+        if healthy:
+            self.events.add(Kind.DISK_RECOVERED, "", "the disk tier serves again")
+        else:
+            self.events.add(Kind.DISK_STOPPED, "", self.disk.stop_reason)
 
     def _join(self, registry: Registry) -> None:
         """Register this node and tell the others.
@@ -346,6 +370,8 @@ class Node:
     def _end(self) -> None:
         self.service.draining = True
         self.grpc.set_serving(False)
+        if self._started:
+            self.events.add(Kind.STOPPED, "", "the node stops")
         started = time.monotonic()
         if self.shm is not None:
             self.shm.stop(self.config.drain_s)
@@ -365,6 +391,7 @@ class Node:
         _tell_violations("RAM", self.tier.visible_count, self.tier.check)
         self._watch.stop()
         self.audit.close()
+        self.events.close()
         self.service.close()
         self.arena.close()
 

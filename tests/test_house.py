@@ -85,6 +85,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
             "__init__.py",
             "clock.py",
             "config.py",
+            "events.py",
             "process.py",
             "pb/",
             "slab.py",

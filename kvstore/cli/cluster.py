@@ -18,6 +18,7 @@ from kvstore.cli.members import (
     headline,
     lost_members,
     members_json,
+    merge_events,
     report_failures,
     rows,
     sums,
@@ -34,12 +35,15 @@ from kvstore.cli.selection import (
     TokensOption,
     find_keys,
     find_namespace,
+    parse_duration,
 )
 from kvstore.client import Client
+from kvstore.cluster.routing import Away
 from kvstore.cluster.view import REGISTRIES, Member, View
 from kvstore.doctor.pages import hints
-from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.security.certificates import date
 
 # Rows of members and namespaces on one screen of 24 lines; `kvstore cluster` and `kvstore ls` show
 # all.
@@ -51,6 +55,10 @@ MemberArgument = Annotated[
     str, typer.Argument(metavar="MEMBER", help="Its id; see `kvstore cluster`.")
 ]
 EndOption = Annotated[bool, typer.Option("--end", help="Cancel the drain.")]
+SinceOption = Annotated[
+    str, typer.Option("--since", metavar="DURATION", help="Only the last 90s, 30m, 1h or 7d.")
+]
+EVENTS_LIMIT = typer.Option("--limit", metavar="N", help="Only the newest N; 0: all.")
 DryOption = Annotated[bool, typer.Option("--dry-run", help="Only report what would be moved.")]
 MEMBER_ROWS, NAMESPACE_ROWS_MIN = 8, 2
 
@@ -102,6 +110,54 @@ def forget_member(run: Invocation, member: MemberArgument) -> int:
     else:
         print(f"{member} is not missed any more")
     return ExitCode.OK
+
+
+def events(
+    run: Invocation, since: SinceOption = "7d", limit: Annotated[int, EVENTS_LIMIT] = 0
+) -> int:
+    r"""Show what happened to the members: joined, lost, drained, disk stopped, and more.
+
+    Each member keeps the newest 1,024, over a restart if it has a data directory. An event that
+    several members saw is shown once. Also for a single node. Exit 3 if a member does not answer.
+
+    \b
+    Examples:
+      kvstore cluster events --since 2h
+      kvstore cluster events --json | jq '.events[] | select(.kind == "lost")'
+    """
+    since_unix_ms = round(1000 * (time.time() - parse_duration(since)))
+    if limit < 0:
+        raise InvalidRequest(f"--limit {limit} is below 0; write how many events to show")
+    with run.client() as client:
+        replies = client.events(since_unix_ms)
+        view = client.view()
+    names = {member.address: member.id for member in view.members} if view else {}
+    found = {names.get(at, ""): reply for at, reply in replies.items()}
+    away: Away = {name: reply for name, reply in found.items() if isinstance(reply, KVStoreError)}
+    answered = {name: reply for name, reply in found.items() if isinstance(reply, pb.EventsReply)}
+    if not answered:
+        raise next(iter(away.values()))
+    merged = merge_events(answered)[-limit:]
+    if run.as_json:
+        emit({"events": merged, **away_json(away if view else None)})
+    else:
+        show(
+            ("TIME", "EVENT", "MEMBER", "WHAT", "SEEN BY"),
+            [
+                (
+                    date(event["unix_ms"] / 1000),
+                    event["kind"],
+                    event["member"] or "-",
+                    event["text"],
+                    " ".join(filter(None, event["seen_by"])) or "-",
+                )
+                for event in merged
+            ],
+        )
+    forgetful = sorted(name or "this node" for name, reply in answered.items() if not reply.kept)
+    if forgetful:
+        note(f"without a data directory, events since the last start only: {', '.join(forgetful)}")
+    return report_failures(away)
 
 
 def owners(

@@ -92,6 +92,7 @@ for _name, _function in (
 
 _cluster = typer.Typer(cls=Group, rich_markup_mode=None)
 _cluster.callback(invoke_without_command=True)(command(cluster.cluster))
+_cluster.command("events", cls=Command)(command(cluster.events))
 _cluster.command("owners", cls=Command)(command(cluster.owners))
 _cluster.command("drain", cls=Command)(command(cluster.drain))
 _cluster.command("forget-member", cls=Command)(command(cluster.forget_member))

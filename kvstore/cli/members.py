@@ -29,6 +29,7 @@ Statuses = Mapping[str, pb.NodeStatusReply | KVStoreError]  # by address
 
 Result = TypeVar("Result")
 NO_ANSWER = "NO ANSWER"
+SAME_EVENT_MS = 60_000  # clocks of members may differ, and etcd's watch may lag
 NOT_TOLD = "what members store, replicate and fetch is shown to identities of all tenants only"
 
 # On a narrow terminal the first columns stay.
@@ -163,6 +164,26 @@ def lost_members(statuses: Statuses) -> list[pb.LostMember]:
     """Return the members that left without a drain, as those that answered report them."""
     lost = {some.id: some for status in answers(statuses) for some in status.peers.lost}
     return [lost[name] for name in sorted(lost)]
+
+
+def merge_events(replies: Mapping[str, pb.EventsReply]) -> list[dict[str, Any]]:
+    """Return the events of all members as JSON values, the oldest first.
+
+    Events of one kind about one member are one event if different members saw them within
+    SAME_EVENT_MS. `replies`: by the id of the member that answered, empty without a cluster.
+    """
+    found: list[dict[str, Any]] = []
+    newest: dict[tuple[str, str], dict[str, Any]] = {}  # by kind and member
+    told = [(event, by) for by, reply in replies.items() for event in reply.events]
+    for event, by in sorted(told, key=lambda item: item[0].unix_ms):
+        same = newest.get((event.kind, event.member))
+        if same and by not in same["seen_by"] and event.unix_ms - same["unix_ms"] < SAME_EVENT_MS:
+            same["seen_by"].append(by)
+            continue
+        about = {name: getattr(event, name) for name in ("unix_ms", "kind", "member", "text")}
+        newest[event.kind, event.member] = {**about, "seen_by": [by]}
+        found.append(newest[event.kind, event.member])
+    return found
 
 
 def headline(view: View, statuses: Statuses) -> str:

@@ -124,6 +124,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.RecordRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.RecordReply.FromString,
                 )
+        self.Events = channel.unary_unary(
+                '/kvstore.KVStore/Events',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.EventsRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.EventsReply.FromString,
+                )
 
 
 class KVStoreServicer(object):
@@ -277,6 +282,13 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Events(self, request, context):
+        """Events of the cluster that this node saw, and its own, the oldest first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -389,6 +401,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Record,
                     request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.RecordRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_kvstore__pb2.RecordReply.SerializeToString,
+            ),
+            'Events': grpc.unary_unary_rpc_method_handler(
+                    servicer.Events,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.EventsRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.EventsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -771,5 +788,22 @@ class KVStore(object):
         return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Record',
             kvstore_dot_pb_dot_kvstore__pb2.RecordRequest.SerializeToString,
             kvstore_dot_pb_dot_kvstore__pb2.RecordReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Events(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Events',
+            kvstore_dot_pb_dot_kvstore__pb2.EventsRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.EventsReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

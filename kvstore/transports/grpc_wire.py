@@ -93,6 +93,7 @@ _METHODS = {
     "drain": "Drain",
     "sweep": "Sweep",
     "record": "Record",
+    "events": "Events",
 }
 
 

@@ -41,6 +41,7 @@ RULES = {
     "open_namespace": _READ,  # a reader may come before the first writer
     "list_namespaces": _READ,  # the reply has the caller's namespaces only
     "node_status": _READ,
+    "events": Rule(Role.READ, of_node=True),  # they name all members and their disks
     "metrics": _READ,
     "lookup": _READ,
     "get": _READ,

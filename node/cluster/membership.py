@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -320,6 +320,10 @@ class Membership:
         # Members that left without a drain; a fixed list has none
         self.lost: Callable[[], Sequence[LostMember]] = lambda: ()
         self.forget_lost: Callable[[str], None] | None = None
+        # Called with the lost members and the registered ones after each change of the registry
+        self.on_lost: Callable[[Sequence[LostMember], Collection[str]], None] = (
+            lambda lost, registered: None
+        )
         self.announcer: Callable[[State], None] | None = None  # None: a fixed list
         self._announced: State | None = None
         # Held while listeners are called, so that the last view that a listener gets is the newest

@@ -1,22 +1,98 @@
 """Connect a member to the others: membership, replication, remote pages, rebalance."""
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
-from kvstore.cluster.view import View
+from kvstore.cluster.view import Member, State, View
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.parallel import ParallelTransfer
 from node.cluster.drain import Drain
-from node.cluster.membership import Membership
+from node.cluster.membership import LostMember, Membership
 from node.cluster.rebalance import TOGETHER_MAX, Rebalance, Rebalancer
 from node.cluster.remote_pages import CONNECTIONS_MAX, PeerLinks, RemotePages
 from node.cluster.replicator import Replicator
 from node.config import NodeConfig
+from node.events import EventLog, Kind
 from node.memory.page import Space
 from node.memory.tier import RamTier
 
 log = logging.getLogger(__name__)
+
+
+_KINDS = {
+    State.JOINING: Kind.JOINED,
+    State.SERVING: Kind.SERVING,
+    State.DRAINING: Kind.DRAINING,
+}
+
+
+class MemberEvents:
+    """Record changes of the view, and of the lost members, as events. Thread-safe."""
+
+    def __init__(self, events: EventLog, membership: Membership) -> None:
+        self._events = events
+        self._membership = membership
+        self._lock = threading.Lock()
+        self._known: View | None = None
+        self._lost: set[str] = set()
+        self._returned: set[str] = set()  # reported, and not in the view yet
+
+    def on_view(self, view: View) -> None:
+        """Record what has changed since the last view."""
+        with self._lock:
+            self._compare(view)
+
+    def _compare(self, view: View) -> None:
+        known, self._known = self._known, view
+        said = f"view {view.number}, members {len(view.members)}"
+        if known is None:
+            if self._membership.announcer is not None:  # a fixed list has always been there
+                self._events.add(Kind.JOINED, self._membership.member, said)
+            return
+        lost = {member.id for member in self._membership.lost()}
+        for name in sorted(view.by_id.keys() | known.by_id.keys()):
+            before, now = known.by_id.get(name), view.by_id.get(name)
+            if kind := self._change(before, now, name in lost):
+                self._events.add(kind, name, said)
+            elif now is None:
+                self._events.add(Kind.VIEW, name, f"{said}, without {name}")
+        if view.replicas != known.replicas:
+            self._events.add(Kind.VIEW, "", f"{said}, replicas {view.replicas}")
+
+    def _change(self, before: Member | None, now: Member | None, is_lost: bool) -> Kind | None:
+        """Return the kind of a member's change; None for none, and for a loss (`on_lost`)."""
+        if now is None:
+            return None if is_lost or before is None else Kind.LEFT
+        if before is None:
+            if now.id in self._returned:
+                self._returned.discard(now.id)
+                return None
+            if now.id in self._lost:
+                self._lost.discard(now.id)
+                return Kind.RETURNED
+            return Kind.JOINED
+        if before.state is not now.state:
+            return _KINDS[now.state]
+        return Kind.VIEW if replace(before, bulk_port=now.bulk_port) != now else None
+
+    def on_lost(self, lost: Sequence[LostMember], registered: Collection[str]) -> None:
+        """Record members that are lost now, or no longer. `registered`: members that are there."""
+        now = {member.id: member for member in lost if member.lost_s}
+        with self._lock:
+            for name in sorted(now.keys() - self._lost):
+                said = f"it left {now[name].address} without a drain"
+                # The time is the registry's, so a restart records the loss only once
+                self._events.add_once(Kind.LOST, name, said, 1000 * now[name].lost_s)
+            for name in sorted(self._lost - now.keys()):
+                if name in registered:
+                    self._returned.add(name)
+                    self._events.add(Kind.RETURNED, name, "it is registered again")
+                else:
+                    self._events.add(Kind.FORGOTTEN, name, "it is not missed any more")
+            self._lost = set(now)
 
 
 class Peers:
@@ -33,8 +109,10 @@ class Peers:
         tier: RamTier,
         view: Callable[[int, int], memoryview],
         room_below: Callable[[Space], bool],
+        events: EventLog,
     ) -> None:
         self.membership = membership
+        self.events = events
         self._tier = tier
         tier.eviction.copy_nbytes_max = int(config.ram_nbytes * config.copies_share)
         self.links = links = PeerLinks(membership, config)
@@ -59,6 +137,9 @@ class Peers:
         self._sessions_max = config.sessions_max
         self._are_many = False  # whether the members need so many connections that a warning is due
         membership.on_view(self._check_sessions)
+        self.member_events = MemberEvents(events, membership)
+        membership.on_view(self.member_events.on_view)
+        membership.on_lost = self.member_events.on_lost
 
     def _check_sessions(self, view: View) -> None:
         """Warn if the members' connections leave too few sessions for clients."""

@@ -347,10 +347,12 @@ class Registry:
             self._settle_at = time.monotonic() + self._lease_s
         with self._lock:
             self._registry_state.reset(reading)
+            self.lost = self._registry_state.lost()
         self._heard()
         for changes in self._etcd.watch(self._registry_state.prefix, reading.revision + 1):
             with self._lock:
                 self._registry_state.apply(changes)
+                self.lost = self._registry_state.lost()
             self._heard()
         self._stop.wait(PAUSE_S)
 
@@ -362,13 +364,14 @@ class Registry:
             self._removals.receive(
                 self._registry_state.removals(self._removals.seen), self._number()
             )
-            self.lost = self._registry_state.lost()
+            registered = self._registry_state.registered()
         # The entry was removed or replaced, or the lease ended
         if self._written[0] and not self._is_own(mine):
             self._written = (0, b"")
             self._wake.set()
         if any(not member.lost_s for member in self.lost):
             self._wake.set()
+        self._membership.on_lost(self.lost, registered)
         self._tell()
 
     def _is_own(self, mine: Entry | None) -> bool:

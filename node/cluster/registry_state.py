@@ -106,6 +106,11 @@ class RegistryState:
         """Return the key of the record that a member is expected; it has no lease."""
         return f"{self.prefix}known/{member}"
 
+    def registered(self) -> set[str]:
+        """Return the ids of the members that are registered, also outside the view."""
+        prefix = self.member_key("")
+        return {key.removeprefix(prefix) for key in self.entries if key.startswith(prefix)}
+
     def lost(self) -> list[LostMember]:
         """Return the members that are expected and not registered, by id."""
         prefix, found = self.known_key(""), []

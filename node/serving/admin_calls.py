@@ -11,6 +11,7 @@ from node.cluster.peers import Peers
 from node.cluster.replicator import Replicator
 from node.disk.durability import Durability
 from node.disk.scrub import scrub
+from node.events import KEPT
 from node.memory.inventory import Inventory, PageInfo
 from node.memory.tier import RamTier
 from node.serving.limits import SCRUB_NBYTES_MAX, SCRUB_S_MAX, Charge
@@ -77,13 +78,23 @@ class Verifying:
 class ClusterCalls:
     """Serve calls about the cluster. Thread-safe.
 
-    Each raises InvalidRequest at a node without a cluster.
+    Each but `list_events` raises InvalidRequest at a node without a cluster.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._membership = peers.membership
         self._rebalancer = peers.rebalancer
         self._draining = peers.draining
+        self._events = peers.events
+
+    def list_events(self, request: pb.EventsRequest, caller: object) -> pb.EventsReply:
+        """List events, also at a node without a cluster."""
+        events = self._events.since(request.since_unix_ms, request.limit or KEPT)
+        return pb.EventsReply(
+            events=[pb.Event(**event._asdict()) for event in events],
+            member_id=self._membership.member,
+            kept=self._events.kept,
+        )
 
     def drain(self, request: pb.DrainRequest, caller: object) -> pb.DrainReply:
         """Begin or end a drain, or forget a lost member."""

@@ -136,6 +136,7 @@ class Service:
             "drain": self.cluster.drain,
             "sweep": self.cluster.sweep,
             "record": self.recorder.record,
+            "events": self.cluster.list_events,
         }
 
     def call(self, op: str, request: Any, caller: Caller) -> Any:

@@ -66,10 +66,12 @@ ROLES = {
 # The rules once more, independent of `RULES`, to find mistakes there
 NEEDS = {
     Role.READ: "hello follow open_namespace list_namespaces node_status metrics lookup get verify "
-    "list stat release",
+    "list stat release events",
     Role.WRITE: "put commit remove pin unpin",
     Role.ADMIN: "remove_namespace reflection",
 }
+# For identities of all tenants
+ALL_TENANTS = ["events"]
 # For administrators of all tenants
 OF_NODE = [
     "flush",
@@ -117,7 +119,9 @@ def request(op: str) -> Any:
 def expected(op: str, who: str) -> type[KVStoreError] | None:
     if who in WHO[:4]:
         return Unauthenticated
-    if ROLES[who] < ROLE_OF[op] or (op in OF_NODE and who not in ("member", "operator")):
+    if ROLES[who] < ROLE_OF[op] or (
+        op in (*OF_NODE, *ALL_TENANTS) and who not in ("watcher", "member", "operator")
+    ):
         return Forbidden
     about_a_namespace = "namespace" in request(op).DESCRIPTOR.fields_by_name if op in OPS else False
     if about_a_namespace and who in ("other", "narrow", "modeller"):
@@ -143,7 +147,7 @@ SAMPLE = {
     "wrong": "follow |",
     "revoked": "list_namespaces |",
     "expired": "hello |",
-    "read": "remove pin record | hello lookup get",
+    "read": "remove pin record events | hello lookup get",
     "write": "remove_namespace scrub | put pin",
     "admin": "recover drain | remove_namespace",
     "other": "open_namespace get put verify |",

@@ -139,6 +139,7 @@ def unary() -> dict[str, Any]:
         "drain": pb.DrainRequest(),
         "sweep": pb.SweepRequest(dry=True),
         "record": pb.RecordRequest(ms=20),
+        "events": pb.EventsRequest(limit=3),
     }
 
 

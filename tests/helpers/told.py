@@ -109,7 +109,7 @@ def _of_one(run: Run, work: Path) -> None:
     page.write_bytes(bytes(PAGE_NBYTES))
     trace.write_text("".join(json.dumps(line) + "\n" for line in TRACE))
     run("put", str(page), KEY, "--create-opaque", "m", "--durable")
-    for command in ("status", "ls", "flush", "scrub", "recover"):
+    for command in ("status", "ls", "flush", "scrub", "recover", "cluster events"):
         run(command)
     run("top", "--interval", "0.05", "--once")
     run("ls", "--model", "m")
@@ -149,6 +149,7 @@ def _of_a_cluster(run: Run, nodes: list[Node]) -> None:
     run("top", "--interval", "0.05", "--once", of="a cluster")
     run("verify", "--model", "m", "--all", of="a cluster")
     run("cluster")
+    run("cluster events", of="a cluster")
     run("cluster owners", KEY)
     run("cluster rebalance", "--dry-run")
     run("forget", "--tenant", "default", "--yes", of="a cluster")

@@ -1,0 +1,166 @@
+"""Events of members: recorded once, kept over a restart, and harmless where the disk fails."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_etcd import FakeEtcd
+from fleets import Start, kill, members, stop
+from waiting import wait_until
+
+from kvstore import Client, ClientConfig
+from kvstore.cli.members import SAME_EVENT_MS, merge_events
+from kvstore.cluster.view import State
+from kvstore.pb import kvstore_pb2 as pb
+from node.events import FILE_NAME, FILE_NBYTES_MAX, KEPT, TEXT_MAX, EventLog, Kind
+from node.server import Node
+
+
+def texts(log: EventLog) -> list[str]:
+    return [event.text for event in log.since()]
+
+
+def kinds(node: Node, member: str) -> list[str]:
+    """Return the kinds of the events about a member."""
+    return [event.kind for event in node.events.since() if event.member == member]
+
+
+def test_events_are_bounded_and_newest_last() -> None:
+    log = EventLog(member=lambda: "n1")
+    for number in range(KEPT + 5):
+        log.add(Kind.VIEW, "", f"{number}", unix_ms=1 + number)
+    assert len(log.since()) == KEPT
+    assert log.since()[-1] == (KEPT + 5, "view", "n1", f"{KEPT + 4}")
+    assert [event.text for event in log.since(KEPT + 2, limit=2)] == [f"{KEPT + 3}", f"{KEPT + 4}"]
+    assert not log.kept
+    log.add(Kind.DISK_STOPPED, "", "x" * 1000)
+    assert len(log.since()[-1].text) == TEXT_MAX
+
+
+def test_events_outlive_a_restart_and_torn_lines(tmp_path: Path) -> None:
+    now_ms = time.time_ns() // 1_000_000
+    log = EventLog(str(tmp_path))
+    log.add(Kind.STARTED, "n1", "first\nrun")
+    log.close()
+    path = tmp_path / FILE_NAME
+    assert path.stat().st_mode & 0o777 == 0o600
+    odd = [
+        b"{",
+        b"7",
+        b'{"unix_ms": "1"}',
+        b"\xff",
+        b'{"unix_ms":1,"kind":[],"member":"","text":""}',
+    ]
+    old = {"unix_ms": now_ms - 40 * 86_400_000, "kind": "view", "member": "", "text": "too old"}
+    lines = [*odd, json.dumps(old).encode(), b'{"unix_ms": 1, "kind"']
+    path.write_bytes(path.read_bytes() + b"\n".join(lines))
+    again = EventLog(str(tmp_path))
+    assert texts(again) == ["first\nrun"]
+    again.add_once(Kind.STARTED, "n1", "first\nrun")
+    again.add(Kind.STARTED, "n1", "second run")
+    again.close()
+    assert texts(EventLog(str(tmp_path))) == ["first\nrun", "second run"]
+
+
+def test_events_file_is_replaced_when_it_is_large(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"{}\n" * (FILE_NBYTES_MAX // 3 + 1))
+    log = EventLog(str(tmp_path))
+    log.add(Kind.STARTED, "n1", "run")
+    log.close()
+    assert (tmp_path / FILE_NAME).stat().st_size < 1000
+    assert texts(EventLog(str(tmp_path))) == ["run"]
+    assert [path.name for path in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_failing_disk_costs_only_the_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = EventLog(str(tmp_path / "removed"))
+    with caplog.at_level(logging.WARNING):
+        log.add(Kind.VIEW, "", "lost line")
+        wait_until(lambda: "1 events are not in" in caplog.text)
+    (tmp_path / "removed").mkdir()
+    log.add(Kind.VIEW, "", "kept line")
+    log.close()
+    assert texts(log) == ["lost line", "kept line"]
+    assert texts(EventLog(str(tmp_path / "removed"))) == ["kept line"]
+
+
+def test_hanging_disk_delays_neither_add_nor_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = EventLog(str(tmp_path))
+    monkeypatch.setattr(log, "_append", lambda events, all_events: time.sleep(5.0))
+    monkeypatch.setattr("node.events.CLOSE_S", 0.1)
+    began = time.monotonic()
+    for number in range(100):
+        log.add(Kind.VIEW, "", f"{number}")
+    log.close()
+    assert time.monotonic() - began < 2.0
+
+
+def test_events_of_members_are_merged() -> None:
+    def reply(*events: tuple[int, str]) -> pb.EventsReply:
+        return pb.EventsReply(
+            events=[
+                pb.Event(unix_ms=at, kind="lost", member="n9", text=text) for at, text in events
+            ]
+        )
+
+    late = SAME_EVENT_MS + 1
+    merged = merge_events({"n1": reply((0, "a"), (5, "b")), "n2": reply((9, "c"), (late + 9, "d"))})
+    assert [(event["unix_ms"], event["text"], event["seen_by"]) for event in merged] == [
+        (0, "a", ["n1"]),
+        (5, "b", ["n1", "n2"]),
+        (late + 9, "d", ["n2"]),
+    ]
+
+
+def test_members_record_who_joins_is_lost_returns_and_is_drained(
+    fleet: Start, etcd: FakeEtcd
+) -> None:
+    one, two = fleet("n1"), fleet("n2")
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    wait_until(lambda: kinds(one, "n2") == ["joined", "serving"])
+    assert kinds(one, "n1")[0] == "joined"
+    wait_until(lambda: etcd.has("/kvstore/fleet/known/n2", b"address"))
+    kill(two, etcd)
+    wait_until(lambda: "lost" in kinds(one, "n2"))
+    assert sorted(kinds(one, "n2")[2:]) == ["lost", "view"]
+    two = fleet("n2")
+    wait_until(lambda: kinds(one, "n2")[-1] == "serving")
+    assert kinds(one, "n2")[4:] == ["returned", "serving"]
+    two.membership.announce(State.DRAINING)
+    wait_until(lambda: kinds(one, "n2")[-1] == "draining")
+    stop(two)
+    wait_until(lambda: kinds(one, "n2")[-1] == "left")
+    three = fleet("n3")
+    wait_until(lambda: etcd.has("/kvstore/fleet/known/n3", b"address"))
+    stop(three)
+    wait_until(lambda: kinds(one, "n3")[-1] == "lost")
+    with Client(ClientConfig(f"127.0.0.1:{one.grpc.port}", direct=True)) as client:
+        client.forget_member("n3")
+        wait_until(lambda: kinds(one, "n3")[-1] == "forgotten")
+        (reply,) = client.events().values()
+    assert isinstance(reply, pb.EventsReply)
+    assert (reply.member_id, reply.kept) == ("n1", False)
+    assert [event.kind for event in reply.events if event.member == "n3"] == kinds(one, "n3")
+
+
+def test_stopped_disk_and_recovery_are_events(
+    start_node: Callable[..., Node], tmp_path: Path
+) -> None:
+    disk = {"disk_nbytes": 64 << 20, "disk_extent_nbytes": 16 << 20}
+    node = start_node(data_dir=str(tmp_path), **disk)
+    assert node.disk is not None
+    node.disk.stop_after_error("broken: no spare blocks")
+    node.disk.recover()
+    found = [(event.kind, event.text) for event in node.events.since()]
+    assert found == [
+        ("started", "version 0.1.0"),
+        ("disk-stopped", "broken: no spare blocks"),
+        ("disk-recovered", "the disk tier serves again"),
+    ]
