@@ -384,6 +384,22 @@ class Admin:
         request = pb.EventsRequest(since_unix_ms=max(0, since_unix_ms), limit=max(0, limit))
         return self._fan_out.each(_calls("events", request), None, self._deadline(timeout_s))
 
+    def push_identities(
+        self,
+        content: bytes,
+        force: bool = False,
+        check: bool = False,
+        timeout_s: float | None = None,
+    ) -> pb.PushIdentitiesReply:
+        """Replace the identities file of the named member; `check` only validates the content.
+
+        Return its digest, and the names of identities that it adds and removes. Raises
+        InvalidRequest at a node that does not allow it, for an invalid file, or, without `force`,
+        for one that takes rights from this client or from members.
+        """
+        request = pb.PushIdentitiesRequest(content=content, force=force, check=check)
+        return cast(pb.PushIdentitiesReply, self._only("push_identities", request, timeout_s))
+
     def record(
         self,
         seconds: float = 0.0,

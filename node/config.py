@@ -55,6 +55,12 @@ class NodeConfig:
         "file of identities and their rights (kvstore tokens); empty: no authentication",
         when="others reach the node",
     )
+    identities_writable: bool = setting(
+        False,
+        "let administrators of all tenants replace the identities file (kvstore identities push); "
+        "needs TLS, or loopback",
+        when="many nodes have the same file",
+    )
     shm_trust: str = setting(
         "",
         "tenants, a,b,c, that may map the RAM tier, where each can read and write every page; "
@@ -408,6 +414,17 @@ class NodeConfig:
         if self.shm_trust and not self.identities:
             raise ConfigError(
                 f"shm_trust={self.shm_trust} names tenants, which only a node with identities has"
+            )
+        if self.identities_writable and not self.identities:
+            raise ConfigError(
+                "identities_writable concerns the file of identities; set identities, too"
+            )
+        if self.identities_writable and not (
+            self.tls_cert or all(map(is_loopback, self._interfaces))
+        ):
+            raise ConfigError(
+                "identities_writable needs TLS, because a pushed file decides who may do what: set "
+                "tls_cert and tls_key, or listen on loopback only"
             )
         if any(not TENANT.fullmatch(name) for name in self.trusted):
             raise ConfigError(

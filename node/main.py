@@ -71,7 +71,7 @@ GROUPS = {
         "token_file",
     ),
     "etcd": ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user"),
-    "security": ("insecure", "identities", "shm_trust", "audit_log"),
+    "security": ("insecure", "identities", "identities_writable", "shm_trust", "audit_log"),
     "TLS": ("tls_cert", "tls_key", "tls_client_ca", "tls_ca", "tls_name"),
     "limits": ("sessions_max", "drain_s"),
     "observability": ("console", "log_format", "log_level"),

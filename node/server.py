@@ -90,7 +90,9 @@ class Node:
         namespaces = Namespaces(config.namespaces_max, config.extent_nbytes)
         self.tier = RamTier(namespaces, slots, self.arena.copy, self.arena.zero, _clock_ms)
         self.quotas = Quotas()
-        self.access = Access(config.identities, config.trusted, quota_of)
+        self.access = Access(
+            config.identities, config.trusted, quota_of, config.identities_writable
+        )
         self.access.on_change = self._take_quotas
         namespaces.owner_of = self.access.owner_of
         self._take_quotas(self.access.identities)

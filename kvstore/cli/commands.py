@@ -5,7 +5,8 @@ from typing import Annotated, Any
 import typer
 
 from kvstore import __version__
-from kvstore.cli import certs, cluster, disk, load, pages, payload, plan, tokens
+from kvstore.cli import certs, cluster, disk, load, pages, payload, plan
+from kvstore.cli.access import identities, tenants, tokens
 from kvstore.cli.cluster import status
 from kvstore.cli.contexts import commands as contexts
 from kvstore.cli.doctor import doctor
@@ -109,6 +110,22 @@ _tokens.command("add", cls=Command)(command(tokens.add))
 _tokens.command("list", cls=Command)(command(tokens.list_))
 _tokens.command("revoke", cls=Command)(command(tokens.revoke))
 app.add_typer(_tokens, name="tokens")
+
+_identities = typer.Typer(
+    cls=Group, rich_markup_mode=None, no_args_is_help=True, help="Distribute the identities file."
+)
+_identities.command("push", cls=Command)(command(identities.push))
+app.add_typer(_identities, name="identities")
+
+_tenants = typer.Typer(
+    cls=Group,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Show what tenants use, and change their quotas.",
+)
+_tenants.command("list", cls=Command)(command(tenants.list_))
+_tenants.command("quota", cls=Command)(command(tenants.quota))
+app.add_typer(_tenants, name="tenants")
 
 _certs = typer.Typer(
     cls=Group,

@@ -30,6 +30,7 @@ Statuses = Mapping[str, pb.NodeStatusReply | KVStoreError]  # by address
 Result = TypeVar("Result")
 NO_ANSWER = "NO ANSWER"
 SAME_EVENT_MS = 60_000  # clocks of members may differ, and etcd's watch may lag
+DIGITS = 12  # of a digest, in tables
 NOT_TOLD = "what members store, replicate and fetch is shown to identities of all tenants only"
 
 # On a narrow terminal the first columns stay.
@@ -45,6 +46,7 @@ COLUMNS = (
     ">QUEUED",
     ">DROPPED",
     ">UP",
+    "IDENTITIES",
     "ZONE",
     "ADDRESS",
 )
@@ -154,6 +156,7 @@ def rows(view: View, members: Sequence[Member], statuses: Statuses) -> list[tupl
                     else ("-",) * 3
                 ),
                 human_ms(status.uptime_ms),
+                digest_of(status)[:DIGITS] or "-",
                 *where,
             )
         )
@@ -332,6 +335,8 @@ def troubles(view: View, statuses: Statuses) -> list[str]:
         if status.peers.registry not in ("", *REGISTRIES):
             said[f"{member.id}: its registry does not answer: {status.peers.registry}"] = None
         said |= dict.fromkeys(f"outside the view: {line}" for line in status.peers.apart)
+    if line := _different_identities(view, statuses):
+        said[line] = None
     for lost in lost_members(statuses):
         since = f" since {date(lost.since_unix_s)}" if lost.since_unix_s else ""
         said[
@@ -344,6 +349,23 @@ def troubles(view: View, statuses: Statuses) -> list[str]:
             f"{len(view.members)} members"
         ] = None
     return list(said)
+
+
+def digest_of(status: pb.NodeStatusReply) -> str:
+    """Return the digest of a member's identities file in hex; empty without one."""
+    return status.identities.digest.hex()
+
+
+def _different_identities(view: View, statuses: Statuses) -> str:
+    """Return a line about members with different identities files; empty if all are equal."""
+    found: dict[str, list[str]] = {}
+    for name, status in by_id(view, statuses).items():
+        if told_all(status):
+            found.setdefault(digest_of(status)[:DIGITS] or "none", []).append(name)
+    if len(found) < 2:
+        return ""
+    said = "; ".join(f"{digest} at {', '.join(names)}" for digest, names in found.items())
+    return f"identities differ: {said}: kvstore identities push FILE gives all the same"
 
 
 def members_json(view: View, statuses: Statuses) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Show a node, its tiers, its tenants and its namespaces, and why nothing hits."""
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
+from kvstore.cli.access.tenants import show_tenants
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.members import copies_line, rebalance_line, replication_line
 from kvstore.cli.output import (
@@ -49,7 +49,8 @@ def show_status(run: Invocation, client: Client) -> None:
         any(use.ram_quota_nbytes or use.disk_quota_nbytes for use in reply.tenants)
         or len(reply.tenants) > 1
     ):
-        show_tenants(reply.tenants)
+        show_tenants([reply])
+        console().print()
     if known:
         show_namespaces(known)
     for hint in found:
@@ -102,42 +103,6 @@ def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
         ]
         show((">SLOT", ">BLOCKS", ">SLOTS", ">USED"), rows)
         out.print()
-
-
-REFUSED = ("puts", "pins", "holds", "connections", "requests", "bytes")
-
-
-def show_tenants(uses: Sequence[pb.TenantUse]) -> None:
-    """Show each tenant's use, quota and refusals."""
-
-    def beside(nbytes: int, quota_nbytes: int) -> str:
-        return (
-            f"{human_nbytes(nbytes)} of {human_nbytes(quota_nbytes)}"
-            if quota_nbytes
-            else human_nbytes(nbytes)
-        )
-
-    rows = []
-    for use in uses:
-        refused = [
-            f"{getattr(use, f'refused_{what}'):,} {what}"
-            for what in REFUSED
-            if getattr(use, f"refused_{what}")
-        ]
-        rows.append(
-            (
-                use.tenant,
-                beside(use.ram_nbytes, use.ram_quota_nbytes),
-                beside(use.disk_nbytes, use.disk_quota_nbytes),
-                f"{use.pin_count:,} of {use.pin_quota:,}"
-                if use.pin_quota
-                else f"{use.pin_count:,}",
-                beside(use.held_nbytes, use.held_quota_nbytes),
-                ", ".join(refused),
-            )
-        )
-    show(("TENANT", ">RAM", ">DISK", ">PINS", ">HELD", "REFUSED"), rows)
-    console().print()
 
 
 def _shm_lines(shm: pb.ShmStatus) -> list[str]:

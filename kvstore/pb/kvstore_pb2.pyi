@@ -768,7 +768,7 @@ class TenantUse(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., ram_nbytes: _Optional[int] = ..., ram_quota_nbytes: _Optional[int] = ..., disk_nbytes: _Optional[int] = ..., disk_quota_nbytes: _Optional[int] = ..., pin_count: _Optional[int] = ..., pin_quota: _Optional[int] = ..., held_nbytes: _Optional[int] = ..., held_quota_nbytes: _Optional[int] = ..., refused_puts: _Optional[int] = ..., refused_pins: _Optional[int] = ..., refused_holds: _Optional[int] = ..., refused_connections: _Optional[int] = ..., refused_requests: _Optional[int] = ..., refused_bytes: _Optional[int] = ...) -> None: ...
 
 class NodeStatusReply(_message.Message):
-    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers", "tenants", "insecure", "refused_calls", "tls", "now_unix_ms", "gateways", "gateway_ends")
+    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers", "tenants", "insecure", "refused_calls", "tls", "now_unix_ms", "gateways", "gateway_ends", "identities", "request_times")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -792,6 +792,8 @@ class NodeStatusReply(_message.Message):
     NOW_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     GATEWAYS_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_ENDS_FIELD_NUMBER: _ClassVar[int]
+    IDENTITIES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_TIMES_FIELD_NUMBER: _ClassVar[int]
     version: str
     instance_id: bytes
     state: str
@@ -815,7 +817,37 @@ class NodeStatusReply(_message.Message):
     now_unix_ms: int
     gateways: _containers.RepeatedCompositeFieldContainer[GatewayStatus]
     gateway_ends: _containers.RepeatedCompositeFieldContainer[GatewayEnd]
-    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ..., insecure: _Optional[str] = ..., refused_calls: _Optional[int] = ..., tls: _Optional[_Union[TlsStatus, _Mapping]] = ..., now_unix_ms: _Optional[int] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., gateway_ends: _Optional[_Iterable[_Union[GatewayEnd, _Mapping]]] = ...) -> None: ...
+    identities: IdentitiesStatus
+    request_times: RequestTimes
+    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ..., insecure: _Optional[str] = ..., refused_calls: _Optional[int] = ..., tls: _Optional[_Union[TlsStatus, _Mapping]] = ..., now_unix_ms: _Optional[int] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., gateway_ends: _Optional[_Iterable[_Union[GatewayEnd, _Mapping]]] = ..., identities: _Optional[_Union[IdentitiesStatus, _Mapping]] = ..., request_times: _Optional[_Union[RequestTimes, _Mapping]] = ...) -> None: ...
+
+class IdentitiesStatus(_message.Message):
+    __slots__ = ("digest", "identity_count", "problem_count", "writable")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WRITABLE_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    identity_count: int
+    problem_count: int
+    writable: bool
+    def __init__(self, digest: _Optional[bytes] = ..., identity_count: _Optional[int] = ..., problem_count: _Optional[int] = ..., writable: bool = ...) -> None: ...
+
+class RequestTimes(_message.Message):
+    __slots__ = ("bounds_ns", "operations")
+    BOUNDS_NS_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    bounds_ns: _containers.RepeatedScalarFieldContainer[int]
+    operations: _containers.RepeatedCompositeFieldContainer[OperationTimes]
+    def __init__(self, bounds_ns: _Optional[_Iterable[int]] = ..., operations: _Optional[_Iterable[_Union[OperationTimes, _Mapping]]] = ...) -> None: ...
+
+class OperationTimes(_message.Message):
+    __slots__ = ("op", "counts")
+    OP_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    op: str
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, op: _Optional[str] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GatewayStatus(_message.Message):
     __slots__ = ("name", "pid", "ready", "rss_nbytes", "nbytes_max", "call_count", "recent_ends")
@@ -1015,6 +1047,26 @@ class EventsReply(_message.Message):
     kept: bool
     def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., member_id: _Optional[str] = ..., kept: bool = ...) -> None: ...
 
+class PushIdentitiesRequest(_message.Message):
+    __slots__ = ("content", "force", "check")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    content: bytes
+    force: bool
+    check: bool
+    def __init__(self, content: _Optional[bytes] = ..., force: bool = ..., check: bool = ...) -> None: ...
+
+class PushIdentitiesReply(_message.Message):
+    __slots__ = ("digest", "added", "removed")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    added: _containers.RepeatedScalarFieldContainer[str]
+    removed: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, digest: _Optional[bytes] = ..., added: _Optional[_Iterable[str]] = ..., removed: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class ReleaseRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -1042,7 +1094,7 @@ class AdmitReply(_message.Message):
     def __init__(self) -> None: ...
 
 class BulkRequest(_message.Message):
-    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "remove_namespace", "flush", "scrub", "recover", "release", "drain", "sweep", "forget", "record", "follow", "admit", "on_behalf", "events", "trace")
+    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "remove_namespace", "flush", "scrub", "recover", "release", "drain", "sweep", "forget", "record", "follow", "admit", "on_behalf", "events", "push_identities", "trace")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LIST_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
@@ -1070,6 +1122,7 @@ class BulkRequest(_message.Message):
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     ON_BEHALF_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    PUSH_IDENTITIES_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     hello: HelloRequest
     open_namespace: OpenNamespaceRequest
@@ -1098,8 +1151,9 @@ class BulkRequest(_message.Message):
     admit: AdmitRequest
     on_behalf: OnBehalfRequest
     events: EventsRequest
+    push_identities: PushIdentitiesRequest
     trace: bytes
-    def __init__(self, hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesRequest, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., verify: _Optional[_Union[VerifyRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., list: _Optional[_Union[ListRequest, _Mapping]] = ..., stat: _Optional[_Union[StatRequest, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusRequest, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceRequest, _Mapping]] = ..., flush: _Optional[_Union[FlushRequest, _Mapping]] = ..., scrub: _Optional[_Union[ScrubRequest, _Mapping]] = ..., recover: _Optional[_Union[RecoverRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., drain: _Optional[_Union[DrainRequest, _Mapping]] = ..., sweep: _Optional[_Union[SweepRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., record: _Optional[_Union[RecordRequest, _Mapping]] = ..., follow: _Optional[_Union[FollowRequest, _Mapping]] = ..., admit: _Optional[_Union[AdmitRequest, _Mapping]] = ..., on_behalf: _Optional[_Union[OnBehalfRequest, _Mapping]] = ..., events: _Optional[_Union[EventsRequest, _Mapping]] = ..., trace: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesRequest, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., verify: _Optional[_Union[VerifyRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., list: _Optional[_Union[ListRequest, _Mapping]] = ..., stat: _Optional[_Union[StatRequest, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusRequest, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceRequest, _Mapping]] = ..., flush: _Optional[_Union[FlushRequest, _Mapping]] = ..., scrub: _Optional[_Union[ScrubRequest, _Mapping]] = ..., recover: _Optional[_Union[RecoverRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., drain: _Optional[_Union[DrainRequest, _Mapping]] = ..., sweep: _Optional[_Union[SweepRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., record: _Optional[_Union[RecordRequest, _Mapping]] = ..., follow: _Optional[_Union[FollowRequest, _Mapping]] = ..., admit: _Optional[_Union[AdmitRequest, _Mapping]] = ..., on_behalf: _Optional[_Union[OnBehalfRequest, _Mapping]] = ..., events: _Optional[_Union[EventsRequest, _Mapping]] = ..., push_identities: _Optional[_Union[PushIdentitiesRequest, _Mapping]] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "last")
@@ -1112,7 +1166,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., last: bool = ...) -> None: ...
 
 class BulkReply(_message.Message):
-    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "error", "remove_namespace", "flush", "scrub", "recover", "drain", "sweep", "forget", "record", "follow", "admit", "events")
+    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "error", "remove_namespace", "flush", "scrub", "recover", "drain", "sweep", "forget", "record", "follow", "admit", "events", "push_identities")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LIST_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
@@ -1139,6 +1193,7 @@ class BulkReply(_message.Message):
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    PUSH_IDENTITIES_FIELD_NUMBER: _ClassVar[int]
     hello: HelloReply
     open_namespace: OpenNamespaceReply
     list_namespaces: ListNamespacesReply
@@ -1165,4 +1220,5 @@ class BulkReply(_message.Message):
     follow: View
     admit: AdmitReply
     events: EventsReply
-    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesReply, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., put: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., get: _Optional[_Union[GetReply, _Mapping]] = ..., verify: _Optional[_Union[VerifyReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., list: _Optional[_Union[ListReply, _Mapping]] = ..., stat: _Optional[_Union[StatReply, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceReply, _Mapping]] = ..., flush: _Optional[_Union[FlushReply, _Mapping]] = ..., scrub: _Optional[_Union[ScrubReply, _Mapping]] = ..., recover: _Optional[_Union[RecoverReply, _Mapping]] = ..., drain: _Optional[_Union[DrainReply, _Mapping]] = ..., sweep: _Optional[_Union[SweepReply, _Mapping]] = ..., forget: _Optional[_Union[ForgetReply, _Mapping]] = ..., record: _Optional[_Union[RecordReply, _Mapping]] = ..., follow: _Optional[_Union[View, _Mapping]] = ..., admit: _Optional[_Union[AdmitReply, _Mapping]] = ..., events: _Optional[_Union[EventsReply, _Mapping]] = ...) -> None: ...
+    push_identities: PushIdentitiesReply
+    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesReply, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., put: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., get: _Optional[_Union[GetReply, _Mapping]] = ..., verify: _Optional[_Union[VerifyReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., list: _Optional[_Union[ListReply, _Mapping]] = ..., stat: _Optional[_Union[StatReply, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceReply, _Mapping]] = ..., flush: _Optional[_Union[FlushReply, _Mapping]] = ..., scrub: _Optional[_Union[ScrubReply, _Mapping]] = ..., recover: _Optional[_Union[RecoverReply, _Mapping]] = ..., drain: _Optional[_Union[DrainReply, _Mapping]] = ..., sweep: _Optional[_Union[SweepReply, _Mapping]] = ..., forget: _Optional[_Union[ForgetReply, _Mapping]] = ..., record: _Optional[_Union[RecordReply, _Mapping]] = ..., follow: _Optional[_Union[View, _Mapping]] = ..., admit: _Optional[_Union[AdmitReply, _Mapping]] = ..., events: _Optional[_Union[EventsReply, _Mapping]] = ..., push_identities: _Optional[_Union[PushIdentitiesReply, _Mapping]] = ...) -> None: ...

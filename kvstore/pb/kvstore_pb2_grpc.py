@@ -129,6 +129,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.EventsRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.EventsReply.FromString,
                 )
+        self.PushIdentities = channel.unary_unary(
+                '/kvstore.KVStore/PushIdentities',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.PushIdentitiesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.PushIdentitiesReply.FromString,
+                )
 
 
 class KVStoreServicer(object):
@@ -289,6 +294,13 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PushIdentities(self, request, context):
+        """Replace the node's identities file; for administrators of all tenants, if the node allows it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -406,6 +418,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Events,
                     request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.EventsRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_kvstore__pb2.EventsReply.SerializeToString,
+            ),
+            'PushIdentities': grpc.unary_unary_rpc_method_handler(
+                    servicer.PushIdentities,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.PushIdentitiesRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.PushIdentitiesReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -805,5 +822,22 @@ class KVStore(object):
         return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Events',
             kvstore_dot_pb_dot_kvstore__pb2.EventsRequest.SerializeToString,
             kvstore_dot_pb_dot_kvstore__pb2.EventsReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def PushIdentities(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/PushIdentities',
+            kvstore_dot_pb_dot_kvstore__pb2.PushIdentitiesRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.PushIdentitiesReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

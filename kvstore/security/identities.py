@@ -124,7 +124,7 @@ class Identities:
     """Content of an identities file. `problems`: a sentence for each line that was skipped.
 
     `quotas`: the settings of each tenant, as text. `whole`: whether the last line ends with a line
-    feed.
+    feed. `digest`: SHA-256 of the file's bytes, if it was read from one.
     """
 
     tokens: dict[bytes, Principal] = field(default_factory=dict)
@@ -133,6 +133,18 @@ class Identities:
     shares: list[Share] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     whole: bool = True
+    digest: bytes = b""
+
+    @property
+    def count(self) -> int:
+        """Return how many identities the file names."""
+        return len(self.tokens) + len(self.certificates)
+
+    @property
+    def names(self) -> set[str]:
+        """Return the names of all identities."""
+        known = (*self.tokens.values(), *self.certificates.values())
+        return {principal.name for principal in known}
 
     @cached_property
     def tenant_count(self) -> int:
@@ -345,6 +357,38 @@ def revoke(path: Path, name: str) -> int:
     return count
 
 
+def set_quota(path: Path, tenant: str, fields: Mapping[str, str] | None) -> dict[str, str]:
+    """Change these fields of a tenant's quota, or remove it (None), and return what it is now.
+
+    A field of 0 means no limit, and is left out. The comment of the line stays. Raises ConfigError,
+    and InvalidRequest for a name that no tenant can have.
+    """
+    try:
+        _check_tenant(tenant)
+    except ConfigError as error:
+        raise InvalidRequest(str(error)) from error
+    with _replaced(path) as lines:
+        at = [i for i, line in enumerate(lines) if line.split()[:2] == ["tenant", tenant]]
+        known: dict[str, str] = {}
+        for index in at[:1]:
+            known = _fields(lines[index].partition("#")[0].split()[2:])
+        left = {k: v for k, v in {**known, **(fields or {})}.items() if v != "0"} if fields else {}
+        line = " ".join(["tenant", tenant, *(f"{name}={value}" for name, value in left.items())])
+        if at:
+            comment = lines[at[0]].partition("#")[1:]
+            lines[at[0] : at[0] + 1] = [" ".join([line, "".join(comment)]).rstrip()] if left else []
+        elif left:
+            lines.append(line)
+    return left
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Replace the whole file, with its former mode and owner. Raises ConfigError."""
+    with _locked(path) as (target, _), _writing(target):
+        about = os.stat(target)
+        write_whole(target, content, about.st_mode & 0o7777, (about.st_uid, about.st_gid))
+
+
 def _text(path: Path) -> str:
     """Read the file as a node does: only a line feed ends a line, so comments stay comments."""
     content = read_guarded(f"identities={path}", 0, FILE_NBYTES_MAX)
@@ -357,6 +401,20 @@ def _replaced(path: Path) -> Iterator[list[str]]:
 
     Writes through a symbolic link, because a node may read the target by its own path.
     """
+    with _locked(path) as (path, there):
+        before = _text(path).split("\n") if there else []
+        if before and not before[-1]:  # text after the last line's end
+            before.pop()
+        lines = list(before)
+        yield lines
+        if lines != before:
+            with _writing(path):
+                _write(path, lines, os.stat(path) if there else None)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the file behind symbolic links, and whether it exists, to one writer at a time."""
     path = Path(os.path.realpath(path))
     try:
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -366,14 +424,7 @@ def _replaced(path: Path) -> Iterator[list[str]]:
         with _writing(path):
             fcntl.flock(directory, fcntl.LOCK_EX)
             there = path.exists()
-        before = _text(path).split("\n") if there else []
-        if before and not before[-1]:  # text after the last line's end
-            before.pop()
-        lines = list(before)
-        yield lines
-        if lines != before:
-            with _writing(path):
-                _write(path, lines, os.stat(path) if there else None)
+        yield path, there
     finally:
         os.close(directory)
 

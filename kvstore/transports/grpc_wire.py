@@ -94,6 +94,7 @@ _METHODS = {
     "sweep": "Sweep",
     "record": "Record",
     "events": "Events",
+    "push_identities": "PushIdentities",
 }
 
 

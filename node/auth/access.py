@@ -4,6 +4,7 @@ The identities file is reloaded when it changes. `Caller` is the sender of a req
 polls files that may change while the node runs.
 """
 
+import hashlib
 import logging
 import math
 import stat
@@ -12,8 +13,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-from kvstore.errors import ConfigError, Unauthenticated
+from kvstore.errors import ConfigError, InvalidRequest, Unauthenticated
 from kvstore.security.identities import (
     ALL,
     FILE_NBYTES_MAX,
@@ -21,10 +23,11 @@ from kvstore.security.identities import (
     Principal,
     Role,
     parse,
+    replace,
     share_of,
     token_hash,
 )
-from kvstore.security.secrets import checked_stat, read_guarded, stamp
+from kvstore.security.secrets import checked_stat, path_of, read_guarded, stamp
 from node.auth.quotas import tenant_of
 
 log = logging.getLogger(__name__)
@@ -103,12 +106,16 @@ class Access:
         path: str,
         arena_for: Collection[str] = (),
         check_quota: Callable[[Mapping[str, str]], object] = lambda fields: None,
+        writable: bool = False,
     ) -> None:
         """Read the identities file, or allow everybody without one.
 
-        `arena_for` lists the tenants that may map this node's memory. Raises ConfigError for a file
-        that is unreadable, or that other users may write.
+        `arena_for` lists the tenants that may map this node's memory. `writable`: `push` may
+        replace the file. Raises ConfigError for a file that is unreadable, or that other users may
+        write.
         """
+        self.writable = writable
+        self._changing = threading.Lock()
         self._file = f"identities={path}"
         self.open = not path
         self._arena_for = arena_for
@@ -211,6 +218,10 @@ class Access:
         """
         if self.open:
             return
+        with self._changing:
+            self._poll()
+
+    def _poll(self) -> None:
         try:
             signature = self._looked()
             if signature == self._signature:
@@ -225,12 +236,54 @@ class Access:
                 log.error("%s; the previous identities stay in force", error)
             self._failed = str(error)
 
+    def push(
+        self, content: bytes, caller: Principal, force: bool = False, check: bool = False
+    ) -> tuple[Identities, set[str], set[str]]:
+        """Replace the file and put it in force; with `check`, only validate the content.
+
+        Return the new identities, and the names that it adds and removes. Raises
+        InvalidRequest at a node that does not allow it, for a file with an invalid line, or,
+        without `force`, for one that takes the rights of an administrator from the caller or
+        removes an identity of a member. Raises ConfigError if the file can not be written.
+        """
+        if not self.writable:
+            raise InvalidRequest(
+                "this node's identities are changed on its host only; start it with "
+                "--identities-writable to allow it to administrators"
+            )
+        new = self._parsed(content)
+        if new.problems or not new.count or not new.whole:
+            why = new.problems[0] if new.problems else "it is empty, or its last line has no end"
+            raise InvalidRequest(f"this file of identities is not valid: {why}; nothing is changed")
+        with self._changing:
+            now = self._identities
+            if not force:
+                _check_rights(now, new, caller)
+            added, removed = new.names - now.names, now.names - new.names
+            if not check:
+                replace(Path(path_of(self._file)), content)
+                self._signature = self._looked()
+                self._take(new)
+                log.warning(
+                    "%s replaced the identities: %s is in force, %d added, %d removed",
+                    caller.name,
+                    new.digest.hex()[:12],
+                    len(added),
+                    len(removed),
+                )
+        return new, added, removed
+
     def _looked(self) -> tuple[int, ...]:
         return stamp(checked_stat(self._file, stat.S_IWOTH))
 
     def _read(self) -> Identities:
         data = read_guarded(self._file, stat.S_IWOTH, FILE_NBYTES_MAX)
-        return parse(data.decode(errors="replace"), self._check_quota)
+        return self._parsed(data)
+
+    def _parsed(self, data: bytes) -> Identities:
+        found = parse(data.decode(errors="replace"), self._check_quota)
+        found.digest = hashlib.sha256(data).digest()
+        return found
 
     def _take(self, identities: Identities) -> None:
         for problem in identities.problems:
@@ -267,6 +320,35 @@ class Credential:
             self._principal = self._find()
             self._of = identities
         return self._principal
+
+
+def _check_rights(now: Identities, new: Identities, caller: Principal) -> None:
+    """Raise InvalidRequest if new identities lock out the caller or a member of the cluster."""
+    credentials = (
+        [(now.tokens[key], new.tokens.get(key)) for key in now.tokens],
+        [(now.certificates[key], new.certificates.get(key)) for key in now.certificates],
+    )
+    pairs = [pair for some in credentials for pair in some]
+    if not any(old == caller and _administers(then) for old, then in pairs):
+        raise InvalidRequest(
+            f"with this file {caller.name} would no longer administer this node with the same "
+            "credential; add it, or use --force"
+        )
+    for old, then in pairs:
+        if old.role is Role.NODE and (then is None or then.role < Role.NODE):
+            raise InvalidRequest(
+                f"without {old.name}, of role node, members could not reach each other; add it, or "
+                "use --force"
+            )
+
+
+def _administers(principal: Principal | None) -> bool:
+    return (
+        principal is not None
+        and principal.role is Role.ADMIN
+        and principal.of_all
+        and principal.expires_s > time.time()
+    )
 
 
 def _valid(principal: Principal | None, what: str) -> Principal:

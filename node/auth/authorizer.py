@@ -62,6 +62,7 @@ RULES = {
     "sweep": _OF_NODE,
     "record": _OF_NODE,  # the recording covers all tenants, though without names or content
     "forget": _OF_NODE,  # it rewrites the rows of all tenants
+    "push_identities": _OF_NODE,
     "reflection": Rule(Role.ADMIN),
 }
 

@@ -4,9 +4,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.errors import ConfigError, Exhausted, InvalidRequest
 from kvstore.keys import check_prefix_hashes
 from kvstore.pb import kvstore_pb2 as pb
+from node.auth.access import Caller
+from node.auth.authorizer import Authorizer
 from node.cluster.peers import Peers
 from node.cluster.replicator import Replicator
 from node.disk.durability import Durability
@@ -17,6 +19,8 @@ from node.memory.tier import RamTier
 from node.serving.limits import SCRUB_NBYTES_MAX, SCRUB_S_MAX, Charge
 from node.serving.session import Content
 from node.serving.status import clamp_to_field
+
+NAMES_MAX = 100  # names of identities in one reply
 
 # Verify pages: compare all copies of a page on this node with its checksum.
 
@@ -148,6 +152,41 @@ class ClusterCalls:
             raise InvalidRequest(
                 f"a node that is in no cluster can not be {what}; start it with --cluster"
             )
+
+
+class IdentityCalls:
+    """Serve the replacement of the identities file. Thread-safe."""
+
+    def __init__(self, authorizer: Authorizer) -> None:
+        self._authorizer = authorizer
+
+    def push(self, request: pb.PushIdentitiesRequest, caller: Caller) -> pb.PushIdentitiesReply:
+        """Validate the content, and replace the file unless the caller only checks it."""
+        access, principal = self._authorizer.access, self._authorizer.principal_of(caller)
+        try:
+            new, added, removed = access.push(
+                request.content, principal, request.force, request.check
+            )
+        except ConfigError as error:  # it ends a start, and is never sent
+            raise InvalidRequest(str(error)) from error
+        return pb.PushIdentitiesReply(
+            digest=new.digest,
+            added=sorted(added)[:NAMES_MAX],
+            removed=sorted(removed)[:NAMES_MAX],
+        )
+
+    def status(self) -> pb.IdentitiesStatus | None:
+        """Return the state of the file; None if the node admits everybody."""
+        access = self._authorizer.access
+        if access.open:
+            return None
+        known = access.identities
+        return pb.IdentitiesStatus(
+            digest=known.digest,
+            identity_count=known.count,
+            problem_count=len(known.problems),
+            writable=access.writable,
+        )
 
 
 # List pages of a namespace, and describe pages by key.

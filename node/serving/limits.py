@@ -94,6 +94,7 @@ LONG_CALLS = {
     "drain": 4,
     "sweep": 2,
     "record": 2,
+    "push_identities": 2,
     "remove_namespace": 2,
     "forget": 1,
     "node_status": 8,

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import add
 from time import monotonic_ns
 from typing import NamedTuple
 
@@ -26,7 +27,10 @@ KEPT = 32
 STEPS_MAX = 8  # of one thread that are remembered
 # Calls that may take long.
 LONG = frozenset(
-    ("flush", "scrub", "recover", "drain", "sweep", "forget", "remove_namespace", "record")
+    (
+        *("flush", "scrub", "recover", "drain", "sweep", "forget", "remove_namespace", "record"),
+        "push_identities",
+    )
 )
 
 
@@ -229,6 +233,16 @@ class RequestMetrics:
         return {
             (op, wire): times for wire, edge in edges.items() for op, times in edge.times().items()
         }
+
+    def times(self) -> pb.RequestTimes:
+        """Return the durations by operation, over all transports."""
+        sums: dict[str, list[int]] = {}
+        for (op, _), times in self.requests().items():
+            sums[op] = list(map(add, sums.get(op, [0] * len(times.counts)), times.counts))
+        operations = [
+            pb.OperationTimes(op=op, counts=counts) for op, counts in sorted(sums.items())
+        ]
+        return pb.RequestTimes(bounds_ns=_BOUNDS_NS, operations=operations)
 
     def gets(self) -> dict[str, Histogram]:
         """Return the durations of gets by tier."""

@@ -32,7 +32,7 @@ from node.memory.inventory import Inventory
 from node.memory.promotion import parts_wanted
 from node.memory.removal import remove_namespace
 from node.memory.tier import RamTier
-from node.serving.admin_calls import ClusterCalls, DiskCalls, Listing, Verifying
+from node.serving.admin_calls import ClusterCalls, DiskCalls, IdentityCalls, Listing, Verifying
 from node.serving.erasure import Erasure
 from node.serving.followers import Followers
 from node.serving.hot_prefixes import HotPrefixes
@@ -95,6 +95,7 @@ class Service:
         # Called with a removed namespace, and the removal's id
         self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None
         self.durability = Durability(tier, disk, config.flush_s)
+        self._identity_calls = IdentityCalls(gate)
         self._verifying = Verifying(tier, self.content, self.durability)
         disk_calls = DiskCalls(self.durability, peers.replicator, lambda: self.draining)
         self.erasure = Erasure(tier, disk, self.durability, peers.replicator, lambda: self.draining)
@@ -137,6 +138,7 @@ class Service:
             "sweep": self.cluster.sweep,
             "record": self.recorder.record,
             "events": self.cluster.list_events,
+            "push_identities": self._identity_calls.push,
         }
 
     def call(self, op: str, request: Any, caller: Caller) -> Any:
@@ -405,6 +407,8 @@ class Service:
             refused_calls=self.authorizer.audit.refused_count,
             tls=self.tls_status() if self.tls_status else None,
             tenants=self.tenants.uses(),
+            identities=self._identity_calls.status(),
+            request_times=self.traffic.times(),
             gateways=self.gateway_status(),
             gateway_ends=[
                 pb.GatewayEnd(why=why, count=count)

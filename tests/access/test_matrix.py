@@ -81,6 +81,7 @@ OF_NODE = [
     "sweep",
     "record",
     "forget",
+    "push_identities",
 ]
 ROLE_OF = {op: role for role, ops in NEEDS.items() for op in ops.split()} | dict.fromkeys(
     OF_NODE, Role.ADMIN
@@ -154,7 +155,7 @@ SAMPLE = {
     "narrow": "lookup stat | list_namespaces",
     "modeller": "list flush |",
     "watcher": "unpin | get",
-    "member": "sweep forget | put",
+    "member": "sweep forget push_identities | put",
     "operator": "| flush",
 }
 SAMPLED = [(op, who) for who, ops in SAMPLE.items() for op in ops.replace("|", "").split()]

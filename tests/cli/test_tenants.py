@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore.cli.nodes import show_tenants
+from kvstore.cli.access.tenants import show_tenants
 from kvstore.pb import kvstore_pb2 as pb
 
 
@@ -10,20 +10,19 @@ def test_tenant_is_shown_with_its_quota_and_refusals(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     gib = 1 << 30
-    show_tenants(
-        [
-            pb.TenantUse(
-                tenant="team-a",
-                ram_nbytes=gib,
-                ram_quota_nbytes=2 * gib,
-                pin_count=7,
-                pin_quota=1000,
-                refused_puts=3,
-                refused_requests=1234,
-            ),
-            pb.TenantUse(tenant="team-b", ram_nbytes=gib),
-        ]
-    )
+    uses = [
+        pb.TenantUse(
+            tenant="team-a",
+            ram_nbytes=gib,
+            ram_quota_nbytes=2 * gib,
+            pin_count=7,
+            pin_quota=1000,
+            refused_puts=3,
+            refused_requests=1234,
+        ),
+        pb.TenantUse(tenant="team-b", ram_nbytes=gib),
+    ]
+    show_tenants([pb.NodeStatusReply(tenants=uses)])
     first, second = (
         line for line in capsys.readouterr().out.splitlines() if line.startswith("team-")
     )

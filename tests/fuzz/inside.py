@@ -140,6 +140,7 @@ def unary() -> dict[str, Any]:
         "sweep": pb.SweepRequest(dry=True),
         "record": pb.RecordRequest(ms=20),
         "events": pb.EventsRequest(limit=3),
+        "push_identities": pb.PushIdentitiesRequest(content=b"token x\n", check=True),
     }
 
 

@@ -15,6 +15,7 @@ from cli_runner import CliRunner
 from kvstore import Client, Namespace, client_config, opaque_layout
 from kvstore.cli.commands import app
 from kvstore.cluster.view import Member, View
+from kvstore.security.identities import ALL, add, new_token, token_line
 from node.cluster.membership import LostMember
 from node.config import NodeConfig
 from node.server import Node
@@ -53,6 +54,7 @@ def told(work: Path) -> dict[str, list[str]]:
     with _nodes(work) as nodes:
         _of_one(run, work)
         _of_a_cluster(run, nodes)
+    _of_identities(run, work)
     _of_files(run, work)
     return found
 
@@ -109,7 +111,7 @@ def _of_one(run: Run, work: Path) -> None:
     page.write_bytes(bytes(PAGE_NBYTES))
     trace.write_text("".join(json.dumps(line) + "\n" for line in TRACE))
     run("put", str(page), KEY, "--create-opaque", "m", "--durable")
-    for command in ("status", "ls", "flush", "scrub", "recover", "cluster events"):
+    for command in ("status", "ls", "flush", "scrub", "recover", "cluster events", "tenants list"):
         run(command)
     run("top", "--interval", "0.05", "--once")
     run("ls", "--model", "m")
@@ -161,8 +163,21 @@ def _of_a_cluster(run: Run, nodes: list[Node]) -> None:
     run("cluster forget-member", "n9")
 
 
+def _of_identities(run: Run, work: Path) -> None:
+    file, token = work / "people", new_token(ALL)
+    add(file, token_line("operator", token, tenant=ALL, role="admin"))
+    node = Node(NodeConfig(**SMALL, identities=str(file), identities_writable=True))
+    with contextlib.ExitStack() as ends, pytest.MonkeyPatch.context() as environment:
+        ends.callback(node.stop)
+        node.start()
+        environment.setenv("KVSTORE_ADDRESS", f"127.0.0.1:{node.grpc.port}")
+        environment.setenv("KVSTORE_TOKEN", token)
+        run("identities push", str(file))
+
+
 def _of_files(run: Run, work: Path) -> None:
     identities, certificates = str(work / "identities"), ("--dir", str(work / "certs"))
+    run("tenants quota", "t", "--ram", "1GiB", "-f", identities)
     run("tokens add", "engines", "--tenant", "t", "-f", identities)
     run("tokens list", "-f", identities)
     run("tokens revoke", "engines", "-f", identities)

@@ -1,0 +1,1 @@
+"""Commands about identities, tenants and their rights."""
