@@ -12,17 +12,17 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --d
 # A test run starts hundreds of processes of the same files, so byte code is always cached.
 export PYTHONDONTWRITEBYTECODE :=
 # The commit's time instead of the build's makes a build reproducible.
-SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 1580601600)
-export SOURCE_DATE_EPOCH
+export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 1580601600)
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' kvstore/__init__.py)
 
-.PHONY: help setup docs demo demo-cluster test check lint types format proto golden bench dist image docker-test gpu-test audit fuzz soak \
+.PHONY: help setup docs demo demo-cluster demo-operate test check lint types format proto golden bench dist release image docker-test gpu-test audit fuzz soak \
 	soak-cluster demo-vllm clean
 
 help:
 	@echo "make setup        make the development environment, .venv; other targets do it when needed"
 	@echo "make demo         load one process's KV in another, through a node (1 minute; MODEL=path, ARGS=--keep)"
 	@echo "make demo-cluster kill, stop and add nodes of a cluster under load (1 minute; TRACE=path)"
+	@echo "make demo-operate do a day's work at a cluster under load (3 minutes; etcd)"
 	@echo "make test         run all tests that need no GPU, engine or Docker (ARGS goes to pytest)"
 	@echo "make check        run what CI runs: format, lint, types, tests (parts: make lint, make types)"
 	@echo "make docs         write the reference, check all links, and build the site in site/"
@@ -32,6 +32,7 @@ help:
 	@echo "make bench        measure wires, TLS, lookups, metadata and disk (15 minutes; redis-server, 13 GiB"
 	@echo "                  of disk; TRACE=path adds hit rates, DIR=path uses another disk)"
 	@echo "make dist         build the wheel and the sources, the same bytes from every clone of a commit"
+	@echo "make release      check and build a release; PUSH=1 pushes it (INDEX=, IMAGE=, CHARTS=)"
 	@echo "make image        build the node's image, kvstore-node:VERSION (Docker; BASE=, SOURCE=)"
 	@echo "make docker-test  test the image and the compose files (10 minutes; Docker, or root on Debian)"
 	@echo "make clean        remove all environments and caches"
@@ -40,7 +41,7 @@ help:
 
 setup: $(READY)
 
-# Environments. `make demo`, `make demo-cluster` and `make dist` use the development environment if it
+# Environments. `make demo`, `make demo-cluster`, `make demo-operate` and `make dist` use the development environment if it
 # exists, and otherwise make a smaller one.
 DEMO := $(if $(wildcard $(READY)),$(VENV),.venv-demo)
 CLUSTER := $(if $(wildcard $(READY)),$(VENV),.venv-cluster)
@@ -73,6 +74,9 @@ demo: $(DEMO)/.ready
 
 demo-cluster: $(CLUSTER)/.ready
 	$(CLUSTER)/bin/python benchmarks/demo_cluster.py $(if $(TRACE),--trace $(TRACE)) $(ARGS)
+
+demo-operate: $(CLUSTER)/.ready
+	$(CLUSTER)/bin/python benchmarks/demo_operate.py $(if $(PICTURES),--pictures $(PICTURES)) $(ARGS)
 
 # A user's PYTHONPATH must not change the tests; tests/helpers/hermetic.py removes other variables.
 test: $(READY)
@@ -111,24 +115,20 @@ docs: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'redis[hiredis]>=5'
-	$(BIN)/python benchmarks/bulk.py
-	$(BIN)/python benchmarks/grpc_stream.py
-	$(BIN)/python benchmarks/tls.py
-	$(BIN)/python benchmarks/shm.py
-	$(BIN)/python benchmarks/lookup.py
-	$(BIN)/python benchmarks/metadata.py
-	$(BIN)/python benchmarks/disk.py $(if $(DIR),--dir $(DIR))
-	$(BIN)/python benchmarks/disk_latency.py $(if $(DIR),--dir $(DIR))
-	$(BIN)/python benchmarks/disk_ranges.py $(if $(DIR),--dir $(DIR))
-	$(BIN)/python benchmarks/restart.py $(if $(DIR),--dir $(DIR))
-	$(if $(TRACE),$(BIN)/python benchmarks/eviction.py $(TRACE))
-	$(if $(TRACE),$(BIN)/python benchmarks/disk_replay.py $(if $(DIR),--dir $(DIR)) $(TRACE))
+	set -e; for name in bulk grpc_stream tls shm lookup metadata; do $(BIN)/python benchmarks/$$name.py; done
+	set -e; for name in disk disk_latency disk_ranges restart; do \
+		$(BIN)/python benchmarks/$$name.py $(if $(DIR),--dir $(DIR)); done
+	$(if $(TRACE),$(BIN)/python benchmarks/eviction.py $(TRACE) && $(BIN)/python benchmarks/disk_replay.py $(if $(DIR),--dir $(DIR)) $(TRACE))
 
 # The wheel, for every environment that is not a clone of this repository, and the sources: dist/kvstore_llm-*.
 dist: $(BUILD)/.ready
 	rm -rf dist
 	$(BUILD)/bin/python -m hatchling build --directory dist >/dev/null
 	@cd dist && sha256sum kvstore_llm-*
+
+# Everything but the pushes; PUSH=1 pushes to INDEX, IMAGE and CHARTS (deploy/release.py has the credentials).
+release: $(BUILD)/.ready
+	$(BUILD)/bin/python deploy/release.py $(VERSION) $(if $(PUSH),--push) $(ARGS)
 
 # SOURCE is the repository's public address. BASE with a digest fixes the base image.
 image:
