@@ -17,6 +17,7 @@ from kvstore.cli.members import (
     away_json,
     headline,
     lost_members,
+    lost_rows,
     members_json,
     merge_events,
     report_failures,
@@ -333,7 +334,7 @@ def _show(view: View, statuses: Statuses, count: int) -> None:
         if count >= len(view.members)
         else troubled_first(view.members, statuses)[:count]
     )
-    show_fitting(COLUMNS, rows(view, members, statuses))
+    show_fitting(COLUMNS, [*rows(view, members, statuses), *lost_rows(statuses)])
     if len(members) < len(view.members):
         out.print(
             f"and {len(view.members) - len(members):,} more members: kvstore cluster", markup=False

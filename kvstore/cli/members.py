@@ -3,6 +3,7 @@
 `at_each` runs a call at every member, and `without` reports those that did not answer.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from kvstore.cli.output import (
 from kvstore.client import Client
 from kvstore.cluster.routing import Away
 from kvstore.cluster.view import REGISTRIES, Member, State, View
+from kvstore.doctor.members import few_copies, health, owned
 from kvstore.errors import KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.security.certificates import date
@@ -163,6 +165,17 @@ def rows(view: View, members: Sequence[Member], statuses: Statuses) -> list[tupl
     return found
 
 
+def lost_rows(statuses: Statuses) -> list[tuple[Any, ...]]:
+    """Return a table row per lost member: since when, its share, and the owners of its keys."""
+    found: list[tuple[Any, ...]] = []
+    for lost in lost_members(statuses):
+        away = human_ms(1000 * max(0.0, time.time() - lost.since_unix_s))
+        since = f" {away}" if lost.since_unix_s else ""
+        about = (lost.id, f"LOST{since}, owners left {lost.owners_left}", percent(lost.share, 1))
+        found.append((*about, *("-",) * (len(COLUMNS) - len(about) - 1), lost.address))
+    return found
+
+
 def lost_members(statuses: Statuses) -> list[pb.LostMember]:
     """Return the members that left without a drain, as those that answered report them."""
     lost = {some.id: some for status in answers(statuses) for some in status.peers.lost}
@@ -194,10 +207,10 @@ def headline(view: View, statuses: Statuses) -> str:
     there = answers(statuses)
     told = {status.peers.registry for status in there if status.HasField("peers")}
     sources = sorted({registry if registry in REGISTRIES else "the last one" for registry in told})
-    lost = len(lost_members(statuses))
+    lost, word = len(lost_members(statuses)), health(view, by_id(view, statuses))
     return (
-        f"cluster {view.cluster}  view {view.number}  members {len(view.members)}, {len(there)} "
-        f"answer{f', {lost} lost' if lost else ''}  replicas {view.replicas}"
+        f"cluster {view.cluster}  health {word}  view {view.number}  members {len(view.members)}, "
+        f"{len(there)} answer{f', {lost} lost' if lost else ''}  replicas {view.replicas}"
         f"{'  from ' + ' and '.join(sources) if sources else ''}"
     )
 
@@ -340,9 +353,11 @@ def troubles(view: View, statuses: Statuses) -> list[str]:
     for lost in lost_members(statuses):
         since = f" since {date(lost.since_unix_s)}" if lost.since_unix_s else ""
         said[
-            f"{lost.id}: LOST{since}, at {lost.address}: start it again, or: kvstore cluster "
-            f"forget-member {lost.id}"
+            f"{lost.id}: LOST{since}, at {lost.address}, with {owned(lost)}: start it again, or: "
+            f"kvstore cluster forget-member {lost.id}"
         ] = None
+    told = {name: status.peers for name, status in by_id(view, statuses).items()}
+    said |= dict.fromkeys(f"{some.found}: {some.remedy}" for some in few_copies(told))
     if view.replicas > len(view.members):
         said[
             f"{view.replicas} replicas are configured, but there are only "
@@ -379,6 +394,10 @@ def members_json(view: View, statuses: Statuses) -> dict[str, Any]:
         "cluster": view.cluster,
         "view": view.number,
         "replicas": view.replicas,
+        "health": health(view, by_id(view, statuses)),
+        "pages_under_replicated": sum(
+            status.peers.pages_under_replicated for status in answers(statuses)
+        ),
         "members": members,
         "lost": [
             {
@@ -386,6 +405,8 @@ def members_json(view: View, statuses: Statuses) -> dict[str, Any]:
                 "address": lost.address,
                 "since_unix_s": lost.since_unix_s,
                 "share": lost.share,
+                "owners_left": lost.owners_left,
+                "share_alone": lost.share_alone,
             }
             for lost in lost_members(statuses)
         ],

@@ -196,6 +196,9 @@ def findings(view: View, nodes: Mapping[str, Connectivity]) -> Iterator[Finding]
         yield _registry(there)
         told = [node.status.peers.lost for node in there.values() if node.status is not None]
         yield from lost_members(lost for some in told for lost in some)
+        yield from few_copies(
+            {name: node.status.peers for name, node in there.items() if node.status is not None}
+        )
     if view.replicas > len(view.members):
         remedy = "start more members, or lower --replicas"
         yield warn(
@@ -296,9 +299,46 @@ def lost_members(lost: Iterable[pb.LostMember]) -> Iterator[Finding]:
         since = date(member.since_unix_s) if member.since_unix_s else "a moment"
         yield fail(
             "lost",
-            f"{member.id} at {member.address}, since {since}: it had {member.share:.0%} of keys",
+            f"{member.id} at {member.address}, since {since}: it had {owned(member)}",
             f"start it again; if it never returns: kvstore cluster forget-member {member.id}",
         )
+
+
+def owned(lost: pb.LostMember) -> str:
+    """Describe the keys that a lost member owned, and their other owners."""
+    count = lost.owners_left
+    left = f"each has {count} other owner{'s' * (count > 1)}" if count else ""
+    alone = f"{lost.share_alone:.0%} of all keys had no other owner" if lost.share_alone else ""
+    return ", ".join(filter(None, (f"{lost.share:.0%} of keys", left, alone)))
+
+
+def few_copies(told: Mapping[str, pb.PeersStatus]) -> Iterator[Finding]:
+    """Report pages with fewer copies than replicas. `told`: by the member that reports them."""
+    thin = {name: peers for name, peers in told.items() if peers.pages_under_replicated}
+    if thin:
+        count = sum(peers.pages_under_replicated for peers in thin.values())
+        replicas = max(peers.replicas for peers in thin.values())
+        yield warn(
+            "copies",
+            f"{count:,} pages have fewer than {replicas} copies, by {', '.join(sorted(thin))}",
+            "these members fetch them; kvstore cluster events tells when it is done",
+        )
+
+
+def health(view: View, statuses: Mapping[str, pb.NodeStatusReply]) -> str:
+    """Return green, yellow or red. `statuses`: of the members that answer, by id.
+
+    Yellow: a member is away, has stopped its disk, or pages have too few copies. Red: so many
+    members do not answer that some keys may have no owner.
+    """
+    silent = [member for member in view.members if member.id not in statuses]
+    if len(silent) >= min(view.replicas, len(view.members)):
+        return "red"
+    troubled = any(
+        status.state == "DEGRADED" or status.peers.lost or status.peers.pages_under_replicated
+        for status in statuses.values()
+    )
+    return "yellow" if silent or troubled or view.replicas > len(view.members) else "green"
 
 
 def _registry(there: Mapping[str, Connectivity]) -> Finding:

@@ -328,7 +328,7 @@ class LookupReply(_message.Message):
     def __init__(self, prefix_pages: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class PutRequest(_message.Message):
-    __slots__ = ("namespace", "prefix_hashes", "page_nbytes", "ttl_ms", "durable", "wait_ms", "forwarded_by", "ack_all")
+    __slots__ = ("namespace", "prefix_hashes", "page_nbytes", "ttl_ms", "durable", "wait_ms", "forwarded_by", "ack_all", "pages_missed")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
     PAGE_NBYTES_FIELD_NUMBER: _ClassVar[int]
@@ -337,6 +337,7 @@ class PutRequest(_message.Message):
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     FORWARDED_BY_FIELD_NUMBER: _ClassVar[int]
     ACK_ALL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_MISSED_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     page_nbytes: int
@@ -345,7 +346,8 @@ class PutRequest(_message.Message):
     wait_ms: int
     forwarded_by: str
     ack_all: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., page_nbytes: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., durable: bool = ..., wait_ms: _Optional[int] = ..., forwarded_by: _Optional[str] = ..., ack_all: bool = ...) -> None: ...
+    pages_missed: int
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., page_nbytes: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., durable: bool = ..., wait_ms: _Optional[int] = ..., forwarded_by: _Optional[str] = ..., ack_all: bool = ..., pages_missed: _Optional[int] = ...) -> None: ...
 
 class PutReply(_message.Message):
     __slots__ = ("verdicts", "offsets")
@@ -668,19 +670,23 @@ class ShmStatus(_message.Message):
     def __init__(self, socket: _Optional[str] = ..., client_count: _Optional[int] = ..., orphan_count: _Optional[int] = ..., orphan_page_count: _Optional[int] = ...) -> None: ...
 
 class LostMember(_message.Message):
-    __slots__ = ("id", "address", "since_unix_s", "share")
+    __slots__ = ("id", "address", "since_unix_s", "share", "owners_left", "share_alone")
     ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SINCE_UNIX_S_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
+    OWNERS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    SHARE_ALONE_FIELD_NUMBER: _ClassVar[int]
     id: str
     address: str
     since_unix_s: int
     share: float
-    def __init__(self, id: _Optional[str] = ..., address: _Optional[str] = ..., since_unix_s: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...
+    owners_left: int
+    share_alone: float
+    def __init__(self, id: _Optional[str] = ..., address: _Optional[str] = ..., since_unix_s: _Optional[int] = ..., share: _Optional[float] = ..., owners_left: _Optional[int] = ..., share_alone: _Optional[float] = ...) -> None: ...
 
 class PeersStatus(_message.Message):
-    __slots__ = ("view_number", "registry", "queue_pages", "queue_nbytes", "queue_nbytes_max", "pages_handed", "pages_dropped", "nbytes_handed", "copy_count", "copy_nbytes", "pages_fetched", "nbytes_fetched", "pages_fetch_failed", "apart", "cluster", "member_id", "member_count", "replicas", "sweeping", "sweep_pages_missing", "sweep_pages_fetched", "sweep_pages_full", "sweep_pages_failed", "sweep_age_ms", "lost")
+    __slots__ = ("view_number", "registry", "queue_pages", "queue_nbytes", "queue_nbytes_max", "pages_handed", "pages_dropped", "nbytes_handed", "copy_count", "copy_nbytes", "pages_fetched", "nbytes_fetched", "pages_fetch_failed", "apart", "cluster", "member_id", "member_count", "replicas", "sweeping", "sweep_pages_missing", "sweep_pages_fetched", "sweep_pages_full", "sweep_pages_failed", "sweep_age_ms", "lost", "pages_under_replicated")
     VIEW_NUMBER_FIELD_NUMBER: _ClassVar[int]
     REGISTRY_FIELD_NUMBER: _ClassVar[int]
     QUEUE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -706,6 +712,7 @@ class PeersStatus(_message.Message):
     SWEEP_PAGES_FAILED_FIELD_NUMBER: _ClassVar[int]
     SWEEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    PAGES_UNDER_REPLICATED_FIELD_NUMBER: _ClassVar[int]
     view_number: int
     registry: str
     queue_pages: int
@@ -731,7 +738,8 @@ class PeersStatus(_message.Message):
     sweep_pages_failed: int
     sweep_age_ms: int
     lost: _containers.RepeatedCompositeFieldContainer[LostMember]
-    def __init__(self, view_number: _Optional[int] = ..., registry: _Optional[str] = ..., queue_pages: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., pages_handed: _Optional[int] = ..., pages_dropped: _Optional[int] = ..., nbytes_handed: _Optional[int] = ..., copy_count: _Optional[int] = ..., copy_nbytes: _Optional[int] = ..., pages_fetched: _Optional[int] = ..., nbytes_fetched: _Optional[int] = ..., pages_fetch_failed: _Optional[int] = ..., apart: _Optional[_Iterable[str]] = ..., cluster: _Optional[str] = ..., member_id: _Optional[str] = ..., member_count: _Optional[int] = ..., replicas: _Optional[int] = ..., sweeping: bool = ..., sweep_pages_missing: _Optional[int] = ..., sweep_pages_fetched: _Optional[int] = ..., sweep_pages_full: _Optional[int] = ..., sweep_pages_failed: _Optional[int] = ..., sweep_age_ms: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostMember, _Mapping]]] = ...) -> None: ...
+    pages_under_replicated: int
+    def __init__(self, view_number: _Optional[int] = ..., registry: _Optional[str] = ..., queue_pages: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., pages_handed: _Optional[int] = ..., pages_dropped: _Optional[int] = ..., nbytes_handed: _Optional[int] = ..., copy_count: _Optional[int] = ..., copy_nbytes: _Optional[int] = ..., pages_fetched: _Optional[int] = ..., nbytes_fetched: _Optional[int] = ..., pages_fetch_failed: _Optional[int] = ..., apart: _Optional[_Iterable[str]] = ..., cluster: _Optional[str] = ..., member_id: _Optional[str] = ..., member_count: _Optional[int] = ..., replicas: _Optional[int] = ..., sweeping: bool = ..., sweep_pages_missing: _Optional[int] = ..., sweep_pages_fetched: _Optional[int] = ..., sweep_pages_full: _Optional[int] = ..., sweep_pages_failed: _Optional[int] = ..., sweep_age_ms: _Optional[int] = ..., lost: _Optional[_Iterable[_Union[LostMember, _Mapping]]] = ..., pages_under_replicated: _Optional[int] = ...) -> None: ...
 
 class TenantUse(_message.Message):
     __slots__ = ("tenant", "ram_nbytes", "ram_quota_nbytes", "disk_nbytes", "disk_quota_nbytes", "pin_count", "pin_quota", "held_nbytes", "held_quota_nbytes", "refused_puts", "refused_pins", "refused_holds", "refused_connections", "refused_requests", "refused_bytes")

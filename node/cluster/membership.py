@@ -293,10 +293,12 @@ class LostMember(NamedTuple):
     address: str
     weight: float
     lost_s: int = 0
+    zone: str = ""
 
     def value(self) -> bytes:
         """Serialise the record."""
-        about = {"address": self.address, "weight": self.weight, "lost_s": self.lost_s}
+        about = self._asdict()
+        del about["id"]
         return json.dumps(about).encode()
 
 

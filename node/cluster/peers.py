@@ -3,15 +3,16 @@
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from kvstore.cluster.view import Member, State, View
+from kvstore.cluster.view import Candidate, Member, Placement, State, View
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.parallel import ParallelTransfer
 from node.cluster.drain import Drain
 from node.cluster.membership import LostMember, Membership
-from node.cluster.rebalance import TOGETHER_MAX, Rebalance, Rebalancer
+from node.cluster.rebalance import TOGETHER_MAX, Rebalance, Rebalancer, Report
 from node.cluster.remote_pages import CONNECTIONS_MAX, PeerLinks, RemotePages
 from node.cluster.replicator import Replicator
 from node.config import NodeConfig
@@ -20,6 +21,37 @@ from node.memory.page import Space
 from node.memory.tier import RamTier
 
 log = logging.getLogger(__name__)
+
+SAMPLED_KEYS = 1 << 9  # 0.5 s with 1,000 members
+
+
+def lost_shares(view: View, lost: Sequence[LostMember]) -> list[pb.LostMember]:
+    """Return each lost member with its share of the keys and their owners that are left.
+
+    The share of keys without an owner is estimated from a sample of keys.
+    """
+    there = [member for member in view.members if member.state is not State.DRAINING]
+    weights = sum(member.weight for member in there) + sum(member.weight for member in lost)
+    left, alone = min(view.replicas, len(there) + len(lost)) - len(lost), Counter[str]()
+    if lost and left <= 0:
+        candidates = [Candidate(member.id, member.weight, member.zone) for member in there]
+        candidates += [Candidate(member.id, member.weight, member.zone) for member in lost]
+        names = {member.id for member in lost}
+        keys = [number.to_bytes(4, "little") for number in range(SAMPLED_KEYS)]
+        for owners in Placement(candidates, view.replicas).owners(b"", keys):
+            if names.issuperset(owners):
+                alone.update(owners)
+    return [
+        pb.LostMember(
+            id=member.id,
+            address=member.address,
+            since_unix_s=member.lost_s,
+            share=member.weight / weights,
+            owners_left=max(0, left),
+            share_alone=alone[member.id] / SAMPLED_KEYS,
+        )
+        for member in lost
+    ]
 
 
 _KINDS = {
@@ -133,9 +165,13 @@ class Peers:
             config.sweep_nbytes_per_s,
             config.sweep_s,
         )
+        self._thin = 0  # of the last report
+        self.rebalancer.on_progress = self._note_copies
         self.draining = Drain(membership, links, tier)
         self._sessions_max = config.sessions_max
         self._are_many = False  # whether the members need so many connections that a warning is due
+        # The last result of `lost_shares`, and its arguments
+        self._lost_shares: tuple[object, list[pb.LostMember]] = (None, [])
         membership.on_view(self._check_sessions)
         self.member_events = MemberEvents(events, membership)
         membership.on_view(self.member_events.on_view)
@@ -152,6 +188,16 @@ class Peers:
                 self._sessions_max,
                 CONNECTIONS_MAX * len(view.members),
             )
+
+    def _note_copies(self, report: Report) -> None:
+        """Record when pages have too few copies, and when they have enough again."""
+        before, self._thin = self._thin, report.thin
+        if report.thin and not before:
+            said = f"{report.thin} pages have too few copies; this member fetches them"
+            self.events.add(Kind.UNDER_REPLICATED, "", said)
+        elif before and not report.thin:
+            said = f"{report.fetched} pages fetched; none has too few copies here"
+            self.events.add(Kind.REPAIRED, "", said)
 
     def start(self) -> None:
         """Start the background work."""
@@ -190,22 +236,23 @@ class Peers:
             pages_fetch_failed=remote.pages_fetch_failed,
             sweeping=self.rebalancer.running,
         )
-        lost = self.membership.lost()
-        weights = sum(some.weight for some in view.members) + sum(some.weight for some in lost)
-        for member in lost:
-            status.lost.add(
-                id=member.id,
-                address=member.address,
-                since_unix_s=member.lost_s,
-                share=member.weight / weights,
-            )
+        status.lost.extend(self._lost_status(view))
         if swept is not None:
             status.sweep_pages_missing, status.sweep_pages_fetched = swept.missing, swept.fetched
             status.sweep_pages_full, status.sweep_pages_failed = swept.full, swept.failed
         if self.rebalancer.report is not None:
             status.sweep_age_ms = max(1, round(1000 * (time.monotonic() - self.rebalancer.ended_s)))
+        status.pages_under_replicated = self.rebalancer.under_replicated
         self.replicator.status(status)
         return status
+
+    def _lost_status(self, view: View) -> Sequence[pb.LostMember]:
+        """Return the lost members' part of the status; it is computed once per change."""
+        lost = tuple(self.membership.lost())
+        key = (view.members, view.replicas, lost)
+        if self._lost_shares[0] != key:
+            self._lost_shares = key, lost_shares(view, lost)
+        return self._lost_shares[1]
 
     def check(self) -> list[str]:
         """Return violated invariants; empty if all is well."""

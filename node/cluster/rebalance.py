@@ -50,7 +50,10 @@ RunParallel = Callable[[Sequence[Callable[[], Listed]]], Sequence[Listed | KVSto
 
 
 class Missing(NamedTuple):
-    """A page that another member has and this one lacks."""
+    """A page that another member has and this one lacks.
+
+    `copies`: how many members have it as their own, so that it is not evicted first.
+    """
 
     idle_ms: int
     member: str
@@ -58,13 +61,15 @@ class Missing(NamedTuple):
     prefix_hash: bytes
     ttl_s: int
     pin_ttl_ms: int
+    copies: int = 1
 
 
 class Report(NamedTuple):
     """Counts of pages.
 
     `full`: no space for them; `failed`: could not be fetched; `away`: members that could not be
-    asked for all of their pages.
+    asked for all of their pages; `thin`: still missing here, with fewer copies than replicas, and
+    not because there is no space.
     """
 
     missing: int
@@ -74,6 +79,7 @@ class Report(NamedTuple):
     full: int = 0
     failed: int = 0
     away: tuple[str, ...] = ()
+    thin: int = 0
 
 
 class Rebalance:
@@ -117,8 +123,9 @@ class Rebalance:
         owned = frozenset[PageKey]() if dry else self._own_copies(view, member)
         missing, away = self._missing_pages(view, member, owned)
         nbytes = sum(self._tier.namespace(page.digest).page_nbytes for page in missing)
-        report = Report(len(missing), nbytes, away=away)
-        return report if dry else self._fetched(missing, report, told)
+        thin = _thin(missing, view.replicas)
+        report = Report(len(missing), nbytes, away=away, thin=thin)
+        return report if dry else self._fetched(missing, report, view.replicas, told)
 
     def _own_copies(self, view: View, own: str) -> frozenset[PageKey]:
         """Make copies of pages that `own`, this member, owns in the view its own."""
@@ -159,7 +166,10 @@ class Rebalance:
                 if isinstance(listed, KVStoreError):
                     raise listed
                 for page in self._lacked(member, own, listed, owned):
-                    found.setdefault((page.digest, page.prefix_hash), page)
+                    key = page.digest, page.prefix_hash
+                    if known := found.get(key):
+                        page = known._replace(copies=known.copies + page.copies)
+                    found[key] = page
                     if len(found) == MISSING_MAX or not self._pause(0):
                         return sorted(found.values()), tuple(away)
             except KVStoreError as error:
@@ -192,7 +202,8 @@ class Rebalance:
         here = self._inventory.stat(digest, [page.prefix_hash for page in pages])
         for page, known in zip(pages, here, strict=True):
             ttl_s = -(-page.ttl_ms // 1000)
-            there = Missing(page.idle_ms, member, digest, page.prefix_hash, ttl_s, page.pin_ttl_ms)
+            about = page.idle_ms, member, digest, page.prefix_hash, ttl_s, page.pin_ttl_ms
+            there = Missing(*about, copies=not page.is_copy)
             if not (known.present or known.writing):
                 yield there
             elif (digest, page.prefix_hash) in owned and not known.pin_ttl_ms:
@@ -207,7 +218,11 @@ class Rebalance:
     # ---- fetching ------------------------------------------------------------------------
 
     def _fetched(
-        self, missing: list[Missing], report: Report, told: Callable[[Report], None]
+        self,
+        missing: list[Missing],
+        report: Report,
+        replicas: int,
+        told: Callable[[Report], None],
     ) -> Report:
         told(report)
         for start in range(0, len(missing), ROUND_PAGES):
@@ -215,7 +230,9 @@ class Rebalance:
                 nbytes = self._tier.namespace(batch[0].digest).page_nbytes
                 wanted = self._worth_room(batch)
                 count = self._fetch(wanted) if wanted else 0
+                failed = min(_thin(wanted, replicas), len(wanted) - count)
                 report = report._replace(
+                    thin=report.thin - _thin(batch, replicas) + failed,
                     fetched=report.fetched + count,
                     fetched_nbytes=report.fetched_nbytes + count * nbytes,
                     full=report.full + len(batch) - len(wanted),
@@ -321,6 +338,11 @@ class Rebalance:
         return self._links.link(member).run(call, namespace, Deadline(FETCH_S))
 
 
+def _thin(pages: Sequence[Missing], replicas: int) -> int:
+    """Count the pages with fewer copies than replicas."""
+    return sum(page.copies < replicas for page in pages)
+
+
 # When a member rebalances: after each change of the view, periodically, and on request.
 #
 # A joining member serves after its first rebalance. Members beside a drained one rebalance, because
@@ -330,6 +352,8 @@ class Rebalance:
 
 SETTLE_S = 1.0  # after a change of the view: several members often join or leave together
 AGAIN_S = 10.0  # after a rebalance that did not get all pages
+# After another member could not hand pages to this one: more pages may be missed meanwhile
+MISSED_S = 60.0
 
 
 class Rebalancer:
@@ -350,9 +374,11 @@ class Rebalancer:
         self._due_s = float("inf")  # when the next run is due, by the clock
         self._stopped = False
         self._began_s = self._moved_nbytes = 0.0
-        self.settle_s = SETTLE_S
+        self.settle_s, self.missed_s = SETTLE_S, MISSED_S
+        self._missed = 0  # pages that other members could not hand to this one, by their word
         self.running = False
         self.report: Report | None = None  # of the last run
+        self.on_progress: Callable[[Report], None] = lambda report: None
         self.ended_s = 0.0  # end of the last run, by the clock
         self._so_far: Report | None = None  # of the current run, once it knows what is missing
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
@@ -367,6 +393,17 @@ class Rebalancer:
         with self._turn:
             self._due_s = min(self._due_s, time.monotonic() + seconds)
             self._turn.notify()
+
+    def expect(self, pages: int) -> None:
+        """Note pages that another member could not hand to this one; they are fetched soon."""
+        self._missed += pages
+        self.schedule_in(self.missed_s)
+
+    @property
+    def under_replicated(self) -> int:
+        """Return how many pages are missing here that have fewer copies than replicas."""
+        last = (self._so_far if self.running else None) or self.report
+        return self._missed + (last.thin if last else 0)
 
     @property
     def progress(self) -> Report | None:
@@ -414,7 +451,10 @@ class Rebalancer:
             self._membership.joined()
 
     def _hear(self, report: Report) -> None:
+        if self._so_far is None:
+            self._missed = 0  # now they are among the missing pages
         self._so_far = report
+        self.on_progress(report)
 
     def _pause(self, nbytes: int) -> bool:
         """Wait as the rate limit requires for so many bytes; return False to end the run."""

@@ -420,7 +420,7 @@ class Registry:
 
     def _keep_expected(self, own: Member) -> None:
         """Record that this member is expected, and since when others are lost."""
-        record = LostMember(own.id, own.address, own.weight).value()
+        record = LostMember(own.id, own.address, own.weight, zone=own.zone).value()
         with self._lock:
             there = self._registry_state.entries.get(self._registry_state.known_key(own.id))
         if there is None or there.value != record:

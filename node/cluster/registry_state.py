@@ -153,7 +153,7 @@ class RegistryState:
         if settings is None:
             return None
         members: dict[str, Member] = {}
-        self.apart = []
+        apart: list[str] = []
         written = [
             (key, entry)
             for key, entry in self.entries.items()
@@ -164,21 +164,20 @@ class RegistryState:
             try:
                 there = parse_member(name, entry.value)
             except ConfigError as error:
-                self.apart.append(f"{name}: {error}")
+                apart.append(f"{name}: {error}")
                 continue
             address = there.member.address
             if not speaks(there.protocol):
-                self.apart.append(
+                apart.append(
                     f"{name} at {address} speaks protocol {there.protocol}; update the older one"
                 )
             elif address in members:
-                self.apart.append(f"{name} has the address {address} of {members[address].id}")
+                apart.append(f"{name} has the address {address} of {members[address].id}")
             elif len(members) == MEMBERS_MAX:
-                self.apart.append(
-                    f"{name} is one too many: a cluster has at most {MEMBERS_MAX} members"
-                )
+                apart.append(f"{name} is one too many: a cluster has at most {MEMBERS_MAX} members")
             else:
                 members[address] = there.member
+        self.apart = apart  # as a whole: other threads read it
         chosen = tuple(sorted(members.values(), key=lambda member: member.id))
         return View(self.cluster, settings.base + self.revision, chosen, settings.replicas)
 
@@ -245,9 +244,10 @@ def parse_known(name: str, value: bytes) -> LostMember | None:
         return None
     fields = _fields(value)
     try:
-        return LostMember(
-            name, str(fields["address"]), float(fields["weight"]), int(fields["lost_s"])
-        )
+        about = str(fields["address"]), float(fields["weight"]), int(fields["lost_s"])
+        known = LostMember(name, *about, str(fields.get("zone", "")))
+        Member(name, known.address, known.weight, known.zone)  # it may be placed again
+        return known
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{value[:200]!r} is no known member") from error
 

@@ -8,6 +8,7 @@ The clock is an argument. A queued page is held, so the bound of the queue is a 
 it is full, the oldest page is dropped and counted. A removed page is not sent.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
@@ -119,6 +120,8 @@ class ReplicationQueue(Generic[P]):
         self.nbytes_max = nbytes_max
         self.nbytes = 0
         self.counts = Counts()
+        # Dropped pages by target, until the target knows of them and fetches them
+        self.missed: Counter[str] = Counter()
         self.freed: list[P] = []
         self.unsent: list[P] = []  # those of them that no target has
         self._gone = gone
@@ -185,6 +188,7 @@ class ReplicationQueue(Generic[P]):
             under_way = target.under_way.queued_pages if target.under_way else []
             for queued in [*target.waiting, *under_way]:
                 self._lose(queued, name)
+            self.missed.pop(name, None)  # the pages have other owners, who compare all pages
             if target.under_way is None:
                 del self._targets[name]
 
@@ -259,6 +263,11 @@ class ReplicationQueue(Generic[P]):
         """Ignore the rate limit from now on."""
         self._nbytes_per_s, self._next_at = 0, 0.0
 
+    def settle_missed(self, name: str, count: int) -> None:
+        """Note that a target knows of so many of its missed pages."""
+        if name in self.missed:
+            self.missed[name] -= count
+
     def clear(self) -> None:
         """Drop everything; batches under way end by `done` or `failed`."""
         self.follow(())
@@ -311,6 +320,7 @@ class ReplicationQueue(Generic[P]):
     def _lose(self, queued: QueuedPage[P], name: str) -> None:
         if name in queued.left:
             self.counts.pages_dropped += 1
+            self.missed[name] += 1
         self._settle(queued, name, False)
 
     def _settle(self, queued: QueuedPage[P], name: str, arrived: bool) -> None:

@@ -162,6 +162,7 @@ class Replicator:
             status.queue_nbytes_max = queue.nbytes_max
             status.pages_handed, status.nbytes_handed = counts.pages_handed, counts.nbytes_handed
             status.pages_dropped = counts.pages_dropped
+            status.pages_under_replicated += sum(queue.missed.values())
 
     def check(self) -> list[str]:
         """Return violated invariants; empty if all is well."""
@@ -305,6 +306,7 @@ class Replicator:
             return False
 
         taken: list[bytes] = []
+        missed = self._queue.missed[batch.target]
         for part in batches(len(keys), nbytes, link.limits):
             request = pb.PutRequest(
                 namespace=group.digest,
@@ -314,6 +316,7 @@ class Replicator:
                 durable=group.durable,
                 wait_ms=max(1, int(900 * deadline.remaining())) if group.durable else 0,
                 forwarded_by=self._membership.member,
+                pages_missed=missed,
             )
             views = [(self._view(pages[key].offset, nbytes),) for key in keys[part]]
             try:
@@ -322,6 +325,9 @@ class Replicator:
                 if not taken and not any(map(_gone, pages.values())):
                     raise
                 return taken
+            with self._changed:
+                self._queue.settle_missed(batch.target, missed)
+            missed = 0
             there = (pb.WRITE, pb.EXISTS)
             taken += [
                 key for key, verdict in zip(keys[part], verdicts, strict=True) if verdict in there

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kvstore.cluster.view import REGISTRIES, Member, View
 from kvstore.deadline import Deadline
 from kvstore.doctor.checks import Finding, FindingState, warn
-from kvstore.doctor.members import check_status, lost_members, state
+from kvstore.doctor.members import check_status, few_copies, lost_members, state
 from kvstore.doctor.pages import hints
 from kvstore.errors import KVStoreError
 from kvstore.keys import short
@@ -356,6 +356,7 @@ def _of_peers(peers: pb.PeersStatus) -> Iterator[Finding]:
     for line in peers.apart:
         yield warn("members", f"outside the view: {line}", "")
     yield from lost_members(peers.lost)
+    yield from few_copies({peers.member_id: peers})
     if peers.pages_dropped:
         found = f"{peers.pages_dropped:,} pages were not replicated to their owners since the start"
         yield warn(

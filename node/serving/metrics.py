@@ -191,6 +191,8 @@ class NodeCollector:
             yield CounterMetricFamily(f"kvstore_peers_{_label(name)}", "", getattr(peers, name))
 
         yield GaugeMetricFamily("kvstore_peers_lost", "", len(peers.lost))
+        thin = peers.pages_under_replicated
+        yield GaugeMetricFamily("kvstore_pages_under_replicated", "", thin)
         failing = GaugeMetricFamily("kvstore_peers_failing", "", labels=["member"])
         for member, fails in self._service.peers.links.failing().items():
             failing.add_metric([member], fails)

@@ -66,6 +66,8 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "Cluster": {
         "kvstore_peers_lost": "members that left without a drain and did not return",
+        "kvstore_pages_under_replicated": "pages with too few copies that this member fetches, or "
+        "could not hand on",
         "kvstore_peers_failing": "1 while the circuit breaker of a member is open",
         "kvstore_peers_registry_serving": "0 while etcd does not answer",
         "kvstore_peers_view_number": "Number of the view that this member uses",

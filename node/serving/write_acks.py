@@ -41,6 +41,7 @@ class WriteAcks:
         self._sessions = sessions
         self._membership = peers.membership
         self._replicator = peers.replicator
+        self._rebalancer = peers.rebalancer
 
     def check(self, request: pb.PutRequest) -> None:
         """Raise InvalidRequest for acknowledgements that are impossible or not allowed."""
@@ -64,6 +65,8 @@ class WriteAcks:
         """Begin a checked put; if all pages are stored already, acknowledge it now."""
         session.put_request = request
         session.promised = []
+        if request.forwarded_by and request.pages_missed:
+            self._rebalancer.expect(request.pages_missed)
         # Pages that are or will be stored; not another writer's, or refused ones
         if request.durable or request.ack_all:
             session.wait = self._durability.begin_wait(request.wait_ms, session.gone)

@@ -6,8 +6,17 @@ import pytest
 from cli_runner import Kvstore
 
 from kvstore import Client, Namespace, opaque_layout
-from kvstore.cli.members import COLUMNS, NOT_TOLD, rebalance_line, rows, sums, troubles
+from kvstore.cli.members import (
+    COLUMNS,
+    NOT_TOLD,
+    members_json,
+    rebalance_line,
+    rows,
+    sums,
+    troubles,
+)
 from kvstore.cluster.view import Member, State, View
+from kvstore.doctor.members import health
 from kvstore.errors import Unavailable
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
@@ -82,6 +91,27 @@ def test_troubles_of_a_cluster_are_listed() -> None:
         "serving",
         "NO ANSWER",
     ]
+
+
+def test_health_and_pages_with_too_few_copies() -> None:
+    view = View("fleet", 7, MANY.members[:3], 2)
+    there = {member.id: serving(replicas=2) for member in view.members}
+    statuses: dict[str, Any] = {f"host{i}:7440": there[f"n{i}"] for i in range(3)}
+    assert (health(view, there), troubles(view, statuses)) == ("green", [])
+    there["n0"].peers.pages_under_replicated = 1000
+    there["n2"].peers.pages_under_replicated = 234
+    assert health(view, there) == "yellow"
+    assert troubles(view, statuses) == [
+        "1,234 pages have fewer than 2 copies, by n0, n2: these members fetch them; "
+        "kvstore cluster events tells when it is done"
+    ]
+    told = members_json(view, statuses)
+    assert (told["health"], told["pages_under_replicated"]) == ("yellow", 1234)
+    alone = {"n1": there["n1"]}
+    assert health(view, alone) == "red"  # a key may have both of its owners away
+    assert health(view, {**alone, "n2": serving()}) == "yellow"
+    lost = serving(lost=[pb.LostMember(id="n9", owners_left=1)])
+    assert health(view, {**dict.fromkeys(there, serving()), "n1": lost}) == "yellow"
 
 
 def test_sums_leave_out_members_without_values() -> None:

@@ -51,7 +51,7 @@ def kvstore(
 def test_members_and_shares(fleet: list[Node], kvstore: Callable[..., Any]) -> None:
     shown = kvstore("cluster")
     assert shown.exit_code == 0
-    assert "cluster fleet  view 1  members 2, 2 answer" in shown.stdout
+    assert "cluster fleet  health green  view 1  members 2, 2 answer" in shown.stdout
     assert "33.3 %" in shown.stdout
     found = json.loads(kvstore("cluster", "--json").stdout)
     assert [member["answers"] for member in found["members"]] == [True, True]
@@ -244,7 +244,7 @@ def test_top_shows_all_members(
     shown = kvstore("top", "--once", "--interval", "0.05")
     assert (shown.exit_code, shown.stderr) == (0, "")
     assert shown.stdout.startswith(
-        "cluster fleet  view 1  members 2, 2 answer  replicas 1  from static\n"
+        "cluster fleet  health green  view 1  members 2, 2 answer  replicas 1  from static\n"
     )
     assert [
         line.split()[0]
@@ -297,12 +297,17 @@ def test_lost_member_is_shown_and_forgotten(fleet: list[Node], kvstore: Callable
     shown = kvstore("cluster")
     assert shown.exit_code == 3
     assert f"members {len(fleet)}, {len(fleet)} answer, 1 lost  " in shown.stdout
-    assert "n9: LOST since 2023-11-14 22:13:20 UTC, at h9:7440: start it again" in shown.stderr
+    assert "fleet  health yellow  view" in shown.stdout
+    (row,) = (line.split() for line in shown.stdout.splitlines() if line.startswith("n9"))
+    assert (row[1], row[4:8]) == ("LOST", ["owners", "left", "0", f"{100 * share:.1f}"])
+    assert row[-1] == "h9:7440"
+    assert "n9: LOST since 2023-11-14 22:13:20 UTC, at h9:7440, with " in shown.stderr
     told = kvstore("cluster", "--json")
     assert told.exit_code == 3
-    assert json.loads(told.stdout)["lost"] == [
-        {"id": "n9", "address": "h9:7440", "since_unix_s": 1_700_000_000, "share": share}
-    ]
+    (lost_json,) = json.loads(told.stdout)["lost"]
+    assert abs(lost_json.pop("share_alone") - share) < 0.1
+    about = {"id": "n9", "address": "h9:7440", "since_unix_s": 1_700_000_000}
+    assert lost_json == {**about, "share": share, "owners_left": 0}
     found = kvstore("doctor")
     assert (found.exit_code, "n9 at h9:7440, since 2023-11-14" in found.stdout) == (1, True)
     assert kvstore("cluster", "forget-member", "n9").stdout == "n9 is not missed any more\n"

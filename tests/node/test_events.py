@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from fake_etcd import FakeEtcd
-from fleets import Start, kill, members, stop
+from fleets import Start, kill, members, peers, stop
+from known_pages import Pages
 from waiting import wait_until
 
-from kvstore import Client, ClientConfig
+from kvstore import Client, ClientConfig, Keep
 from kvstore.cli.members import SAME_EVENT_MS, merge_events
 from kvstore.cluster.view import State
 from kvstore.pb import kvstore_pb2 as pb
@@ -164,3 +165,24 @@ def test_stopped_disk_and_recovery_are_events(
         ("disk-stopped", "broken: no spare blocks"),
         ("disk-recovered", "the disk tier serves again"),
     ]
+
+
+def test_pages_of_a_killed_member_get_two_copies_again(fleet: Start, etcd: FakeEtcd) -> None:
+    nodes = {name: fleet(name, replicas=2) for name in ("n1", "n2", "n3")}
+    wait_until(lambda: all(len(members(node)) == 3 for node in nodes.values()))
+    wait_until(lambda: all(node.membership.view.settled for node in nodes.values()))  # type: ignore[union-attr]
+    pages = Pages("killed")
+    keys = pages.keys(*range(40))
+    with Client(ClientConfig(f"127.0.0.1:{nodes['n1'].grpc.port}", near="none")) as client:
+        client.put(pages.namespace, keys, [pages.content(key) for key in keys], Keep(ack="all"))
+    wait_until(lambda: etcd.has("/kvstore/fleet/known/n3", b"address"))
+    kill(nodes.pop("n3"), etcd)
+    wait_until(lambda: all("repaired" in kinds(node, name) for name, node in nodes.items()))
+    for name, node in nodes.items():
+        assert kinds(node, name)[-2:] == ["under-replicated", "repaired"]
+        with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", direct=True)) as client:
+            assert [page.is_copy for page in client.stat(pages.namespace, keys)] == [False] * 40
+            assert pages.get(client, keys) == [True] * 40
+        assert peers(node).pages_under_replicated == 0
+        (lost,) = peers(node).lost
+        assert (lost.id, lost.owners_left, lost.share_alone) == ("n3", 1, 0.0)

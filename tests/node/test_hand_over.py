@@ -98,6 +98,16 @@ def test_full_queue_drops_and_counts_the_oldest_page() -> None:
     assert waiting.check() == []
 
 
+def test_dropped_pages_are_missed_until_their_target_knows() -> None:
+    waiting = queue(nbytes_max=25)
+    offered(waiting, 1, 2, 3, 4, to="bc")
+    assert waiting.missed == {"b": 2, "c": 2}
+    waiting.settle_missed("b", 1)
+    waiting.follow("b")
+    waiting.settle_missed("c", 2)  # it has left meanwhile
+    assert waiting.missed == {"b": 1}
+
+
 def test_page_larger_than_the_queue_is_sent_alone() -> None:
     waiting = queue(5)
     offered(waiting, 1)

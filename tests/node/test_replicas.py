@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import counts, owners, present, tell, view_of, wait_replicated
+from fleet import counts, owners, plant, present, tell, view_of, wait_replicated
 from known_pages import Pages
 from local_nodes import Connect, ConnectRaw, StartNode
 from waiting import wait_until
@@ -273,6 +273,26 @@ def test_replica_has_the_head_of_a_chain_as_its_newest_page(
     pages.put(connect(pair[0], direct=True), keys)
     wait_replicated(pair)
     assert asked == [keys[8:], keys[4:8], keys[:4]]
+
+
+def test_owner_fetches_pages_that_could_not_be_handed_to_it(
+    pair: list[Node], connect: Connect, pages: Pages
+) -> None:
+    """A link that broke, or a full queue, must not leave single copies until the hourly sweep."""
+    sender, owner = pair
+    keys = pages.keys(*NUMBERS)
+    plant(sender, pages, keys)
+    sender.peers.replicator._queue.missed["n1"] += len(keys)
+    assert counts(sender).pages_under_replicated == len(keys)
+    text = metrics_text(sender.service)({}, HttpClient("me", ())).body().decode()
+    assert f"\nkvstore_pages_under_replicated {float(len(keys))}\n" in text
+    pages.put(connect(sender, direct=True), pages.keys(99))
+    wait_until(lambda: counts(owner).pages_under_replicated == len(keys))
+    assert counts(sender).pages_under_replicated == 0
+    owner.peers.rebalancer.schedule_in(0.0)
+    wait_until(lambda: counts(owner).pages_under_replicated == 0)
+    assert pages.get(connect(owner, direct=True), keys) == [True] * len(keys)
+    assert [event.kind for event in owner.events.since()][-2:] == ["under-replicated", "repaired"]
 
 
 def test_metrics_count_replicated_pages(pair: list[Node], connect: Connect, pages: Pages) -> None:
