@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import not_, or_
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from kvstore.cluster.calls import check_goes_on, keyed_replies, per_key, wait_ms
 from kvstore.cluster.fan_out import Ask, Call, FanOut, Indices, select
@@ -18,10 +18,22 @@ from kvstore.deadline import Deadline
 from kvstore.errors import KVStoreError
 from kvstore.keys import REMOVAL_NBYTES, Namespace, check_prefix_hashes
 from kvstore.log_rate import LogRate
-from kvstore.messages import add_counts, namespace_value
+from kvstore.messages import result
 from kvstore.otel import set_up as set_up_spans
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.results import VerifyResult
+from kvstore.results import (
+    DrainProgress,
+    Events,
+    ForgetResult,
+    NamespaceInfo,
+    NodeStatus,
+    PageStat,
+    PushedIdentities,
+    Recorded,
+    ScrubResult,
+    SweepResult,
+    VerifyResult,
+)
 from kvstore.transports.channel import NodeChannel, NodeConnection
 from kvstore.transports.connections import check_process
 from kvstore.transports.tls import check_tls
@@ -176,7 +188,7 @@ class Admin:
 
     def stat(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
-    ) -> list[pb.PageStat]:
+    ) -> list[PageStat]:
         """Return one PageStat per key; `present` is False for a miss."""
 
         def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[pb.PageStat]:
@@ -191,13 +203,13 @@ class Admin:
         absent, deadline = pb.PageStat(), self._deadline(timeout_s)
         found = self._fan_out.route(ask, namespace, prefix_hashes, deadline, _not_present, absent)
         return [
-            _of_key(page, prefix_hash)
+            result(page) if page.prefix_hash else PageStat(prefix_hash)
             for page, prefix_hash in zip(found, prefix_hashes, strict=True)
         ]
 
     def list_pages(
         self, namespace: Namespace, key_prefix: bytes = b"", limit: int = 0, after: bytes = b""
-    ) -> Iterator[pb.PageStat]:
+    ) -> Iterator[PageStat]:
         """Yield a namespace's pages, ordered by prefix hash, in chunks from the nodes.
 
         `limit` 0 yields all; `after` skips hashes up to that one. The lists of a cluster's members
@@ -220,7 +232,7 @@ class Admin:
             next(copies)
             for _, copies in itertools.groupby(merged, key=lambda page: page.prefix_hash)
         )
-        yield from itertools.islice(distinct, limit or None)
+        yield from map(result, itertools.islice(distinct, limit or None))
 
     def _list_of(
         self, link: NodeChannel, namespace: Namespace, first: pb.ListRequest, reply: pb.ListReply
@@ -237,31 +249,23 @@ class Admin:
             request.limit = limit - count if limit else 0
             reply = link.run(_calls("list", request), namespace, self._deadline(None))
 
-    def namespaces(
-        self, timeout_s: float | None = None
-    ) -> list[tuple[Namespace, pb.NamespaceInfo]]:
+    def namespaces(self, timeout_s: float | None = None) -> list[tuple[Namespace, NamespaceInfo]]:
         """Return all namespaces and their counters, summed over the members that answer."""
         request, deadline = pb.ListNamespacesRequest(), self._deadline(timeout_s)
         replies = answered(self._fan_out.each(_calls("list_namespaces", request), None, deadline))
-        return summed(info for reply in replies.values() for info in reply.namespaces)
+        return summed(result(info) for reply in replies.values() for info in reply.namespaces)
 
     def view(self, timeout_s: float | None = None) -> View | None:
         """Return the newest view of the cluster; None for a node without a cluster."""
         return self._fan_out.nodes.found(self._deadline(timeout_s))
 
-    def node_status(self, timeout_s: float | None = None) -> pb.NodeStatusReply:
+    def node_status(self, timeout_s: float | None = None) -> NodeStatus:
         """Return the node's own status: state, memory, namespaces, counters, limits."""
-        return cast(
-            pb.NodeStatusReply, self._only("node_status", pb.NodeStatusRequest(), timeout_s)
-        )
+        return self._result(NodeStatus, "node_status", pb.NodeStatusRequest(), timeout_s)
 
-    def statuses(
-        self, timeout_s: float | None = None
-    ) -> dict[str, pb.NodeStatusReply | KVStoreError]:
+    def statuses(self, timeout_s: float | None = None) -> dict[str, NodeStatus | KVStoreError]:
         """Return each node's own status, or the error of the call, by address."""
-        return self._fan_out.each(
-            _calls("node_status", pb.NodeStatusRequest()), None, self._deadline(timeout_s)
-        )
+        return self._each_result("node_status", pb.NodeStatusRequest(), timeout_s)
 
     def remove_namespace(self, namespace: Namespace, timeout_s: float | None = None) -> int:
         """Remove a namespace and all its pages from every tier.
@@ -284,7 +288,7 @@ class Admin:
 
     def forget(
         self, tenant: str, timeout_s: float = FORGET_TIMEOUT_S, away: Away | None = None
-    ) -> pb.ForgetReply:
+    ) -> ForgetResult:
         """Erase everything that a tenant stores, in RAM and on disk.
 
         Return sums over the nodes.
@@ -311,7 +315,8 @@ class Admin:
                 setattr(total, field, getattr(total, field) + getattr(reply, field))
             total.plain_disk |= reply.plain_disk
             total.why.extend(reply.why)
-        return total
+        forgotten: ForgetResult = result(total)
+        return forgotten
 
     def flush(self, timeout_s: float | None = None, away: Away | None = None) -> int:
         """Wait until all visible pages survive power loss.
@@ -335,15 +340,13 @@ class Admin:
 
     def scrub(
         self, cursor: bytes = b"", nbytes_max: int = 0, timeout_s: float | None = None
-    ) -> pb.ScrubReply:
+    ) -> ScrubResult:
         """Make the node verify a part of its disk.
 
         Continue with `next_cursor` until it is empty.
         """
-        return cast(
-            pb.ScrubReply,
-            self._only("scrub", pb.ScrubRequest(cursor=cursor, nbytes_max=nbytes_max), timeout_s),
-        )
+        request = pb.ScrubRequest(cursor=cursor, nbytes_max=nbytes_max)
+        return self._result(ScrubResult, "scrub", request, timeout_s)
 
     def recover(self, timeout_s: float = RECOVER_TIMEOUT_S) -> None:
         """Make the node use its failed disk again.
@@ -352,7 +355,7 @@ class Admin:
         """
         self._only("recover", pb.RecoverRequest(), timeout_s)
 
-    def drain(self, end: bool = False, timeout_s: float | None = None) -> pb.DrainReply:
+    def drain(self, end: bool = False, timeout_s: float | None = None) -> DrainProgress:
         """Drain the named member: it hands its pages to the members that own them without it.
 
         Return the progress. `end` cancels the drain: the member serves again.
@@ -360,7 +363,7 @@ class Admin:
         Raises InvalidRequest at a node without a cluster, or in a cluster with a fixed list of
         members.
         """
-        return cast(pb.DrainReply, self._only("drain", pb.DrainRequest(end=end), timeout_s))
+        return self._result(DrainProgress, "drain", pb.DrainRequest(end=end), timeout_s)
 
     def forget_member(self, member: str, timeout_s: float | None = None) -> None:
         """No longer miss a lost member: it will not return.
@@ -370,19 +373,19 @@ class Admin:
         """
         self._only("drain", pb.DrainRequest(forget=member), timeout_s)
 
-    def sweep(self, dry: bool = False, timeout_s: float | None = None) -> pb.SweepReply:
+    def sweep(self, dry: bool = False, timeout_s: float | None = None) -> SweepResult:
         """Make the named member fetch owned pages that it lacks; `dry` only lists them."""
-        return cast(pb.SweepReply, self._only("sweep", pb.SweepRequest(dry=dry), timeout_s))
+        return self._result(SweepResult, "sweep", pb.SweepRequest(dry=dry), timeout_s)
 
     def events(
         self, since_unix_ms: int = 0, limit: int = 0, timeout_s: float | None = None
-    ) -> dict[str, pb.EventsReply | KVStoreError]:
+    ) -> dict[str, Events | KVStoreError]:
         """Return the newest events that each node keeps, or the error of the call, by address.
 
         Events are ordered by time. `limit` 0 returns all that are kept.
         """
         request = pb.EventsRequest(since_unix_ms=max(0, since_unix_ms), limit=max(0, limit))
-        return self._fan_out.each(_calls("events", request), None, self._deadline(timeout_s))
+        return self._each_result("events", request, timeout_s)
 
     def push_identities(
         self,
@@ -390,7 +393,7 @@ class Admin:
         force: bool = False,
         check: bool = False,
         timeout_s: float | None = None,
-    ) -> pb.PushIdentitiesReply:
+    ) -> PushedIdentities:
         """Replace the identities file of the named member; `check` only validates the content.
 
         Return its digest, and the names of identities that it adds and removes. Raises
@@ -398,7 +401,7 @@ class Admin:
         for one that takes rights from this client or from members.
         """
         request = pb.PushIdentitiesRequest(content=content, force=force, check=check)
-        return cast(pb.PushIdentitiesReply, self._only("push_identities", request, timeout_s))
+        return self._result(PushedIdentities, "push_identities", request, timeout_s)
 
     def record(
         self,
@@ -406,13 +409,13 @@ class Admin:
         recording: bytes = b"",
         end: bool = False,
         timeout_s: float | None = None,
-    ) -> pb.RecordReply:
+    ) -> Recorded:
         """Record the node's requests for some seconds, or fetch the newly recorded ones.
 
         Raises Exhausted while another client records there.
         """
         request = pb.RecordRequest(ms=round(seconds * 1000), recording=recording, end=end)
-        return cast(pb.RecordReply, self._only("record", request, timeout_s))
+        return self._result(Recorded, "record", request, timeout_s)
 
     # ---- one call ------------------------------------------------------------------------
 
@@ -429,22 +432,30 @@ class Admin:
     def _only(self, op: str, request: Any, timeout_s: float | None) -> Any:
         return self._fan_out.one(_calls(op, request), None, self._deadline(timeout_s), op)
 
+    def _result(self, kind: type[Result], op: str, request: Any, timeout_s: float | None) -> Result:
+        found = result(self._only(op, request, timeout_s))
+        assert isinstance(found, kind)
+        return found
+
+    def _each_result(self, op: str, request: Any, timeout_s: float | None) -> dict[str, Any]:
+        replies = self._fan_out.each(_calls(op, request), None, self._deadline(timeout_s))
+        return {
+            address: reply if isinstance(reply, KVStoreError) else result(reply)
+            for address, reply in replies.items()
+        }
+
     def _deadline(self, timeout_s: float | None) -> Deadline:
         # Checked before any lock: after a fork, a thread of the parent may hold it for ever.
         check_process(self._pid)
         return Deadline(self.config.timeout_s if timeout_s is None else timeout_s)
 
 
-def summed(infos: Iterable[pb.NamespaceInfo]) -> list[tuple[Namespace, pb.NamespaceInfo]]:
+def summed(infos: Iterable[NamespaceInfo]) -> list[tuple[Namespace, NamespaceInfo]]:
     """Return each namespace once, with the sums of its counters."""
-    found: dict[bytes, pb.NamespaceInfo] = {}
+    found: dict[bytes, NamespaceInfo] = {}
     for info in infos:
-        if info.digest in found:
-            add_counts(found[info.digest], info)
-        else:
-            found[info.digest] = pb.NamespaceInfo()
-            found[info.digest].CopyFrom(info)
-    return [(namespace_value(info.namespace), info) for info in found.values()]
+        found[info.digest] = found[info.digest] + info if info.digest in found else info
+    return [(info.namespace, info) for info in found.values()]
 
 
 def answered(outcomes: Mapping[str, Result | KVStoreError]) -> dict[str, Result]:
@@ -498,7 +509,3 @@ def _healths(reply: pb.VerifyReply) -> Sequence[int]:
 
 def _not_present(page: pb.PageStat) -> bool:
     return not page.present
-
-
-def _of_key(page: pb.PageStat, prefix_hash: bytes) -> pb.PageStat:
-    return page if page.prefix_hash else pb.PageStat(prefix_hash=prefix_hash)

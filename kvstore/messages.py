@@ -1,6 +1,6 @@
 """Convert between our values and protobuf messages."""
 
-from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -10,6 +10,36 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import LayerGroup, PageLayout, Plane
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import (
+    CertificateStatus,
+    Counters,
+    DiskStatus,
+    DrainProgress,
+    Event,
+    Events,
+    ForgetResult,
+    GatewayEnd,
+    GatewayStatus,
+    IdentitiesStatus,
+    Limits,
+    LostMember,
+    NamespaceInfo,
+    NodeStatus,
+    OperationTimes,
+    PageStat,
+    PeersStatus,
+    PushedIdentities,
+    RamStatus,
+    Recorded,
+    RecordedUse,
+    RequestTimes,
+    ScrubResult,
+    ShmStatus,
+    SizeClass,
+    SweepResult,
+    TenantUse,
+    TlsStatus,
+)
 
 # Namespace fields that the message has under the same name; the layout is a message of its own.
 _SCALARS = (
@@ -190,25 +220,77 @@ _DATA_TAG = _varint(pb.PageChunk.DESCRIPTOR.fields_by_name["data"].number << 3 |
 FRAME_NBYTES = len(chunk_head(GRPC_CHUNK_NBYTES)) + GRPC_CHUNK_NBYTES
 
 
-def add_counts(total: pb.NamespaceInfo, more: pb.NamespaceInfo) -> None:
-    """Add the page counts and counters that another node has of the same namespace."""
-    total.page_count += more.page_count
-    total.disk_page_count += more.disk_page_count
-    for field, value in more.counters.ListFields():
-        setattr(total.counters, field.name, getattr(total.counters, field.name) + value)
+# The dataclasses of messages that clients get, by the message's name.
+RESULTS: dict[str, type[Any]] = {
+    "NodeStatusReply": NodeStatus,
+    "ForgetReply": ForgetResult,
+    "ScrubReply": ScrubResult,
+    "DrainReply": DrainProgress,
+    "SweepReply": SweepResult,
+    "RecordReply": Recorded,
+    "EventsReply": Events,
+    "PushIdentitiesReply": PushedIdentities,
+} | {
+    kind.__name__: kind
+    for kind in (
+        CertificateStatus,
+        Counters,
+        DiskStatus,
+        Event,
+        GatewayEnd,
+        GatewayStatus,
+        IdentitiesStatus,
+        Limits,
+        LostMember,
+        NamespaceInfo,
+        OperationTimes,
+        PageStat,
+        PeersStatus,
+        RamStatus,
+        RecordedUse,
+        RequestTimes,
+        ShmStatus,
+        SizeClass,
+        TenantUse,
+        TlsStatus,
+    )
+}
+_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in RESULTS.values()}
+_SIMPLE = (bool, int, float, str, bytes)
 
 
-def plain(message: Any) -> dict[str, Any]:
-    """Convert a protobuf message to JSON values: every field, bytes as hex."""
-    values = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        repeated = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-        values[field.name] = [_plain(item) for item in value] if repeated else _plain(value)
-    return values
+def result(message: Any) -> Any:
+    """Convert a message to its dataclass of `RESULTS`, with all messages inside it.
+
+    Fields of newer nodes, which no dataclass has, are ignored. Raises InvalidRequest for a
+    namespace that this version can not read.
+    """
+    name = message.DESCRIPTOR.name
+    if name == "Namespace":
+        return namespace_value(message)
+    kind = RESULTS[name]
+    return kind(*[_result(getattr(message, field)) for field in _FIELDS[kind]])
+
+
+def _result(value: Any) -> Any:
+    if isinstance(value, _SIMPLE):
+        return value
+    return result(value) if hasattr(value, "DESCRIPTOR") else tuple(map(_result, value))
+
+
+def plain(value: Any) -> dict[str, Any]:
+    """Convert a message or its dataclass to JSON values: every field, bytes as hex."""
+    if isinstance(value, Namespace):
+        value = namespace_message(value)
+    names = _FIELDS.get(type(value)) or [field.name for field in value.DESCRIPTOR.fields]
+    return {name: _plain(getattr(value, name)) for name in names}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
-    return plain(value) if hasattr(value, "DESCRIPTOR") else value
+    if isinstance(value, _SIMPLE):
+        return value
+    if type(value) in _FIELDS or isinstance(value, Namespace) or hasattr(value, "DESCRIPTOR"):
+        return plain(value)
+    return [_plain(item) for item in value]

@@ -43,7 +43,7 @@ from kvstore.cluster.routing import Away
 from kvstore.cluster.view import REGISTRIES, Member, View
 from kvstore.doctor.pages import hints
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import Events, SweepResult
 from kvstore.security.certificates import date
 
 # Rows of members and namespaces on one screen of 24 lines; `kvstore cluster` and `kvstore ls` show
@@ -135,7 +135,7 @@ def events(
     names = {member.address: member.id for member in view.members} if view else {}
     found = {names.get(at, ""): reply for at, reply in replies.items()}
     away: Away = {name: reply for name, reply in found.items() if isinstance(reply, KVStoreError)}
-    answered = {name: reply for name, reply in found.items() if isinstance(reply, pb.EventsReply)}
+    answered = {name: reply for name, reply in found.items() if isinstance(reply, Events)}
     if not answered:
         raise next(iter(away.values()))
     merged = merge_events(answered)[-limit:]
@@ -252,7 +252,7 @@ def rebalance(run: Invocation, dry_run: DryOption = False) -> int:
       kvstore cluster rebalance
     """
 
-    def sweep(client: Client, member: str) -> pb.SweepReply:
+    def sweep(client: Client, member: str) -> SweepResult:
         if not member:
             view_of(client)
         with progress(f"asking {member}", 1.0) as report:

@@ -13,7 +13,7 @@ from kvstore.cli.pages import confirm
 from kvstore.client import Client
 from kvstore.cluster.routing import Away
 from kvstore.doctor.pages import page_count
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import ScrubResult
 
 SCRUB_STEP_NBYTES = 64 << 20  # bytes that the node reads in one request
 
@@ -56,20 +56,18 @@ def scrub(run: Invocation) -> int:
       kvstore scrub --json
     """
 
-    def verify(client: Client, member: str) -> pb.ScrubReply:
-        found = pb.ScrubReply()
+    def verify(client: Client, member: str) -> ScrubResult:
+        intact = damaged = nbytes = 0
+        cursor = b""
         total = client.node_status().disk.used_nbytes
         with progress(f"verifying {member}".rstrip(), total) as report:
             while True:
-                reply = client.scrub(found.next_cursor, SCRUB_STEP_NBYTES, timeout_s=run.patient_s)
-                found.intact, found.damaged = (
-                    found.intact + reply.intact,
-                    found.damaged + reply.damaged,
-                )
-                found.nbytes, found.next_cursor = found.nbytes + reply.nbytes, reply.next_cursor
-                report(min(found.nbytes, total))
-                if not found.next_cursor:
-                    return found
+                reply = client.scrub(cursor, SCRUB_STEP_NBYTES, timeout_s=run.patient_s)
+                intact, damaged = intact + reply.intact, damaged + reply.damaged
+                nbytes, cursor = nbytes + reply.nbytes, reply.next_cursor
+                report(min(nbytes, total))
+                if not cursor:
+                    return ScrubResult(intact, damaged, nbytes)
 
     done, away = at_each(run, verify)
     intact, damaged, nbytes = (
@@ -101,7 +99,7 @@ def recover(run: Invocation) -> int:
     def mend(client: Client, member: str) -> bool:
         status = client.node_status()
         # A tenant's status has no tiers: then the node itself refuses
-        no_disk = status.HasField("ram") and not status.HasField("disk")
+        no_disk = bool(status.ram and not status.disk)
         if member and (no_disk or status.disk.state == "SERVING"):
             return False
         client.recover(timeout_s=run.patient_s)

@@ -20,7 +20,7 @@ from kvstore.client import Client
 from kvstore.cluster.routing import Away
 from kvstore.config import ClientConfig
 from kvstore.errors import InvalidRequest
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import Recorded
 from kvstore.security.secrets import tenant_of
 from kvstore.tools.bench import BenchOptions, BenchReport, bench
 from kvstore.tools.replay import ReplayReport, replay, replay_namespace, throwaway_node
@@ -303,7 +303,7 @@ def _collect(
     """Collect a recording until it is over, full or interrupted."""
     name = client.record(seconds).recording
     begin = asked = time.monotonic()
-    reply = pb.RecordReply()
+    reply = Recorded()
     try:
         while not reply.over and recording.nbytes < most:
             if not reply.more:

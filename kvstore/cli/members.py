@@ -24,10 +24,18 @@ from kvstore.cluster.routing import Away
 from kvstore.cluster.view import REGISTRIES, Member, State, View
 from kvstore.doctor.members import few_copies, health, owned
 from kvstore.errors import KVStoreError
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import (
+    Counters,
+    DiskStatus,
+    Events,
+    LostMember,
+    NodeStatus,
+    PeersStatus,
+    RamStatus,
+)
 from kvstore.security.certificates import date
 
-Statuses = Mapping[str, pb.NodeStatusReply | KVStoreError]  # by address
+Statuses = Mapping[str, NodeStatus | KVStoreError]  # by address
 
 Result = TypeVar("Result")
 NO_ANSWER = "NO ANSWER"
@@ -103,22 +111,20 @@ def away_json(away: Away | None) -> dict[str, Any]:
     return {} if away is None else {"away": sorted(away)}
 
 
-def answers(statuses: Statuses) -> list[pb.NodeStatusReply]:
+def answers(statuses: Statuses) -> list[NodeStatus]:
     """Return the statuses of the members that answered."""
-    return [status for status in statuses.values() if isinstance(status, pb.NodeStatusReply)]
+    return [status for status in statuses.values() if isinstance(status, NodeStatus)]
 
 
-def by_id(view: View, statuses: Statuses) -> dict[str, pb.NodeStatusReply]:
+def by_id(view: View, statuses: Statuses) -> dict[str, NodeStatus]:
     """Return the statuses of the members that answered, by member id."""
     told = {member.id: statuses.get(member.address) for member in view.members}
-    return {
-        member: status for member, status in told.items() if isinstance(status, pb.NodeStatusReply)
-    }
+    return {member: status for member, status in told.items() if isinstance(status, NodeStatus)}
 
 
-def state_of(member: Member, status: pb.NodeStatusReply | KVStoreError | None) -> str:
+def state_of(member: Member, status: NodeStatus | KVStoreError | None) -> str:
     """Return a member's state: its own if it is degraded or stopping, otherwise the view's."""
-    if not isinstance(status, pb.NodeStatusReply):
+    if not isinstance(status, NodeStatus):
         return NO_ANSWER
     if status.state == "DEGRADED":
         return status.state
@@ -141,7 +147,7 @@ def rows(view: View, members: Sequence[Member], statuses: Statuses) -> list[tupl
         share = percent(0.0 if member.state is State.DRAINING else member.weight, weight)
         about = (member.id, state_of(member, status), share)
         where = (member.zone or "-", member.address)
-        if not isinstance(status, pb.NodeStatusReply):
+        if not isinstance(status, NodeStatus):
             found.append((*about, *("-",) * (len(COLUMNS) - len(about) - len(where)), *where))
             continue
         ram, disk, totals, peers = status.ram, status.disk, status.totals, status.peers
@@ -176,13 +182,13 @@ def lost_rows(statuses: Statuses) -> list[tuple[Any, ...]]:
     return found
 
 
-def lost_members(statuses: Statuses) -> list[pb.LostMember]:
+def lost_members(statuses: Statuses) -> list[LostMember]:
     """Return the members that left without a drain, as those that answered report them."""
     lost = {some.id: some for status in answers(statuses) for some in status.peers.lost}
     return [lost[name] for name in sorted(lost)]
 
 
-def merge_events(replies: Mapping[str, pb.EventsReply]) -> list[dict[str, Any]]:
+def merge_events(replies: Mapping[str, Events]) -> list[dict[str, Any]]:
     """Return the events of all members as JSON values, the oldest first.
 
     Events of one kind about one member are one event if different members saw them within
@@ -205,7 +211,7 @@ def merge_events(replies: Mapping[str, pb.EventsReply]) -> list[dict[str, Any]]:
 def headline(view: View, statuses: Statuses) -> str:
     """Return the line with the cluster's name, view and member counts."""
     there = answers(statuses)
-    told = {status.peers.registry for status in there if status.HasField("peers")}
+    told = {status.peers.registry for status in there if status.peers}
     sources = sorted({registry if registry in REGISTRIES else "the last one" for registry in told})
     lost, word = len(lost_members(statuses)), health(view, by_id(view, statuses))
     return (
@@ -217,9 +223,8 @@ def headline(view: View, statuses: Statuses) -> str:
 
 def sums(view: View, statuses: Statuses) -> list[str]:
     """Return totals over the members that answered, where they report a figure."""
-    there, totals = answers(statuses), pb.Counters()
-    for status in there:
-        _add(totals, status.totals, ("prefix_hits", "pages_asked"))
+    there = answers(statuses)
+    totals = sum((status.totals for status in there), Counters())
     hit = f"hit {percent(totals.prefix_hits, totals.pages_asked)}"
     whole = [status for status in there if told_all(status)]
     if there and not whole:
@@ -234,12 +239,10 @@ def sums(view: View, statuses: Statuses) -> list[str]:
     return lines if len(whole) == len(there) else [*lines, NOT_TOLD]
 
 
-def stored_line(there: Sequence[pb.NodeStatusReply]) -> str:
+def stored_line(there: Sequence[NodeStatus]) -> str:
     """Return the line with the RAM and disk use of all members."""
-    ram, disk = pb.RamStatus(), pb.DiskStatus()
-    for status in there:
-        _add(ram, status.ram, _STORED)
-        _add(disk, status.disk, _STORED)
+    ram = RamStatus(**_sums([status.ram for status in there], _STORED))
+    disk = DiskStatus(**_sums([status.disk for status in there], _STORED))
     return "  ".join(
         _tier_line(name, tier)
         for name, tier in (("RAM", ram), ("disk", disk))
@@ -254,20 +257,16 @@ def _tier_line(name: str, tier: Any) -> str:
     )
 
 
-def summed_peers(there: Sequence[pb.NodeStatusReply]) -> pb.PeersStatus:
+def summed_peers(there: Sequence[NodeStatus]) -> PeersStatus:
     """Add up what the members report about their peers."""
-    peers = pb.PeersStatus()
-    for status in there:
-        _add(peers, status.peers, _SUMMED)
-    return peers
+    return PeersStatus(**_sums([status.peers for status in there], _SUMMED))
 
 
-def _add(total: Any, more: Any, names: Sequence[str]) -> None:
-    for name in names:
-        setattr(total, name, getattr(total, name) + getattr(more, name))
+def _sums(parts: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: sum(getattr(part, name) for part in parts) for name in names}
 
 
-def copies_line(peers: pb.PeersStatus) -> str:
+def copies_line(peers: PeersStatus) -> str:
     """Return the line about copies of other members' pages."""
     return (
         f"copies of others' pages {peers.copy_count:,}, {human_nbytes(peers.copy_nbytes)}  "
@@ -275,7 +274,7 @@ def copies_line(peers: pb.PeersStatus) -> str:
     )
 
 
-def replication_line(peers: pb.PeersStatus) -> str:
+def replication_line(peers: PeersStatus) -> str:
     """Return the line about pages that wait for other members, or were dropped."""
     return (
         f"replication {peers.queue_pages:,} pages queued, {human_nbytes(peers.queue_nbytes)} of "
@@ -284,7 +283,7 @@ def replication_line(peers: pb.PeersStatus) -> str:
     )
 
 
-def rebalance_progress(peers: pb.PeersStatus) -> str:
+def rebalance_progress(peers: PeersStatus) -> str:
     """Return the progress of a running rebalance; empty without one."""
     if not peers.sweeping:
         return ""
@@ -295,7 +294,7 @@ def rebalance_progress(peers: pb.PeersStatus) -> str:
     )
 
 
-def rebalance_left(peers: pb.PeersStatus) -> str:
+def rebalance_left(peers: PeersStatus) -> str:
     """Return what the last rebalance left undone; empty if nothing."""
     reasons = (
         (peers.sweep_pages_full, "found no space"),
@@ -304,7 +303,7 @@ def rebalance_left(peers: pb.PeersStatus) -> str:
     return ", ".join(f"{count:,} pages {why}" for count, why in reasons if count)
 
 
-def rebalance_line(peers: pb.PeersStatus) -> str:
+def rebalance_line(peers: PeersStatus) -> str:
     """Return the line about a member's rebalance."""
     count = f"{peers.sweep_pages_fetched:,} of {peers.sweep_pages_missing:,} pages fetched"
     if peers.sweeping:
@@ -338,10 +337,10 @@ def troubles(view: View, statuses: Statuses) -> list[str]:
     said: dict[str, None] = {}
     for member in view.members:
         status = statuses.get(member.address)
-        if not isinstance(status, pb.NodeStatusReply):
+        if not isinstance(status, NodeStatus):
             said[f"{member.id}: {status or 'not asked yet'}"] = None
             continue
-        if status.HasField("disk") and status.disk.state != "SERVING":
+        if status.disk and status.disk.state != "SERVING":
             said[
                 f"{member.id}: DISK STOPPED: {status.disk.reason}; repair it, then: kvstore recover"
             ] = None
@@ -366,7 +365,7 @@ def troubles(view: View, statuses: Statuses) -> list[str]:
     return list(said)
 
 
-def digest_of(status: pb.NodeStatusReply) -> str:
+def digest_of(status: NodeStatus) -> str:
     """Return the digest of a member's identities file in hex; empty without one."""
     return status.identities.digest.hex()
 
@@ -388,7 +387,7 @@ def members_json(view: View, statuses: Statuses) -> dict[str, Any]:
     members = []
     for member in view.members:
         status = statuses.get(member.address)
-        whole = status_json(status) if isinstance(status, pb.NodeStatusReply) else None
+        whole = status_json(status) if isinstance(status, NodeStatus) else None
         members.append({**member_json(member, status), "status": whole})
     return {
         "cluster": view.cluster,
@@ -413,9 +412,9 @@ def members_json(view: View, statuses: Statuses) -> dict[str, Any]:
     }
 
 
-def member_json(member: Member, status: pb.NodeStatusReply | KVStoreError | None) -> dict[str, Any]:
+def member_json(member: Member, status: NodeStatus | KVStoreError | None) -> dict[str, Any]:
     """Return a member's status as JSON values."""
-    there = isinstance(status, pb.NodeStatusReply)
+    there = isinstance(status, NodeStatus)
     return {
         "id": member.id,
         "address": member.address,

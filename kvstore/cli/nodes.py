@@ -21,8 +21,8 @@ from kvstore.cli.output import (
 from kvstore.client import Client
 from kvstore.doctor.pages import hints, page_count
 from kvstore.keys import Namespace
-from kvstore.messages import namespace_value, plain
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.messages import plain
+from kvstore.results import DiskStatus, NamespaceInfo, NodeStatus, PeersStatus, ShmStatus
 from kvstore.security.certificates import NEAR_END_S, date
 
 MISS_REASONS = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
@@ -31,7 +31,7 @@ MISS_REASONS = ("absent", "evicted", "writing", "removed", "expired", "corrupt")
 def show_status(run: Invocation, client: Client) -> None:
     """Show one node's status."""
     reply = client.node_status()
-    known = [(namespace_value(info.namespace), info) for info in reply.namespaces]
+    known = [(info.namespace, info) for info in reply.namespaces]
     found = hints(known)
     if run.as_json:
         namespaces = [namespace_json(namespace, info) for namespace, info in known]
@@ -57,7 +57,7 @@ def show_status(run: Invocation, client: Client) -> None:
         note(f"hint: {hint}")
 
 
-def namespace_json(namespace: Namespace, info: pb.NamespaceInfo) -> dict[str, Any]:
+def namespace_json(namespace: Namespace, info: NamespaceInfo) -> dict[str, Any]:
     """Return all that is known about a namespace as one flat object."""
     identity = plain(info.namespace)
     return {
@@ -72,7 +72,7 @@ def namespace_json(namespace: Namespace, info: pb.NamespaceInfo) -> dict[str, An
     }
 
 
-def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
+def _show_node(address: str, reply: NodeStatus) -> None:
     limits = reply.limits
     whole = told_all(reply)
     lines = [f"node {reply.version} at {address}  {reply.state}  up {human_ms(reply.uptime_ms)}"]
@@ -105,7 +105,7 @@ def _show_node(address: str, reply: pb.NodeStatusReply) -> None:
         out.print()
 
 
-def _shm_lines(shm: pb.ShmStatus) -> list[str]:
+def _shm_lines(shm: ShmStatus) -> list[str]:
     lines = [f"shared memory at {shm.socket}  connections {shm.client_count}"]
     if shm.orphan_count:
         lines.append(
@@ -115,7 +115,7 @@ def _shm_lines(shm: pb.ShmStatus) -> list[str]:
     return lines
 
 
-def _gateway_line(reply: pb.NodeStatusReply) -> str:
+def _gateway_line(reply: NodeStatus) -> str:
     ready = sum(gateway.ready for gateway in reply.gateways)
     most = max(gateway.rss_nbytes for gateway in reply.gateways)
     calls = sum(gateway.call_count for gateway in reply.gateways)
@@ -126,25 +126,25 @@ def _gateway_line(reply: pb.NodeStatusReply) -> str:
     )
 
 
-def _tier_lines(reply: pb.NodeStatusReply) -> list[str]:
+def _tier_lines(reply: NodeStatus) -> list[str]:
     """Return the lines on shared memory, gateways, members, RAM and disk."""
     ram = reply.ram
     return [
-        *(_shm_lines(reply.shm) if reply.HasField("shm") else []),
+        *(_shm_lines(reply.shm) if reply.shm else []),
         *([_gateway_line(reply)] if reply.gateways else []),
-        *(_peers_lines(reply.peers) if reply.HasField("peers") else []),
+        *(_peers_lines(reply.peers) if reply.peers else []),
         f"RAM {human_nbytes(ram.used_nbytes)} of {human_nbytes(ram.capacity_nbytes)} "
         f"({percent(ram.used_nbytes, ram.capacity_nbytes)})  pages {ram.page_count:,}  "
         f"writing {ram.writing_count:,}  held {ram.held_count:,}  pinned {ram.pinned_count:,}"
         f"{'  in huge pages ' + human_nbytes(ram.huge_nbytes) if ram.huge_nbytes else ''}",
         f"extents {ram.extent_count - ram.extent_free_count} of {ram.extent_count} in use, "
         f"{human_nbytes(ram.extent_nbytes)} each",
-        *(_disk_lines(reply.disk) if reply.HasField("disk") else []),
+        *(_disk_lines(reply.disk) if reply.disk else []),
     ]
 
 
-def _tls_lines(reply: pb.NodeStatusReply) -> list[str]:
-    if not reply.HasField("tls"):
+def _tls_lines(reply: NodeStatus) -> list[str]:
+    if not reply.tls:
         return ["TLS off: anyone on the network path can read and change all traffic"]
     tls = reply.tls
     lines = [f"TLS on, with{'' if tls.client_certificates else 'out'} certificates of clients"]
@@ -161,7 +161,7 @@ def _tls_lines(reply: pb.NodeStatusReply) -> list[str]:
     return lines
 
 
-def _peers_lines(peers: pb.PeersStatus) -> list[str]:
+def _peers_lines(peers: PeersStatus) -> list[str]:
     return [
         f"member {peers.member_id} of {peers.cluster}  view {peers.view_number}  members "
         f"{peers.member_count}  replicas {peers.replicas}  registry {peers.registry}",
@@ -171,7 +171,7 @@ def _peers_lines(peers: pb.PeersStatus) -> list[str]:
     ]
 
 
-def _disk_lines(disk: pb.DiskStatus) -> list[str]:
+def _disk_lines(disk: DiskStatus) -> list[str]:
     lines = [
         f"disk {human_nbytes(disk.used_nbytes)} of {human_nbytes(disk.capacity_nbytes)} "
         f"({percent(disk.used_nbytes, disk.capacity_nbytes)})  pages {disk.page_count:,}  "
@@ -189,7 +189,7 @@ def _disk_lines(disk: pb.DiskStatus) -> list[str]:
 
 
 def show_namespaces(
-    known: list[tuple[Namespace, pb.NamespaceInfo]], count: int | None = None, copies: bool = False
+    known: list[tuple[Namespace, NamespaceInfo]], count: int | None = None, copies: bool = False
 ) -> None:
     """Show the namespaces with most pages first, at most `count`.
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from kvstore.config import parse_nbytes
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.messages import plain
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import NodeStatus
 
 NOTHING = ("", "-", "0", "0 B", "0 B/s")  # cells that mean nothing or zero
 GAP = 2  # spaces between two columns of a dense table
@@ -217,15 +217,15 @@ def option_sizes(texts: Sequence[str] | None, option: str) -> tuple[int, ...]:
     )
 
 
-def told_all(status: pb.NodeStatusReply) -> bool:
+def told_all(status: NodeStatus) -> bool:
     """Return whether a status is complete.
 
     An identity of one tenant sees its own pages only.
     """
-    return status.HasField("ram")
+    return bool(status.ram)
 
 
-def pages_told(status: pb.NodeStatusReply) -> int:
+def pages_told(status: NodeStatus) -> int:
     """Return the visible pages in RAM: all, or the tenant's own."""
     return (
         status.ram.page_count
@@ -234,13 +234,12 @@ def pages_told(status: pb.NodeStatusReply) -> int:
     )
 
 
-def status_json(status: pb.NodeStatusReply) -> dict[str, Any]:
+def status_json(status: NodeStatus) -> dict[str, Any]:
     """Convert a node's status to JSON values; what the caller may not see is null."""
     values = plain(status)
     if told_all(status):
         return values
-    told = {field.name for field, _ in status.ListFields()}
-    return {name: value if name in told else None for name, value in values.items()}
+    return {name: value if getattr(status, name) else None for name, value in values.items()}
 
 
 @contextmanager

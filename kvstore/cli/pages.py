@@ -31,7 +31,7 @@ from kvstore.doctor.pages import page_count
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.messages import plain
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import NamespaceInfo, PageStat
 
 LIST_COUNT = 1000  # pages that `ls` shows by default
 # Page bytes that one request makes the node hash: a tenth of a second, far below any deadline.
@@ -106,7 +106,7 @@ def _ls_namespaces(client: Client, as_json: bool) -> int:
     return ExitCode.OK if known else ExitCode.MISS
 
 
-def _namespace_row(space: Namespace, info: pb.NamespaceInfo) -> tuple[Any, ...]:
+def _namespace_row(space: Namespace, info: NamespaceInfo) -> tuple[Any, ...]:
     axes = (
         ("tp", space.tp_rank, space.tp_size),
         ("pp", space.pp_rank, space.pp_size),
@@ -118,7 +118,7 @@ def _namespace_row(space: Namespace, info: pb.NamespaceInfo) -> tuple[Any, ...]:
     return (space.digest.hex(), *names, shard, tokens, page, info.page_count, info.disk_page_count)
 
 
-def show_pages(pages: list[pb.PageStat]) -> None:
+def show_pages(pages: list[PageStat]) -> None:
     """Print a table of pages."""
     rows = [
         (
@@ -136,7 +136,7 @@ def show_pages(pages: list[pb.PageStat]) -> None:
     show(("KEY", "WHERE", ">SIZE", ">AGE", ">IDLE", ">TTL", ">PINNED", ">READERS"), rows)
 
 
-def _state(page: pb.PageStat) -> str:
+def _state(page: PageStat) -> str:
     """Return where the page is: 'ram', 'disk', 'ram+disk', 'writing' or 'absent'."""
     tiers = "+".join(
         name for name, there in (("ram", page.in_ram), ("disk", page.on_disk)) if there
@@ -280,7 +280,8 @@ def verify(
       kvstore verify -n 3fa2 9c0d41
       kvstore verify --model llama-3-8b --all
     """
-    total, away = pb.VerifyReply(), Away()
+    intact = dropped = absent = 0
+    away: Away = {}
     with run.client() as client:
         space, info = _named_namespace(client, keys, namespace, model, every)
         count_max = max(1, VERIFY_NBYTES // info.page_nbytes)
@@ -288,27 +289,22 @@ def verify(
         with progress("verifying", _about(client, info) if every else len(keys or ())) as report:
             for piece in pieces(chosen, count_max):
                 reply = client.verify(space, piece, away=away)
-                total.intact += reply.intact
-                total.dropped += reply.dropped
-                total.absent += reply.absent
-                report(total.intact + total.dropped + total.absent)
+                intact, dropped = intact + reply.intact, dropped + reply.dropped
+                absent += reply.absent
+                report(intact + dropped + absent)
         alone = client.view() is None
     if run.as_json:
-        emit(
-            {"namespace": space.digest.hex(), **plain(total), **away_json(None if alone else away)}
-        )
+        counts = {"intact": intact, "dropped": dropped, "absent": absent, "pages": []}
+        emit({"namespace": space.digest.hex(), **counts, **away_json(None if alone else away)})
     else:
-        print(
-            f"{total.intact} pages intact, {total.dropped} corrupt and dropped, {total.absent} not "
-            "stored"
-        )
+        print(f"{intact} pages intact, {dropped} corrupt and dropped, {absent} not stored")
     code = report_failures(away)
-    if total.dropped:
+    if dropped:
         return ExitCode.CORRUPT
-    return code or (ExitCode.OK if total.intact else ExitCode.MISS)
+    return code or (ExitCode.OK if intact else ExitCode.MISS)
 
 
-def _about(client: Client, info: pb.NamespaceInfo) -> int:
+def _about(client: Client, info: NamespaceInfo) -> int:
     """Estimate a namespace's pages; in a cluster each page lies at as many members as replicas."""
     view = client.view()
     return page_count(info) // min(view.replicas, len(view.members)) if view else page_count(info)
@@ -316,7 +312,7 @@ def _about(client: Client, info: pb.NamespaceInfo) -> int:
 
 def _named_namespace(
     client: Client, keys: list[str] | None, namespace: str | None, model: str | None, every: bool
-) -> tuple[Namespace, pb.NamespaceInfo]:
+) -> tuple[Namespace, NamespaceInfo]:
     """Find the namespace for a command with --all, which must not guess one."""
     if every and keys:
         raise InvalidRequest("give keys or --all, not both")

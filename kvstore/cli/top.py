@@ -41,7 +41,7 @@ from kvstore.cli.output import (
 from kvstore.client import Client
 from kvstore.cluster.view import Member, View
 from kvstore.errors import InvalidRequest
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import Counters, NodeStatus
 
 INTERVAL_S_MIN = 0.05
 LOOK_S = 2.0  # time limit for members to answer; a late one is marked, and delays no other
@@ -160,11 +160,11 @@ def _samples(client: Client, interval_s: float, count: int) -> Iterator[Sample]:
         taken += 1
 
 
-def sample(before: pb.NodeStatusReply, now: pb.NodeStatusReply, seconds: float) -> dict[str, Any]:
+def sample(before: NodeStatus, now: NodeStatus, seconds: float) -> dict[str, Any]:
     """Return the rates between two states of a node; a restart reset its counters."""
     restarted, whole = before.instance_id != now.instance_id, told_all(now)
     base = {} if restarted else {info.digest: info.counters for info in before.namespaces}
-    zero = pb.Counters()
+    zero = Counters()
     namespaces = [
         {
             "digest": info.digest.hex(),
@@ -189,7 +189,7 @@ def sample(before: pb.NodeStatusReply, now: pb.NodeStatusReply, seconds: float) 
     }
 
 
-def rates(before: pb.Counters, now: pb.Counters, seconds: float) -> dict[str, float]:
+def rates(before: Counters, now: Counters, seconds: float) -> dict[str, float]:
     """Return the rates of the counters per second."""
     # A namespace that was forgotten and opened again counts from zero: no negative rates.
     return {
@@ -271,15 +271,13 @@ def _look(client: Client, limit_s: float) -> tuple[View, Statuses]:
     return view, statuses
 
 
-def cluster_sample(
-    view: View, statuses: Statuses, before: dict[str, pb.NodeStatusReply]
-) -> dict[str, Any]:
+def cluster_sample(view: View, statuses: Statuses, before: dict[str, NodeStatus]) -> dict[str, Any]:
     """Return each member's rates since its last answer; new members have none yet."""
     members = []
     for member in view.members:
         status = statuses.get(member.address)
         told = member_json(member, status)
-        if isinstance(status, pb.NodeStatusReply):
+        if isinstance(status, NodeStatus):
             told |= _of_member(before.get(member.id, status), status)
         members.append(told)
     there = [told for told in members if told["answers"]]
@@ -288,10 +286,10 @@ def cluster_sample(
     return {**head, "members": members, "totals": totals}
 
 
-def _of_member(before: pb.NodeStatusReply, now: pb.NodeStatusReply) -> dict[str, Any]:
+def _of_member(before: NodeStatus, now: NodeStatus) -> dict[str, Any]:
     """Return a member's rates over its own clock: a late reply does not distort them."""
     restarted = before.instance_id != now.instance_id
-    began_ms, base = (0, pb.Counters()) if restarted else (before.uptime_ms, before.totals)
+    began_ms, base = (0, Counters()) if restarted else (before.uptime_ms, before.totals)
     values: dict[str, Any] = {
         "node_state": now.state,
         "uptime_ms": now.uptime_ms,
@@ -341,7 +339,7 @@ def _head(view: View, statuses: Statuses) -> list[str]:
 def _member_row(member: Member, statuses: Statuses, told: dict[str, Any]) -> tuple[Any, ...]:
     status = statuses.get(member.address)
     about, zone = (member.id, state_of(member, status)), member.zone or "-"
-    if not isinstance(status, pb.NodeStatusReply):
+    if not isinstance(status, NodeStatus):
         return (*about, *("-",) * 7, zone, *("-",) * 4)
     return (
         *about,
@@ -352,7 +350,7 @@ def _member_row(member: Member, statuses: Statuses, told: dict[str, Any]) -> tup
     )
 
 
-def _rates_row(there: list[pb.NodeStatusReply], told: dict[str, float]) -> tuple[Any, ...]:
+def _rates_row(there: list[NodeStatus], told: dict[str, float]) -> tuple[Any, ...]:
     return (
         _share(sum(s.ram.used_nbytes for s in there), sum(s.ram.capacity_nbytes for s in there)),
         _share(sum(s.disk.used_nbytes for s in there), sum(s.disk.capacity_nbytes for s in there)),

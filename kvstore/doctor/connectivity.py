@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from kvstore.client import Client
 from kvstore.cluster.nodes import is_here
@@ -22,7 +22,9 @@ from kvstore.deadline import Deadline
 from kvstore.doctor.checks import Finding, FindingState, fail, ok, remedy_of, skipped, warn
 from kvstore.doctor.host import check_expiry
 from kvstore.errors import ConfigError, DeadlineExceeded, Forbidden, KVStoreError, Unavailable
+from kvstore.messages import result
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import NodeStatus
 from kvstore.security.x509 import hosts, validity
 from kvstore.transports.negotiation import Addresses, Negotiated, Negotiation
 from kvstore.transports.shm import socket_here
@@ -63,7 +65,7 @@ class Connectivity:
         self.scheme, self.host, self.port, _ = parse_address(address)
         self.found: tuple[str, ...] = ()  # the node's IP addresses that answer
         self.hello: pb.HelloReply | None = None
-        self.status: pb.NodeStatusReply | None = None
+        self.status: NodeStatus | None = None
         self.clock: Clock | None = None
         self._tls = client_tls(self.config, self.host)
         self._step_s = config.connect_timeout_s
@@ -222,9 +224,8 @@ class Connectivity:
         began, asked = time.time(), time.monotonic()
         try:
             deadline = Deadline(self.config.timeout_s)
-            status = cast(
-                pb.NodeStatusReply, self._wire.call("node_status", pb.NodeStatusRequest(), deadline)
-            )
+            reply = self._wire.call("node_status", pb.NodeStatusRequest(), deadline)
+            status: NodeStatus = result(reply)
         except Forbidden as error:
             yield skipped("status", str(error), remedy_of(error))
             return

@@ -16,6 +16,7 @@ from kvstore.doctor.connectivity import Clock, Connectivity
 from kvstore.doctor.host import check_expiry
 from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import LostMember, NodeStatus, PeersStatus, RamStatus, TlsStatus
 from kvstore.security.certificates import date
 
 # Certificates of `kvstore certs` are valid from five minutes before they are made
@@ -37,13 +38,13 @@ def about(node: Connectivity) -> Iterator[Finding]:
         return
     yield state(node.status)
     yield clock(node.clock)
-    if not node.status.HasField("ram"):
+    if not node.status.ram:
         yield skipped("memory and disk", NOT_TOLD, "use a token of tenant '*'")
         return
     yield from check_status(node.status)
 
 
-def check_status(status: pb.NodeStatusReply) -> Iterator[Finding]:
+def check_status(status: NodeStatus) -> Iterator[Finding]:
     """Yield findings on a node's status."""
     yield ram(status.ram)
     yield disk(status)
@@ -72,7 +73,7 @@ def version(hello: pb.HelloReply) -> Finding:
     return ok("version", said)
 
 
-def state(status: pb.NodeStatusReply) -> Finding:
+def state(status: NodeStatus) -> Finding:
     """Check the node's state."""
     said = f"{status.state}, up {status.uptime_ms / 3_600_000:,.1f} h"
     if status.state == "DRAINING":
@@ -100,7 +101,7 @@ def clock(told: Clock | None) -> Finding:
     return warn("clock", said, remedy) if off_s >= CLOCK_WARN_S else ok("clock", said)
 
 
-def ram(status: pb.RamStatus) -> Finding:
+def ram(status: RamStatus) -> Finding:
     """Check the RAM tier."""
     said = (
         f"{status.used_nbytes / GIB:.1f} of {status.capacity_nbytes / GIB:.1f} GiB, "
@@ -109,10 +110,10 @@ def ram(status: pb.RamStatus) -> Finding:
     return ok("RAM", f"{said}, {status.huge_nbytes / GIB:.1f} GiB in huge pages")
 
 
-def disk(status: pb.NodeStatusReply) -> Finding:
+def disk(status: NodeStatus) -> Finding:
     """Check the disk tier."""
     told = status.disk
-    if not status.HasField("disk"):
+    if not status.disk:
         return skipped("disk", "this node has none (--data-dir)")
     said = (
         f"{told.used_nbytes / GIB:.1f} of {told.capacity_nbytes / GIB:.1f} GiB in {told.data_dir}"
@@ -146,7 +147,7 @@ def disk(status: pb.NodeStatusReply) -> Finding:
     return ok("disk", f"{said}, {told.page_count:,} pages, O_DIRECT")
 
 
-def gateways(status: pb.NodeStatusReply) -> Iterator[Finding]:
+def gateways(status: NodeStatus) -> Iterator[Finding]:
     """Check whether the gateway processes stay alive; older nodes report none."""
     if not status.gateways:
         return
@@ -167,7 +168,7 @@ def gateways(status: pb.NodeStatusReply) -> Iterator[Finding]:
     yield ok("gRPC gateways", said)
 
 
-def certificates(tls: pb.TlsStatus) -> Iterator[Finding]:
+def certificates(tls: TlsStatus) -> Iterator[Finding]:
     """Check the node's certificates."""
     for some in tls.certificates:
         yield check_expiry(some.setting, "its own", some.ends_unix_s)
@@ -293,7 +294,7 @@ def _told(there: Mapping[str, Connectivity]) -> Views:
     return views
 
 
-def lost_members(lost: Iterable[pb.LostMember]) -> Iterator[Finding]:
+def lost_members(lost: Iterable[LostMember]) -> Iterator[Finding]:
     """Report members that left without a drain, each once."""
     for member in {member.id: member for member in lost}.values():
         since = date(member.since_unix_s) if member.since_unix_s else "a moment"
@@ -304,7 +305,7 @@ def lost_members(lost: Iterable[pb.LostMember]) -> Iterator[Finding]:
         )
 
 
-def owned(lost: pb.LostMember) -> str:
+def owned(lost: LostMember) -> str:
     """Describe the keys that a lost member owned, and their other owners."""
     count = lost.owners_left
     left = f"each has {count} other owner{'s' * (count > 1)}" if count else ""
@@ -312,7 +313,7 @@ def owned(lost: pb.LostMember) -> str:
     return ", ".join(filter(None, (f"{lost.share:.0%} of keys", left, alone)))
 
 
-def few_copies(told: Mapping[str, pb.PeersStatus]) -> Iterator[Finding]:
+def few_copies(told: Mapping[str, PeersStatus]) -> Iterator[Finding]:
     """Report pages with fewer copies than replicas. `told`: by the member that reports them."""
     thin = {name: peers for name, peers in told.items() if peers.pages_under_replicated}
     if thin:
@@ -325,7 +326,7 @@ def few_copies(told: Mapping[str, pb.PeersStatus]) -> Iterator[Finding]:
         )
 
 
-def health(view: View, statuses: Mapping[str, pb.NodeStatusReply]) -> str:
+def health(view: View, statuses: Mapping[str, NodeStatus]) -> str:
     """Return green, yellow or red. `statuses`: of the members that answer, by id.
 
     Yellow: a member is away, has stopped its disk, or pages have too few copies. Red: so many
@@ -345,7 +346,7 @@ def _registry(there: Mapping[str, Connectivity]) -> Finding:
     wrong: dict[str, None] = {}
     told = False
     for member, node in sorted(there.items()):
-        if node.status is None or not node.status.HasField("peers"):
+        if node.status is None or not node.status.peers:
             continue
         told, peers = True, node.status.peers
         if peers.registry not in REGISTRIES:

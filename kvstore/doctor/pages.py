@@ -30,7 +30,7 @@ from kvstore.errors import (
 from kvstore.keys import Namespace
 from kvstore.layout import PageLayout, opaque_layout
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.results import Keep, PutOutcome
+from kvstore.results import Counters, Keep, NamespaceInfo, NodeStatus, PutOutcome
 from kvstore.security.identities import ALL, Role
 from kvstore.security.secrets import tenant_of
 from kvstore.tools.trace import page_content
@@ -114,8 +114,8 @@ class Pages:
         )
         if not best:
             return
-        if status is not None and status.HasField("ram") and status.disk.state != "SERVING":
-            why = "it is stopped" if status.HasField("disk") else "this node has none"
+        if status is not None and status.ram and status.disk.state != "SERVING":
+            why = "it is stopped" if status.disk else "this node has none"
             yield skipped("disk", why)
             return
         yield self._durable(wires.clients[best], self._key(member))
@@ -255,9 +255,7 @@ class Pages:
         until = time.monotonic() + EMPTY_S
         while True:
             told = [
-                status
-                for status in client.statuses().values()
-                if isinstance(status, pb.NodeStatusReply)
+                status for status in client.statuses().values() if isinstance(status, NodeStatus)
             ]
             known = [
                 info
@@ -293,12 +291,12 @@ def _remedy(error: KVStoreError) -> str:
     )
 
 
-def page_count(info: pb.NamespaceInfo) -> int:
+def page_count(info: NamespaceInfo) -> int:
     """Return a namespace's pages in RAM or on disk: most of those in RAM are on disk, too."""
     return max(info.page_count, info.disk_page_count)
 
 
-def hints(known: Sequence[tuple[Namespace, pb.NamespaceInfo]]) -> list[str]:
+def hints(known: Sequence[tuple[Namespace, NamespaceInfo]]) -> list[str]:
     """Return a line for each namespace that was asked for pages and never hit."""
     found = []
     for namespace, info in known:
@@ -313,7 +311,7 @@ def hints(known: Sequence[tuple[Namespace, pb.NamespaceInfo]]) -> list[str]:
     return found
 
 
-def _nearest(namespace: Namespace, known: Sequence[tuple[Namespace, pb.NamespaceInfo]]) -> str:
+def _nearest(namespace: Namespace, known: Sequence[tuple[Namespace, NamespaceInfo]]) -> str:
     """Name the most similar namespace of the model that has pages, and how it differs."""
     siblings = [
         (len(differences(namespace, other)), other, info)
@@ -331,7 +329,7 @@ def _nearest(namespace: Namespace, known: Sequence[tuple[Namespace, pb.Namespace
     )
 
 
-def _cause(counters: pb.Counters) -> str:
+def _cause(counters: Counters) -> str:
     if counters.pages_hit:
         return (
             "later pages are stored, but not the first one of each request, so there is no prefix"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from kvstore.errors import InvalidRequest
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import Recorded
 
 LINE_NBYTES_MAX = 16 << 20  # bytes of a request with a million pages; a longer line is a mistake
 NUMBER_MAX = 1e15  # limit of any time, length or size; sums and products stay finite
@@ -253,7 +253,7 @@ class Recording:
         self.nbytes = 0
         self.dropped = 0
 
-    def add(self, reply: pb.RecordReply) -> None:
+    def add(self, reply: Recorded) -> None:
         """Add a reply of the node to the recording."""
         self.dropped = reply.dropped
         for use in reply.uses:

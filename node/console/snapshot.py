@@ -19,8 +19,9 @@ from kvstore.doctor.members import check_status, few_copies, lost_members, state
 from kvstore.doctor.pages import hints
 from kvstore.errors import KVStoreError
 from kvstore.keys import short
-from kvstore.messages import namespace_value, plain
+from kvstore.messages import plain, result
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import NodeStatus, PeersStatus
 from kvstore.security.identities import Principal
 from kvstore.transports.channel import NodeConnection
 from node.auth.access import Caller
@@ -343,12 +344,16 @@ def _text(values: dict[str, Any] | None) -> str:
 
 def findings(status: pb.NodeStatusReply) -> list[Finding]:
     """Return the warnings and failures."""
-    of_node = check_status(status) if status.HasField("ram") else ()
-    found = [state(status), *of_node, *_of_peers(status.peers), *_of_hits(status)]
+    own = pb.NodeStatusReply()
+    own.CopyFrom(status)
+    own.ClearField("namespaces")  # converting all of them would take milliseconds
+    node: NodeStatus = result(own)
+    of_node = check_status(node) if node.ram else ()
+    found = [state(node), *of_node, *_of_peers(node.peers), *_of_hits(status)]
     return [finding for finding in found if finding.state in (FindingState.WARN, FindingState.FAIL)]
 
 
-def _of_peers(peers: pb.PeersStatus) -> Iterator[Finding]:
+def _of_peers(peers: PeersStatus) -> Iterator[Finding]:
     if peers.registry not in ("", *REGISTRIES):
         yield warn(
             "registry", f"it does not answer: {peers.registry}", "the last view stays in force"
@@ -371,5 +376,5 @@ def _of_hits(status: pb.NodeStatusReply) -> Iterator[Finding]:
     chosen: Sequence[pb.NamespaceInfo] = sorted(
         status.namespaces, key=lambda info: -(info.page_count + info.counters.pages_asked)
     )[:COMPARED_MAX]
-    for hint in hints([(namespace_value(info.namespace), info) for info in chosen]):
+    for hint in hints([(info.namespace, info) for info in map(result, chosen)]):
         yield warn("hits", hint, "")

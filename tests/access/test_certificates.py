@@ -104,7 +104,7 @@ def test_token_takes_precedence_over_a_certificate(
     node: Node, ours: Authority, crew: People
 ) -> None:
     with client(node, "bulk", token=crew.tokens["operator"], **of_client(ours)) as operator:
-        assert operator.node_status().HasField("ram")
+        assert operator.node_status().ram
 
 
 def test_client_without_a_token_uses_tcp_instead_of_shm(

@@ -3,10 +3,10 @@
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import fields
 
 import grpc
 import pytest
-from google.protobuf.json_format import MessageToJson
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from people import PAGE_NBYTES, People, client, namespace, taken_up
 
@@ -46,10 +46,10 @@ def test_tenant_lists_its_own_namespaces_only(both: dict[str, Client]) -> None:
 
 def test_status_has_no_data_of_other_tenants(both: dict[str, Client]) -> None:
     status, whole = both["other"].node_status(), both["operator"].node_status()
-    assert "team-a" not in MessageToJson(status)
+    assert "team-a" not in repr(status)
     assert {info.namespace.tenant for info in status.namespaces} == {"team-b"}
     assert status.totals.pages_put == sum(info.counters.pages_put for info in status.namespaces)
-    shown = {field.name for field, _ in status.ListFields()}
+    shown = {field.name for field in fields(status) if getattr(status, field.name)}
     assert shown <= {
         *("version", "instance_id", "state", "uptime_ms", "namespaces", "totals", "limits"),
         *("bulk_port", "metrics_port", "tenants", "now_unix_ms"),

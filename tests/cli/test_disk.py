@@ -11,7 +11,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.cli.nodes import _disk_lines
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import DiskStatus
 from kvstore.tools.node_process import NodeProcess
 from node.disk.data_dir import LOCK_WAIT_S
 from node.disk.tier import RECOVER_WAIT_S
@@ -144,5 +144,5 @@ def test_recover_waits_as_long_as_a_node_may_take(
 
 @pytest.mark.parametrize(("direct", "reported"), [(True, False), (False, True)])
 def test_status_reports_missing_direct_io(direct: bool, reported: bool) -> None:
-    lines = _disk_lines(pb.DiskStatus(state="SERVING", data_dir="/data", direct_io=direct))
+    lines = _disk_lines(DiskStatus(state="SERVING", data_dir="/data", direct_io=direct))
     assert ("no O_DIRECT" in lines[0]) is reported

@@ -1,5 +1,6 @@
 """The display of a cluster's members: one screen for any number, problems, progress of sweeps."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,25 +19,29 @@ from kvstore.cli.members import (
 from kvstore.cluster.view import Member, State, View
 from kvstore.doctor.members import health
 from kvstore.errors import Unavailable
-from kvstore.messages import namespace_message
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import (
+    DiskStatus,
+    LostMember,
+    NamespaceInfo,
+    NodeStatus,
+    PeersStatus,
+    RamStatus,
+)
 
 MANY = View("fleet", 7, tuple(Member(f"n{i}", f"host{i}:7440") for i in range(40)), 2)
 
 
-def serving(**peers: Any) -> pb.NodeStatusReply:
-    status = pb.NodeStatusReply(
-        state="SERVING", ram=pb.RamStatus(), peers=pb.PeersStatus(registry="etcd", **peers)
+def serving(**peers: Any) -> NodeStatus:
+    spaces = [Namespace(f"model-{i}", opaque_layout(512)) for i in range(30)]
+    return NodeStatus(
+        state="SERVING",
+        ram=RamStatus(capacity_nbytes=1),
+        peers=PeersStatus(**{"registry": "etcd", **peers}),
+        namespaces=tuple(
+            NamespaceInfo(space.digest, space, page_nbytes=512, page_count=i)
+            for i, space in enumerate(spaces)
+        ),
     )
-    for i in range(30):
-        space = Namespace(f"model-{i}", opaque_layout(512))
-        described: dict[str, Any] = {
-            "digest": space.digest,
-            "namespace": namespace_message(space),
-            "page_nbytes": 512,
-        }
-        status.namespaces.append(pb.NamespaceInfo(**described, page_count=i))
-    return status
 
 
 @pytest.mark.parametrize("count", [3, 12, 40])
@@ -69,14 +74,10 @@ def test_status_is_one_screen(
 
 def test_troubles_of_a_cluster_are_listed() -> None:
     view = View("fleet", 7, MANY.members[:4], 5)
-    stopped = serving()
-    stopped.state, stopped.disk.state, stopped.disk.reason = (
-        "DEGRADED",
-        "POISONED",
-        "writing failed",
-    )
-    deaf = serving(apart=["n9: protocol 9"])
-    deaf.peers.registry = "for 7 s: no answer; the last view stays in force"
+    disk = DiskStatus(state="POISONED", reason="writing failed")
+    stopped = replace(serving(), state="DEGRADED", disk=disk)
+    silent = "for 7 s: no answer; the last view stays in force"
+    deaf = serving(apart=("n9: protocol 9",), registry=silent)
     statuses: dict[str, Any] = {"host0:7440": serving(), "host1:7440": stopped, "host2:7440": deaf}
     assert troubles(view, statuses) == [
         "n1: DISK STOPPED: writing failed; repair it, then: kvstore recover",
@@ -98,8 +99,9 @@ def test_health_and_pages_with_too_few_copies() -> None:
     there = {member.id: serving(replicas=2) for member in view.members}
     statuses: dict[str, Any] = {f"host{i}:7440": there[f"n{i}"] for i in range(3)}
     assert (health(view, there), troubles(view, statuses)) == ("green", [])
-    there["n0"].peers.pages_under_replicated = 1000
-    there["n2"].peers.pages_under_replicated = 234
+    there["n0"] = serving(replicas=2, pages_under_replicated=1000)
+    there["n2"] = serving(replicas=2, pages_under_replicated=234)
+    statuses = {f"host{i}:7440": there[f"n{i}"] for i in range(3)}
     assert health(view, there) == "yellow"
     assert troubles(view, statuses) == [
         "1,234 pages have fewer than 2 copies, by n0, n2: these members fetch them; "
@@ -110,15 +112,14 @@ def test_health_and_pages_with_too_few_copies() -> None:
     alone = {"n1": there["n1"]}
     assert health(view, alone) == "red"  # a key may have both of its owners away
     assert health(view, {**alone, "n2": serving()}) == "yellow"
-    lost = serving(lost=[pb.LostMember(id="n9", owners_left=1)])
+    lost = serving(lost=(LostMember(id="n9", owners_left=1),))
     assert health(view, {**dict.fromkeys(there, serving()), "n1": lost}) == "yellow"
 
 
 def test_sums_leave_out_members_without_values() -> None:
     view = View("fleet", 7, MANY.members[:2], 2)
-    whole, own = serving(pages_handed=7), serving()
-    own.ClearField("ram")
-    own.ClearField("peers")
+    whole = serving(pages_handed=7)
+    own = replace(serving(), ram=RamStatus(), peers=PeersStatus())
     lines = sums(view, {"host0:7440": whole, "host1:7440": own})
     assert "sent 7 " in lines[2]
     assert lines[-1] == NOT_TOLD
@@ -132,19 +133,19 @@ def test_sums_leave_out_members_without_values() -> None:
 
 def test_progress_of_sweeps_is_shown() -> None:
     found: dict[str, Any] = {"sweep_pages_missing": 8, "sweep_pages_fetched": 2}
-    runs, looks = pb.PeersStatus(sweeping=True, **found), pb.PeersStatus(sweeping=True)
-    over = pb.PeersStatus(sweep_age_ms=90_000, sweep_pages_full=5, sweep_pages_failed=1, **found)
+    runs, looks = PeersStatus(sweeping=True, **found), PeersStatus(sweeping=True)
+    over = PeersStatus(sweep_age_ms=90_000, sweep_pages_full=5, sweep_pages_failed=1, **found)
     assert rebalance_line(runs) == "rebalancing  2 of 8 pages fetched"
     assert rebalance_line(over) == (
         "rebalanced 1.5 min ago  2 of 8 pages fetched  5 pages found no space, 1 pages could not "
         "be fetched"
     )
-    assert rebalance_line(pb.PeersStatus()) == "not rebalanced yet"
+    assert rebalance_line(PeersStatus()) == "not rebalanced yet"
     view = View(
         "fleet", 7, tuple(Member(f"n{i}", f"host{i}:7440", state=State.JOINING) for i in range(3))
     )
     statuses = {
-        f"host{i}:7440": pb.NodeStatusReply(ram=pb.RamStatus(), peers=peers)
+        f"host{i}:7440": NodeStatus(ram=RamStatus(capacity_nbytes=1), peers=peers)
         for i, peers in enumerate((runs, looks, over))
     }
     assert sums(view, statuses)[-1] == (

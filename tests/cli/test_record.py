@@ -12,7 +12,7 @@ from cli_runner import Kvstore
 
 from kvstore import Client, ClientConfig, Namespace
 from kvstore.cli import load as module
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import Recorded, RecordedUse
 from kvstore.tools.node_process import NodeProcess
 from kvstore.tools.plan import Wishes, planned, surveyed
 from kvstore.tools.replay import ReplayReport, replay, replay_namespace, throwaway_node
@@ -58,7 +58,7 @@ def recorded(
 
     def record(
         client: Client, seconds: float = 0.0, recording: bytes = b"", end: bool = False
-    ) -> pb.RecordReply:
+    ) -> Recorded:
         if recording:
             assert done.wait(60.0)
         reply = real(client, seconds, recording, end or bool(recording))
@@ -195,11 +195,11 @@ def test_interrupt_keeps_the_recorded_and_reports_the_dropped_requests(
 ) -> None:
     def record(
         client: Client, seconds: float = 0.0, recording: bytes = b"", end: bool = False
-    ) -> pb.RecordReply:
+    ) -> Recorded:
         if recording and not end:
             raise KeyboardInterrupt
-        use = pb.RecordedUse(pages=[1, 2], page_nbytes=8, page_tokens=0.5)
-        return pb.RecordReply(recording=b"some", uses=[use] * end, over=end, dropped=789)
+        use = RecordedUse(pages=(1, 2), page_nbytes=8, page_tokens=0.5)
+        return Recorded(recording=b"some", uses=(use,) * end, over=end, dropped=789)
 
     monkeypatch.setattr(Client, "record", record)
     ran = kvstore("record", "-a", small_node.address, "-o", str(tmp_path / "trace.jsonl"), "--json")
@@ -223,16 +223,14 @@ def test_later_requests_complete_the_beginning_of_a_chain(tmp_path: Path) -> Non
     with (tmp_path / "spool").open("w+b") as spool:
         recording = Recording(spool)
         for stored, pages in (
-            (True, [70, 80]),
-            (False, [50, 60]),
-            (True, [50, 60, 70, 80]),
-            (False, []),
+            (True, (70, 80)),
+            (False, (50, 60)),
+            (True, (50, 60, 70, 80)),
+            (False, ()),
         ):
             recording.add(
-                pb.RecordReply(
-                    uses=[
-                        pb.RecordedUse(stored=stored, pages=pages, page_nbytes=8, page_tokens=0.5)
-                    ]
+                Recorded(
+                    uses=(RecordedUse(0, stored, page_nbytes=8, page_tokens=0.5, pages=pages),)
                 )
             )
         lines = [json.loads(line) for line in recording.lines()]
@@ -252,12 +250,12 @@ def test_record_size_limit_counts_written_lines_only(
         recording = Recording(spool)
         for page in range(400):
             recording.add(
-                pb.RecordReply(
-                    uses=[
-                        pb.RecordedUse(
-                            stored=True, pages=[page + 7, page + 8], page_nbytes=8, page_tokens=0.5
-                        )
-                    ]
+                Recorded(
+                    uses=(
+                        RecordedUse(
+                            stored=True, pages=(page + 7, page + 8), page_nbytes=8, page_tokens=0.5
+                        ),
+                    )
                 )
             )
         waits, nbytes = spool.tell(), sum(map(len, recording.lines()))

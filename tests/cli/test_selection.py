@@ -18,7 +18,7 @@ from kvstore.cli.selection import (
     whole_key,
 )
 from kvstore.errors import InvalidRequest
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import NamespaceInfo
 
 
 @pytest.mark.parametrize("text", ["1,2,3", "1 2 3", " 1,\n2 ,3\n", "[1, 2, 3]", "\n[1,2,3]\n"])
@@ -110,10 +110,11 @@ class Listing:
             "c": {"page_count": 2},
         }
         self._known = [
-            (Namespace(m, opaque_layout(512)), pb.NamespaceInfo(**counts[m])) for m in models
+            (space, NamespaceInfo(space.digest, space, **counts[space.model]))
+            for space in (Namespace(m, opaque_layout(512)) for m in models)
         ]
 
-    def namespaces(self) -> list[tuple[Namespace, pb.NamespaceInfo]]:
+    def namespaces(self) -> list[tuple[Namespace, NamespaceInfo]]:
         return self._known
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvstore.cli.access.tenants import show_tenants
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import NodeStatus, TenantUse
 
 
 def test_tenant_is_shown_with_its_quota_and_refusals(
@@ -11,7 +11,7 @@ def test_tenant_is_shown_with_its_quota_and_refusals(
 ) -> None:
     gib = 1 << 30
     uses = [
-        pb.TenantUse(
+        TenantUse(
             tenant="team-a",
             ram_nbytes=gib,
             ram_quota_nbytes=2 * gib,
@@ -20,9 +20,9 @@ def test_tenant_is_shown_with_its_quota_and_refusals(
             refused_puts=3,
             refused_requests=1234,
         ),
-        pb.TenantUse(tenant="team-b", ram_nbytes=gib),
+        TenantUse(tenant="team-b", ram_nbytes=gib),
     ]
-    show_tenants([pb.NodeStatusReply(tenants=uses)])
+    show_tenants([NodeStatus(tenants=tuple(uses))])
     first, second = (
         line for line in capsys.readouterr().out.splitlines() if line.startswith("team-")
     )

@@ -1,20 +1,31 @@
 """`kvstore top`: rates from counters, and a screen of limited size."""
 
 import io
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
+from kvstore import Namespace, opaque_layout
 from kvstore.cli.top import _cluster_view, cluster_sample, sample
 from kvstore.cluster.view import Member, State, View
 from kvstore.errors import Unavailable
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import (
+    Counters,
+    DiskStatus,
+    NamespaceInfo,
+    NodeStatus,
+    PeersStatus,
+    RamStatus,
+)
+
+SPACE = Namespace("m", opaque_layout(512))
 
 
-def state(instance: bytes = b"i", **counters: int) -> pb.NodeStatusReply:
-    totals = pb.Counters(**counters)
-    space = pb.NamespaceInfo(digest=b"d" * 16, namespace=pb.Namespace(model="m"), counters=totals)
-    return pb.NodeStatusReply(instance_id=instance, totals=totals, namespaces=[space])
+def state(instance: bytes = b"i", **counters: int) -> NodeStatus:
+    totals = Counters(**counters)
+    space = NamespaceInfo(SPACE.digest, SPACE, counters=totals)
+    return NodeStatus(instance_id=instance, totals=totals, namespaces=(space,))
 
 
 def test_rates_are_differences_divided_by_time() -> None:
@@ -32,14 +43,13 @@ def test_restarted_node_counts_from_zero() -> None:
 
 
 def test_reopened_namespace_has_no_negative_rate() -> None:
-    before, now = state(pages_put=50), state(pages_put=50)
-    now.namespaces[0].counters.pages_put = 4
+    before = state(pages_put=50)
+    now = replace(before, namespaces=state(pages_put=4).namespaces)
     assert sample(before, now, 1.0)["namespaces"][0]["put_per_s"] == 0.0
 
 
 def test_new_namespace_counts_from_zero() -> None:
-    before = state()
-    del before.namespaces[:]
+    before = replace(state(), namespaces=())
     assert sample(before, state(pages_got=8), 4.0)["namespaces"][0]["got_per_s"] == 2.0
 
 
@@ -49,14 +59,14 @@ def cluster(count: int) -> View:
     )
 
 
-def node(instance: bytes = b"i", uptime_ms: int = 1000, **counters: int) -> pb.NodeStatusReply:
+def node(instance: bytes = b"i", uptime_ms: int = 1000, **counters: int) -> NodeStatus:
     known: dict[str, Any] = {
         "instance_id": instance,
         "state": "SERVING",
         "uptime_ms": uptime_ms,
-        "ram": pb.RamStatus(),
+        "ram": RamStatus(capacity_nbytes=1),
     }
-    return pb.NodeStatusReply(**known, totals=pb.Counters(**counters))
+    return NodeStatus(**known, totals=Counters(**counters))
 
 
 def test_rates_of_a_member_use_its_own_clock() -> None:
@@ -96,7 +106,7 @@ def screen(view: View, statuses: dict[str, Any], width: int = 80) -> list[str]:
     return out.file.getvalue().splitlines()
 
 
-def busy(sweeping: bool = False) -> pb.NodeStatusReply:
+def busy(sweeping: bool = False) -> NodeStatus:
     status = node(
         uptime_ms=2000,
         pages_asked=100,
@@ -105,15 +115,18 @@ def busy(sweeping: bool = False) -> pb.NodeStatusReply:
         nbytes_got=1 << 30,
         pages_put=20,
     )
-    status.ram.used_nbytes, status.ram.capacity_nbytes = 900 << 30, 1 << 40
-    status.disk.used_nbytes, status.disk.capacity_nbytes = 9 << 40, 16 << 40
-    status.peers.queue_nbytes, status.peers.queue_nbytes_max = 900 << 20, 64 << 30
-    status.peers.sweeping, status.peers.sweep_pages_missing, status.peers.sweep_pages_fetched = (
-        sweeping,
-        200,
-        50,
+    return replace(
+        status,
+        ram=RamStatus(used_nbytes=900 << 30, capacity_nbytes=1 << 40),
+        disk=DiskStatus(used_nbytes=9 << 40, capacity_nbytes=16 << 40),
+        peers=PeersStatus(
+            queue_nbytes=900 << 20,
+            queue_nbytes_max=64 << 30,
+            sweeping=sweeping,
+            sweep_pages_missing=200,
+            sweep_pages_fetched=50,
+        ),
     )
-    return status
 
 
 def test_twelve_members_fit_one_screen() -> None:

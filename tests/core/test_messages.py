@@ -1,10 +1,22 @@
-"""Conversion of namespaces and layouts to protobuf and back."""
+"""Conversion of namespaces, layouts and results from and to protobuf."""
+
+from dataclasses import fields
+from typing import Any
 
 import pytest
 
 from kvstore import InvalidRequest, LayerGroup, Namespace, PageLayout, Plane
-from kvstore.messages import add_counts, chunk_frame, chunk_of, namespace_message, namespace_value
+from kvstore.messages import (
+    RESULTS,
+    chunk_frame,
+    chunk_of,
+    namespace_message,
+    namespace_value,
+    plain,
+    result,
+)
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import Counters, NamespaceInfo
 
 LAYOUT = PageLayout(
     16,
@@ -85,13 +97,67 @@ def test_other_messages_than_chunks_are_parsed_by_protobuf() -> None:
 
 
 def test_counts_of_nodes_are_summed_completely() -> None:
-    one = pb.NamespaceInfo(page_count=1, disk_page_count=2, counters=pb.Counters(pages_put=3))
-    two = pb.NamespaceInfo(
-        page_count=10, disk_page_count=20, counters=pb.Counters(pages_put=30, miss_absent=40)
+    about: dict[str, Any] = {"digest": NAMESPACE.digest, "namespace": NAMESPACE, "page_nbytes": 8}
+    names = [field.name for field in fields(Counters)]
+    one, two = (Counters(**dict.fromkeys(names, count)) for count in (3, 30))
+    both = NamespaceInfo(**about, page_count=1, disk_page_count=2, counters=one) + NamespaceInfo(
+        **about, page_count=10, disk_page_count=20, counters=two
     )
-    add_counts(one, two)
-    counters = pb.Counters(pages_put=33, miss_absent=40)
-    assert one == pb.NamespaceInfo(page_count=11, disk_page_count=22, counters=counters)
-    described = {"digest", "namespace", "page_nbytes"}
-    summed = {field.name for field, _ in one.ListFields()}
-    assert described | summed == set(pb.NamespaceInfo.DESCRIPTOR.fields_by_name)
+    summed: dict[str, Any] = {
+        "page_count": 11,
+        "disk_page_count": 22,
+        "counters": one + two,
+    }
+    assert both == NamespaceInfo(**about, **summed)
+    assert one + two == Counters(**dict.fromkeys(names, 33))
+    assert {*about, *summed} == {field.name for field in fields(NamespaceInfo)}
+
+
+def filled(message: Any) -> Any:
+    """Return the message with a value in each field, and in each field of its parts."""
+    samples = {str: "s", bytes: b"b", bool: True, int: 1, float: 0.5}
+    for field in message.DESCRIPTOR.fields:
+        value, part = getattr(message, field.name), field.message_type
+        if part is not None and part.name == "Namespace":
+            value.CopyFrom(namespace_message(NAMESPACE))
+        elif part is not None:
+            filled(value if hasattr(value, "DESCRIPTOR") else value.add())
+        elif type(value) in samples:
+            setattr(message, field.name, samples[type(value)])
+        else:
+            value.append("s" if field.cpp_type == field.CPPTYPE_STRING else 1)
+    return message
+
+
+@pytest.mark.parametrize("name", sorted(RESULTS))
+def test_results_have_all_fields_of_their_message_and_ignore_unknown_ones(name: str) -> None:
+    """Each field of a message, and of the messages in it, reaches the dataclass as it is.
+
+    This fails when a field or a message is added to the proto file without its dataclass.
+    """
+    message = filled(getattr(pb, name)())
+    found = result(message)
+    assert [field.name for field in fields(found)] == [f.name for f in message.DESCRIPTOR.fields]
+    assert plain(found) == plain(message), "values differ, or a nested field is missing"
+    assert bool(found)
+    newer = message.SerializeToString() + b"\xfa\x7f\x01x"  # field 2047
+    assert result(type(message).FromString(newer)) == found
+
+
+def test_every_reply_that_clients_return_has_a_dataclass() -> None:
+    """Replies without one are read by the client, or returned as bools and numbers."""
+    own = {*RESULTS, *("HelloReply", "OpenNamespaceReply", "ListNamespacesReply", "LookupReply")}
+    own |= {*("PutReply", "CommitReply", "GetReply", "VerifyReply", "RemoveReply", "PinReply")}
+    own |= {*("UnpinReply", "ListReply", "StatReply", "RemoveNamespaceReply", "FlushReply")}
+    own |= {*("RecoverReply", "AdmitReply", "View", "Error")}
+    replies = {field.message_type.name for field in pb.BulkReply.DESCRIPTOR.fields}
+    assert replies <= own
+
+
+def test_parts_that_a_status_lacks_are_false() -> None:
+    status = result(pb.NodeStatusReply(state="SERVING", disk=pb.DiskStatus(state="SERVING")))
+    assert status.disk
+    assert not status.ram
+    assert status.ram.used_nbytes == 0
+    with pytest.warns(DeprecationWarning, match=r"if status\.disk"):
+        assert status.HasField("disk")

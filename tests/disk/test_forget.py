@@ -15,7 +15,7 @@ from locked import key_file, pieces
 from memory_search import found, found_in
 
 from kvstore.errors import Exhausted, InvalidRequest
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import ForgetResult
 from node.memory.promotion import parts_wanted
 from node.server import Node
 
@@ -161,7 +161,7 @@ def test_put_in_progress_stores_nothing_and_the_next_put_does(
     reservation = node.tier.reserve(gone.digest, [two], gone.nbytes)
     (page,) = reservation.pages
     node.arena.view(page.offset, gone.nbytes)[:] = gone.content(two)
-    forgotten: list[pb.ForgetReply] = []
+    forgotten: list[ForgetResult] = []
     call = threading.Thread(target=lambda: forgotten.append(client.forget("gone", timeout_s=30.0)))
     call.start()
     try:

@@ -394,4 +394,4 @@ def test_node_without_a_disk_refuses_durable_puts_and_flush(nodes: Nodes, pages:
     with pytest.raises(InvalidRequest, match="--data-dir"):
         client.flush()
     assert pages.put(client, pages.keys(1)) == [STORED]
-    assert not client.node_status().HasField("disk")
+    assert not client.node_status().disk

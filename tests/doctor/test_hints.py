@@ -8,7 +8,7 @@ import pytest
 from kvstore import LayerGroup, Namespace, PageLayout, Plane
 from kvstore.cli.nodes import MISS_REASONS
 from kvstore.doctor.pages import _CAUSES, differences, hints
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import Counters, NamespaceInfo
 
 
 def layout(
@@ -21,8 +21,10 @@ def layout(
 WRITER = Namespace("llama", layout(), revision="main", tp_size=2)
 
 
-def info(page_count: int = 0, **counters: int) -> pb.NamespaceInfo:
-    return pb.NamespaceInfo(page_count=page_count, counters=pb.Counters(**counters))
+def info(page_count: int = 0, **counters: int) -> NamespaceInfo:
+    return NamespaceInfo(
+        WRITER.digest, WRITER, page_count=page_count, counters=Counters(**counters)
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,13 +121,13 @@ def test_namespace_without_pages_is_not_a_writer() -> None:
 def test_r15_hint_names_a_writer_with_pages_on_disk_only() -> None:
     """A writer whose pages are on disk only, as after a restart, is named in the hint."""
     reader = dataclasses.replace(WRITER, salt="x")
-    on_disk = pb.NamespaceInfo(disk_page_count=7)
+    on_disk = dataclasses.replace(info(), disk_page_count=7)
     (hint,) = hints([(WRITER, on_disk), (reader, info(pages_asked=1, miss_absent=1))])
     assert "of the same model holds 7 pages but differs in salt (x, there empty)" in hint
 
 
 def test_r15_every_miss_reason_is_explained_and_shown() -> None:
     reasons = {
-        field.name for field in pb.Counters.DESCRIPTOR.fields if field.name.startswith("miss_")
+        field.name for field in dataclasses.fields(Counters) if field.name.startswith("miss_")
     }
     assert reasons == set(_CAUSES) == {f"miss_{reason}" for reason in MISS_REASONS}

@@ -20,6 +20,7 @@ from kvstore.doctor.members import clock, disk, version
 from kvstore.doctor.pages import MODEL, Pages
 from kvstore.doctor.runner import Runner
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import DiskStatus, NodeStatus
 from kvstore.tools.node_process import NodeProcess
 from node.server import Node
 
@@ -219,14 +220,14 @@ def test_disk_findings() -> None:
             "direct_io": True,
             "queue_nbytes_max": 100,
         }
-        return disk(pb.NodeStatusReply(disk=pb.DiskStatus(**{**known, **status}))).state
+        return disk(NodeStatus(disk=DiskStatus(**{**known, **status}))).state
 
     assert state_of() is FindingState.OK
     assert state_of(direct_io=False) is FindingState.WARN
     assert state_of(queue_nbytes=95) is FindingState.WARN
     assert state_of(pages_corrupt=1) is FindingState.WARN
     assert state_of(state="POISONED", reason="no space left") is FindingState.FAIL
-    assert disk(pb.NodeStatusReply()).state is FindingState.SKIPPED
+    assert disk(NodeStatus()).state is FindingState.SKIPPED
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from kvstore.config import PROTOCOL_VERSION
 from kvstore.doctor import members
 from kvstore.doctor.checks import Finding, FindingState, fail, ok
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import NodeStatus, PeersStatus
 
 MEMBERS = (Member("n0", "10.0.0.1:7440"), Member("n1", "10.0.0.2:7440"))
 VIEW = View("fleet", 1, MEMBERS, 2)
@@ -20,12 +21,12 @@ VIEW = View("fleet", 1, MEMBERS, 2)
 # ---- members ---------------------------------------------------------------------------------
 
 
-def of_members(*views: View | None, peers: pb.PeersStatus | None = None) -> dict[str, Finding]:
+def of_members(*views: View | None, peers: PeersStatus | None = None) -> dict[str, Finding]:
     """Return the findings, by name, about members with these views; None: in no cluster."""
     nodes: dict[str, Any] = {}
     for number, view in enumerate(views):
         hello = pb.HelloReply() if view is None else pb.HelloReply(view=view.message)
-        status = pb.NodeStatusReply() if peers is None else pb.NodeStatusReply(peers=peers)
+        status = NodeStatus() if peers is None else NodeStatus(peers=peers)
         nodes[f"n{number}"] = SimpleNamespace(hello=hello, status=status, ask_again=lambda: None)
     return {finding.name: finding for finding in members.findings(VIEW, nodes)}
 
@@ -36,7 +37,7 @@ def no_settle_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_members_that_agree_pass() -> None:
-    found = of_members(VIEW, VIEW, peers=pb.PeersStatus(registry="static"))
+    found = of_members(VIEW, VIEW, peers=PeersStatus(registry="static"))
     assert {finding.state for finding in found.values()} == {FindingState.OK}
     assert found.keys() == {"members", "view", "registry"}
 
@@ -50,10 +51,10 @@ def test_silent_member_and_unknown_near_node_are_failures() -> None:
 
 def test_view_that_reaches_a_member_late_passes() -> None:
     later = View("fleet", 2, MEMBERS, 2)
-    behind = SimpleNamespace(hello=pb.HelloReply(view=VIEW.message), status=pb.NodeStatusReply())
+    behind = SimpleNamespace(hello=pb.HelloReply(view=VIEW.message), status=NodeStatus())
     behind.ask_again = lambda: setattr(behind, "hello", pb.HelloReply(view=later.message))
     ahead = SimpleNamespace(
-        hello=pb.HelloReply(view=later.message), status=pb.NodeStatusReply(), ask_again=list
+        hello=pb.HelloReply(view=later.message), status=NodeStatus(), ask_again=list
     )
     nodes: dict[str, Any] = {"n0": behind, "n1": ahead}
     found = {finding.name: finding for finding in members.findings(VIEW, nodes)}
@@ -88,7 +89,7 @@ def test_differing_members_are_a_failure(other: View | None, text: str) -> None:
 def test_registry_findings_depend_on_the_role() -> None:
     assert of_members(VIEW, VIEW)["registry"].state is FindingState.SKIPPED
     found = of_members(
-        VIEW, VIEW, peers=pb.PeersStatus(registry="no etcd answers", apart=["n7: another key"])
+        VIEW, VIEW, peers=PeersStatus(registry="no etcd answers", apart=("n7: another key",))
     )
     assert found["registry"].state is FindingState.WARN
     assert "the registry of n0 does not answer: no etcd answers" in found["registry"].found
@@ -130,19 +131,17 @@ def test_differing_versions_are_a_warning(hello: pb.HelloReply, state: FindingSt
 
 
 def test_draining_and_insecure_nodes_are_a_warning() -> None:
-    assert members.state(pb.NodeStatusReply(state="SERVING")).state is FindingState.OK
-    assert members.state(pb.NodeStatusReply(state="DRAINING")).state is FindingState.WARN
+    assert members.state(NodeStatus(state="SERVING")).state is FindingState.OK
+    assert members.state(NodeStatus(state="DRAINING")).state is FindingState.WARN
     names = {
         finding.name: finding
-        for finding in members.check_status(pb.NodeStatusReply(insecure="anybody may write"))
+        for finding in members.check_status(NodeStatus(insecure="anybody may write"))
     }
     assert (names["strangers"].state, names["strangers"].found) == (
         FindingState.WARN,
         "anybody may write",
     )
-    assert "strangers" not in {
-        finding.name for finding in members.check_status(pb.NodeStatusReply())
-    }
+    assert "strangers" not in {finding.name for finding in members.check_status(NodeStatus())}
 
 
 def test_connection_shows_failures_or_one_line() -> None:

@@ -15,7 +15,7 @@ from waiting import wait_until
 from kvstore import Client, ClientConfig, Keep
 from kvstore.cli.members import SAME_EVENT_MS, merge_events
 from kvstore.cluster.view import State
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import Event, Events
 from node.events import FILE_NAME, FILE_NBYTES_MAX, KEPT, TEXT_MAX, EventLog, Kind
 from node.server import Node
 
@@ -104,12 +104,8 @@ def test_hanging_disk_delays_neither_add_nor_close(
 
 
 def test_events_of_members_are_merged() -> None:
-    def reply(*events: tuple[int, str]) -> pb.EventsReply:
-        return pb.EventsReply(
-            events=[
-                pb.Event(unix_ms=at, kind="lost", member="n9", text=text) for at, text in events
-            ]
-        )
+    def reply(*events: tuple[int, str]) -> Events:
+        return Events(tuple(Event(at, "lost", "n9", text) for at, text in events))
 
     late = SAME_EVENT_MS + 1
     merged = merge_events({"n1": reply((0, "a"), (5, "b")), "n2": reply((9, "c"), (late + 9, "d"))})
@@ -146,7 +142,7 @@ def test_members_record_who_joins_is_lost_returns_and_is_drained(
         client.forget_member("n3")
         wait_until(lambda: kinds(one, "n3")[-1] == "forgotten")
         (reply,) = client.events().values()
-    assert isinstance(reply, pb.EventsReply)
+    assert isinstance(reply, Events)
     assert (reply.member_id, reply.kept) == ("n1", False)
     assert [event.kind for event in reply.events if event.member == "n3"] == kinds(one, "n3")
 

@@ -343,7 +343,7 @@ def test_node_without_a_cluster_makes_no_near_copies(
     pages.put(client, pages.keys(1, 2))
     assert pages.get(client, pages.keys(1, 2, 3)) == [True, True, False]
     assert copies(node) == (0, 0)
-    assert not client.node_status().HasField("peers")
+    assert not client.node_status().peers
 
 
 def test_held_near_copies_are_not_evicted(

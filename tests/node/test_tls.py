@@ -180,7 +180,7 @@ def test_status_describes_tls(
 
 
 def test_status_without_tls_has_no_tls_field(start_node: StartNode, connect: Connect) -> None:
-    assert not connect(start_node()).node_status().HasField("tls")
+    assert not connect(start_node()).node_status().tls
 
 
 def test_expiring_certificate_is_logged(

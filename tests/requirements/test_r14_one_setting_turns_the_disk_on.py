@@ -43,4 +43,4 @@ def test_r14_data_dir_alone_turns_the_disk_tier_on(
 def test_r14_node_without_data_dir_has_no_disk_tier(
     start_node: StartNode, connect: Connect
 ) -> None:
-    assert not connect(start_node()).node_status().HasField("disk")
+    assert not connect(start_node()).node_status().disk

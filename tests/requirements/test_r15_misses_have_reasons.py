@@ -1,16 +1,18 @@
 """R15: zero-hit causes are visible: hits and misses per reason and per namespace."""
 
+from dataclasses import fields
+
 import pytest
 from known_pages import Pages
 from local_nodes import Connect, StartNode
 
 from kvstore import Client
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import Counters
 from node.auth.access import Caller
 from node.server import Node
 
 
-def counters(client: Client, chain: Pages) -> pb.Counters:
+def counters(client: Client, chain: Pages) -> Counters:
     """Return the counters of one namespace, from NodeStatus."""
     (info,) = [
         info for info in client.node_status().namespaces if info.digest == chain.namespace.digest
@@ -24,9 +26,7 @@ def miss(client: Client, chain: Pages, keys: list[bytes]) -> dict[str, int]:
     before = counters(client, chain)
     client.lookup(chain.namespace, keys)
     after = counters(client, chain)
-    names = [
-        field.name for field in pb.Counters.DESCRIPTOR.fields if field.name.startswith("miss_")
-    ]
+    names = [field.name for field in fields(Counters) if field.name.startswith("miss_")]
     added = {
         name.removeprefix("miss_"): getattr(after, name) - getattr(before, name) for name in names
     }
@@ -109,7 +109,7 @@ def test_r15_totals_are_the_sums_of_namespace_counters(client: Client, chain: Pa
         1,
         1,
     )
-    for field in pb.Counters.DESCRIPTOR.fields:
+    for field in fields(Counters):
         assert getattr(totals, field.name) == getattr(ours, field.name) + getattr(
             theirs, field.name
         )

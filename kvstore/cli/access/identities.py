@@ -13,7 +13,7 @@ from kvstore.cli.output import emit, note, show_fitting
 from kvstore.cli.selection import read_input
 from kvstore.client import Client
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import PushedIdentities
 from kvstore.security import identities
 
 CONTENT_NBYTES_MAX = 1 << 20  # bytes of a file that is pushed, so that it fits a message
@@ -45,7 +45,7 @@ def push(
     _check(file, content)
 
     def pushes(check: bool) -> Any:
-        def push_to(client: Client, member: str) -> pb.PushIdentitiesReply:
+        def push_to(client: Client, member: str) -> PushedIdentities:
             return client.push_identities(content, force, check, timeout_s=run.timeout_s)
 
         done, away = at_each(run, push_to)

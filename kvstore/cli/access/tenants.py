@@ -20,7 +20,7 @@ from kvstore.cli.output import (
     show_fitting,
 )
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import NodeStatus
 from kvstore.security import identities
 
 REFUSED = ("puts", "pins", "holds", "connections", "requests", "bytes")
@@ -70,12 +70,12 @@ def list_(run: Invocation) -> int:
     return ExitCode.OK if rows else ExitCode.MISS
 
 
-def show_tenants(statuses: Iterable[pb.NodeStatusReply]) -> None:
+def show_tenants(statuses: Iterable[NodeStatus]) -> None:
     """Print a table of the tenants of these nodes."""
     show_fitting(COLUMNS, [_row(tenant) for tenant in tenants_json(statuses)])
 
 
-def tenants_json(statuses: Iterable[pb.NodeStatusReply]) -> list[dict[str, Any]]:
+def tenants_json(statuses: Iterable[NodeStatus]) -> list[dict[str, Any]]:
     """Return each tenant's sums over the nodes, the largest user of RAM first."""
     statuses = list(statuses)
     sums: dict[str, Counter[str]] = {}
