@@ -18,8 +18,7 @@ from gpu_agent.options import AgentConfig, Identity  # noqa: E402
 from kvstore.config import ClientConfig  # noqa: E402
 from kvstore.pb import kvstore_pb2 as pb  # noqa: E402
 from node.auth.access import Caller  # noqa: E402
-from node.config import NodeConfig  # noqa: E402
-from node.main import GROUPS  # noqa: E402
+from node.config import GROUPS, NodeConfig  # noqa: E402
 from node.serving.metrics import NodeCollector  # noqa: E402
 from node.serving.reference import BOUNDS, CAPS, SECTIONS, LimitHelp  # noqa: E402
 

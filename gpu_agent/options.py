@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kvstore.config import ClientConfig, PageKeyConfig, check_settings, load, setting
+from kvstore.config import (
+    CLIENT_VARIABLES,
+    ClientConfig,
+    PageKeyConfig,
+    check_settings,
+    load,
+    setting,
+    variables_of,
+    warn_unknown_variables,
+)
 from kvstore.errors import ConfigError
 from kvstore.keys import TEXT_NBYTES_MAX, Namespace
 from kvstore.layout import PageLayout
@@ -147,6 +156,8 @@ def read_options(
             f"{name} is a secret, and everybody on the host can read an engine's arguments; set "
             f"KVSTORE_{name.upper()}"
         )
+    known_variables = CLIENT_VARIABLES | variables_of(AgentConfig, "KVSTORE_AGENT")
+    warn_unknown_variables(known_variables, "KVSTORE_AGENT_")
     return Options(
         identity_of(values),
         load(ClientConfig, "KVSTORE", values, defaults=defaults),

@@ -5,17 +5,19 @@ first, then `<PREFIX>_<FIELD>` from the environment, then the default (the calle
 and ends the start with ConfigError naming the setting, its value and the range.
 """
 
+import contextlib
 import dataclasses
 import ipaddress
 import json
-import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from kvstore.environment import IDENTITY_VARIABLES, is_set, log_unknown, variable_of
 from kvstore.errors import ConfigError
+from kvstore.units import parse_duration, parse_nbytes
 
 GRPC_PORT = 7440
 BULK_PORT = 7441
@@ -49,6 +51,7 @@ _URL = re.compile(
 )
 _NOT_A_HOST = re.compile(r"[\s/@?#]")
 _TRUTHS = {"1": True, "0": False, "true": True, "false": False}
+_LEVELS = {"warn": "WARNING"}  # another usual name of a log level
 
 Config = TypeVar("Config")
 
@@ -99,54 +102,70 @@ def load(
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         name, value = field.name, values.get(field.name)
-        variable = _variable(prefix, field.name)
-        if value is None and environ.get(variable):
+        variable = variable_of(prefix, field.name)
+        if value is None and is_set(variable, environ):
             name, value = variable, environ[variable]
         if value is None:
             value = (defaults or {}).get(field.name)
         if value is not None:
-            chosen[field.name] = _parse(name, value, field) if isinstance(value, str) else value
+            chosen[field.name] = (
+                parse_setting(name, value, field) if isinstance(value, str) else value
+            )
     return cls(**chosen)
 
 
 def in_environment(cls: type[Any], prefix: str) -> frozenset[str]:
     """Return the names of the settings of `cls` that the environment gives."""
     names = (field.name for field in dataclasses.fields(cls))
-    return frozenset(name for name in names if os.environ.get(_variable(prefix, name)))
+    return frozenset(name for name in names if is_set(variable_of(prefix, name), os.environ))
 
 
-def _variable(prefix: str, name: str) -> str:
-    return f"{prefix}_{name.upper()}".replace("NBYTES", "BYTES")
+def variables_of(cls: type[Any], prefix: str) -> set[str]:
+    """Return the environment variables of all settings of a class."""
+    return {variable_of(prefix, field.name) for field in dataclasses.fields(cls)}
 
 
-def _parse(name: str, text: str, field: "dataclasses.Field[Any]") -> Any:
+def warn_unknown_variables(known: Collection[str], own: str = "") -> None:
+    """Log the variables that begin with KVSTORE_ and set nothing, once in each process.
+
+    `known`: the variables that this program reads; `own`: their prefix among those that belong to
+    one program only, such as KVSTORE_NODE_.
+    """
+    log_unknown(os.environ, known, own)
+
+
+def parse_setting(name: str, text: str, field: "dataclasses.Field[Any]") -> Any:
+    """Parse the text of a setting to its type. Raises ConfigError, which begins with `name`."""
     kind: Any = type(field.default)
     if kind is bool:
         if text.lower() not in _TRUTHS:
             raise ConfigError(f"{name}={text!r} must be one of {', '.join(_TRUTHS)}")
         return _TRUTHS[text.lower()]
+    if choices := field.metadata.get("choices"):
+        return _choice(text, choices)
     try:
-        return parse_nbytes(text) if "nbytes" in field.name else kind(text)
+        if "nbytes" in field.name:
+            return parse_nbytes(text, per_s=field.name.endswith("_per_s"))
+        return _seconds(text, kind) if field.name.endswith("_s") else kind(text)
     except ValueError as error:
         low, high = field.metadata["low"], field.metadata["high"]
         raise ConfigError(f"{name}={text!r} is no number in {low}..{high}: {error}") from error
 
 
-def parse_nbytes(text: str) -> int:
-    """Parse '4GiB', '512MiB', '64KiB' or '1073741824' to bytes.
+def _seconds(text: str, kind: type[int] | type[float]) -> float:
+    """Parse '30', or a duration with a unit; an int must be whole seconds. Raises ValueError."""
+    with contextlib.suppress(ValueError):
+        return kind(text)
+    seconds = parse_duration(text)
+    if kind is int and not seconds.is_integer():
+        raise ValueError("it must be whole seconds")
+    return kind(seconds)
 
-    Raises ValueError, also for '4GB', which may mean either.
-    """
-    units = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-    number = text.strip().lower().removesuffix("ib")
-    suffix = number[-1:] if number[-1:].isalpha() else ""
-    try:
-        value = float(number[: len(number) - len(suffix)]) * units.get(suffix, math.nan)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{text!r} is not a size; write for example 512MiB or 4GiB")
-    return int(value)
+
+def _choice(text: str, choices: tuple[str, ...]) -> str:
+    """Return the choice that a text means in any case, or the text itself."""
+    wanted = _LEVELS.get(text.lower(), text).lower()
+    return next((choice for choice in choices if choice.lower() == wanted), text)
 
 
 def check_settings(config: Any) -> None:
@@ -240,6 +259,35 @@ def telemetry(environ: Mapping[str, str] | None = None) -> Telemetry | None:
     protocols = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     protocol = next((environ[name].strip() for name in protocols if environ.get(name)), "")
     return Telemetry(names, environ.get("OTEL_SERVICE_NAME", ""), protocol)
+
+
+def quiet_grpc() -> None:
+    """Keep gRPC's own log lines off the terminal, unless GRPC_VERBOSITY is set.
+
+    Call it before gRPC is imported. An error of a call says the same as these lines.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+class Supervisor(NamedTuple):
+    """The supervisor of this process, systemd for example.
+
+    `socket`: where it takes notifications, empty for none. `watchdog_s`: how often it wants one at
+    least; 0: never.
+    """
+
+    socket: str = ""
+    watchdog_s: float = 0.0
+
+
+def supervisor(environ: Mapping[str, str] | None = None) -> Supervisor:
+    """Return the supervisor that NOTIFY_SOCKET names (sd_notify(3), sd_watchdog_enabled(3))."""
+    environ = os.environ if environ is None else environ
+    watched = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    usec = environ.get("WATCHDOG_USEC", "") if watched else ""
+    return Supervisor(
+        environ.get("NOTIFY_SOCKET", ""), int(usec) / 1e6 if usec.isdecimal() else 0.0
+    )
 
 
 def engine_variables(*names: str) -> dict[str, str]:
@@ -477,5 +525,17 @@ class ClientConfig(PageKeyConfig):
 
 
 def client_config(**values: Any) -> ClientConfig:
-    """Build a ClientConfig from explicit values, the environment (KVSTORE_*) and the defaults."""
+    """Build a ClientConfig from explicit values, the environment (KVSTORE_*) and the defaults.
+
+    Variables that set nothing are logged once in each process.
+    """
+    warn_unknown_client_variables()
     return load(ClientConfig, "KVSTORE", values)
+
+
+def warn_unknown_client_variables() -> None:
+    """Log variables that begin with KVSTORE_ and that no client, agent or node reads."""
+    warn_unknown_variables(CLIENT_VARIABLES)
+
+
+CLIENT_VARIABLES = variables_of(ClientConfig, "KVSTORE") | IDENTITY_VARIABLES

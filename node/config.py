@@ -484,3 +484,41 @@ class NodeConfig:
 
 def _aligned(nbytes: int) -> int:
     return nbytes // SLOT_ALIGN_NBYTES * SLOT_ALIGN_NBYTES
+
+
+# The groups of `--help`, and their settings, in order. They are the tables of a configuration file.
+# Settings with `expert=True` are in none.
+GROUPS = {
+    "network": (
+        "host",
+        "port",
+        "bulk_port",
+        "metrics_port",
+        "shm_socket",
+        "grpc_host",
+        "grpc_processes",
+    ),
+    "memory": ("ram_nbytes", "grpc_memory_nbytes"),
+    "disk": (
+        "data_dir",
+        "disk_nbytes",
+        "scrub_nbytes_per_s",
+        "encrypt_key_file",
+        "encrypt_key_command",
+    ),
+    "cluster": (
+        "cluster",
+        "member",
+        "replicas",
+        "advertise",
+        "weight",
+        "zone",
+        "lease_s",
+        "token_file",
+    ),
+    "etcd": ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user"),
+    "security": ("insecure", "identities", "identities_writable", "shm_trust", "audit_log"),
+    "TLS": ("tls_cert", "tls_key", "tls_client_ca", "tls_ca", "tls_name"),
+    "limits": ("sessions_max", "drain_s"),
+    "observability": ("console", "log_format", "log_level"),
+}

@@ -1,27 +1,40 @@
 """Run a node: the command `kvstore-node`."""
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import kvstore
 from kvstore import otel
-from kvstore.config import load
+from kvstore.config import (
+    CLIENT_VARIABLES,
+    is_loopback,
+    supervisor,
+    variables_of,
+    warn_unknown_variables,
+)
 from kvstore.errors import ConfigError
-from node.config import NodeConfig, missing
+from kvstore.units import format_nbytes
+from node.config import GROUPS, NodeConfig, missing
+from node.config_file import KEYS, Settings, load_settings
 from node.process import SeldomCollections, set_up_log
+from node.systemd import Notifier, Watchdog
 
 if TYPE_CHECKING:
     from node.server import Node
 
 log = logging.getLogger(__name__)
 
-# SIGHUP comes from a closing terminal, and must not cost pages that are in RAM only.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+VARIABLES = CLIENT_VARIABLES | variables_of(NodeConfig, "KVSTORE_NODE")
+FILE_HELP = "TOML file with settings; a flag or a variable comes before it"
 # Packages of the extra `node` that this process imports.
 EXTRA = ("cryptography", "prometheus_client", "rocksdict")
 UMASK = 0o077  # file names contain tenants and prompt hashes: only the node's user may read them
@@ -33,49 +46,15 @@ SWITCH_INTERVAL_S = 0.0001
 EXAMPLES = """examples:
   kvstore-node        1 GiB of RAM; ports 7440 (gRPC), 7441 (bulk), 7442 (metrics)
   kvstore-node --ram-bytes 64GiB --host 10.0.0.5
-  KVSTORE_NODE_RAM_BYTES=8GiB kvstore-node --log-level DEBUG
+  KVSTORE_NODE_RAM_BYTES=8GiB kvstore-node --log-level debug
+  kvstore-node --ram-bytes 64GiB --print-config > node.toml; kvstore-node -c node.toml
 
 Every flag can also be set by the environment: --ram-bytes is KVSTORE_NODE_RAM_BYTES.
 KVSTORE_NODE_TOKEN and KVSTORE_NODE_ETCD_PASSWORD have no flag: command lines are public.
 Settings for experts, which are not listed here: docs/operations.md, "Expert settings".
-exit status: 0 stopped by SIGTERM, SIGINT or SIGHUP, 2 a setting or an installed package is unusable
+SIGHUP reads identities, certificates and the log level of --config again.
+exit status: 0 stopped by SIGTERM or SIGINT, 2 a setting or an installed package is unusable
 """
-
-# The groups of `--help` and their settings, in order. `setting(expert=True)` hides one.
-GROUPS = {
-    "network": (
-        "host",
-        "port",
-        "bulk_port",
-        "metrics_port",
-        "shm_socket",
-        "grpc_host",
-        "grpc_processes",
-    ),
-    "memory": ("ram_nbytes", "grpc_memory_nbytes"),
-    "disk": (
-        "data_dir",
-        "disk_nbytes",
-        "scrub_nbytes_per_s",
-        "encrypt_key_file",
-        "encrypt_key_command",
-    ),
-    "cluster": (
-        "cluster",
-        "member",
-        "replicas",
-        "advertise",
-        "weight",
-        "zone",
-        "lease_s",
-        "token_file",
-    ),
-    "etcd": ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user"),
-    "security": ("insecure", "identities", "identities_writable", "shm_trust", "audit_log"),
-    "TLS": ("tls_cert", "tls_key", "tls_client_ca", "tls_ca", "tls_name"),
-    "limits": ("sessions_max", "drain_s"),
-    "observability": ("console", "log_format", "log_level"),
-}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -88,6 +67,11 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=kvstore.__version__)
+    parser.add_argument("-c", "--config", metavar="FILE", default="", help=FILE_HELP)
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the settings and their sources, and end"
+    )
+    parser.add_argument("--json", action="store_true", help="print them as JSON")
     fields = {
         field.name: field
         for field in dataclasses.fields(NodeConfig)
@@ -134,57 +118,95 @@ def _said(name: str, value: Any) -> str:
     if isinstance(value, str):
         return value or "empty"
     if "nbytes" in name:
-        return _size(value) + ("/s" if value and name.endswith("_per_s") else "")
+        return format_nbytes(value) + ("/s" if value and name.endswith("_per_s") else "")
     return f"{value:g} s" if name.endswith("_s") else f"{value:.10g}"
-
-
-def _size(nbytes: int) -> str:
-    for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if nbytes and not nbytes % (1 << shift):
-            return f"{nbytes >> shift}{unit}"
-    return str(nbytes)
-
-
-def _end_if_asked() -> None:
-    """End a long start soon after a signal."""
-    if asked := signal.sigpending() & set(STOP_SIGNALS):
-        log.info("%s: the node ends during its start", _signal_names(asked))
-        raise SystemExit(0)
 
 
 def _signal_names(signals: set[signal.Signals]) -> str:
     return ", ".join(sorted(number.name for number in signals))
 
 
-def _block_stop_signals() -> set[signal.Signals]:
-    """Block the signals that stop a node, and return them.
+def _block_signals() -> None:
+    """Block the signals that a node waits for.
 
-    Leave SIGHUP out where it is ignored, as under nohup. A signal that is both ignored and blocked
-    stays pending on Linux, so waiting for it would end a node that nohup is to keep.
+    SIGHUP gets its default action, which blocking suspends: nohup ignores it, and a signal that is
+    ignored may be lost before `sigwait` sees it.
     """
-    signals = set(STOP_SIGNALS)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        signals.remove(signal.SIGHUP)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    return signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def _await_stop(signals: set[signal.Signals]) -> None:
-    """Wait for one of the blocked `signals`.
+def _await_stop(reload: Callable[[], None]) -> None:
+    """Wait for SIGTERM or SIGINT, and call `reload` at each SIGHUP.
 
     Afterwards SIGTERM and SIGINT end the process at once.
     """
-    received = {signal.Signals(signal.sigwait(signals))}
-    # One stop may send two signals: systemd sends SIGTERM and then SIGHUP, a shell and its terminal
-    # each SIGHUP. The second one must not cut the drain short. So all pending signals count as one,
-    # and SIGHUP is ignored.
-    while (more := signal.sigtimedwait(signals, 0)) is not None:
-        received.add(signal.Signals(more.si_signo))
+    signals = {*STOP_SIGNALS, signal.SIGHUP}
+    while True:
+        received = {signal.Signals(signal.sigwait(signals))}
+        # systemd may send SIGTERM and then SIGHUP: all pending signals count as one
+        while (more := signal.sigtimedwait(signals, 0)) is not None:
+            received.add(signal.Signals(more.si_signo))
+        if received & set(STOP_SIGNALS):
+            break
+        reload()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    for number in signals - {signal.SIGHUP}:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     log.info("%s: the node stops", _signal_names(received))
+
+
+class Reload:
+    """Read the files of a running node again, at SIGHUP.
+
+    A thread does it, so that a file system that hangs delays no stop. A file that can not be used
+    changes nothing.
+    """
+
+    def __init__(self, node: "Node", arguments: dict[str, Any], notifier: Notifier) -> None:
+        self._node = node
+        self._arguments = arguments
+        self._notifier = notifier
+        self._level = node.config.log_level
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Start a reload; it waits for one that is running."""
+        threading.Thread(target=self._run, name="reload", daemon=True).start()
+
+    def _run(self) -> None:
+        with self._lock:
+            self._notifier.reloading()
+            found = self._reload_config() | self._node.reload()
+            done = [what for what, problem in found.items() if not problem]
+            failed = [f"{what}: {problem}" for what, problem in found.items() if problem]
+            text = f"SIGHUP: reloaded {', '.join(done) or 'nothing'}"
+            if failed:
+                text += f"; failed, and unchanged: {'; '.join(failed)}"
+            log.log(logging.WARNING if failed else logging.INFO, "%s", text)
+            self._notifier.send(READY=1, STATUS=text)
+
+    def _reload_config(self) -> dict[str, str]:
+        """Apply the log level of the configuration file, and name changes that need a restart."""
+        path = self._arguments["config"]
+        if not path:
+            return {}
+        try:
+            config = load_settings(self._arguments, path).config
+        except ConfigError as error:
+            return {"log level": str(error)}
+        if config.log_level != self._level:
+            self._level = config.log_level
+            logging.getLogger().setLevel(self._level)
+            self._node.grpc.set_log_level(self._level)
+        before = dataclasses.replace(self._node.config, log_level=config.log_level)
+        changed = [
+            key for key, name in KEYS.items() if getattr(config, name) != getattr(before, name)
+        ]
+        if changed:
+            log.warning("SIGHUP: %s: restart the node to apply %s", path, ", ".join(changed))
+        return {f"log level {self._level}": ""}
 
 
 def _node_class() -> "type[Node]":
@@ -208,21 +230,64 @@ def _reachable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def _listening(node: "Node") -> str:
+    """Describe where a node listens, and how to open it if only this host reaches it."""
+    config = node.config
+    hosts = sorted({config.host, node.grpc.host} - {"none"})
+    ports = f"gRPC {node.grpc.port or 'off'}, bulk {node.bulk.port}, HTTP {node.metrics.port}"
+    text = f"listens on {' and '.join(hosts)} ({ports})"
+    if node.shm is not None:
+        text += f" and {node.shm.path}"
+    if all(map(is_loopback, hosts)):
+        text += (
+            "; only this host can connect: for others, set --host, and --identities, --tls-cert "
+            "and --tls-key, or --insecure on a private network"
+        )
+    return text
+
+
+def _print_config(settings: Settings, as_json: bool) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        print(settings.as_json() if as_json else settings.as_toml(), flush=True)
+    os._exit(0)  # without another try to write to a closed pipe
+
+
+def _start(config: NodeConfig, notifier: Notifier) -> "Node":
+    """Start the node, unless a signal ends a long start. Raises ConfigError."""
+
+    def pulse() -> None:
+        if asked := signal.sigpending() & set(STOP_SIGNALS):
+            log.info("%s: the node ends during its start", _signal_names(asked))
+            raise SystemExit(0)
+        notifier.starting()
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    node = _node_class()(config, pulse, gateway_processes=True)
+    SeldomCollections()
+    node.start()
+    return node
+
+
 def main() -> None:
-    """Run a node until SIGTERM, SIGINT or SIGHUP; a second SIGTERM or SIGINT ends it at once."""
+    """Run a node until SIGTERM or SIGINT; a second one ends it at once. SIGHUP reloads files."""
     # Blocked before any thread starts and waited for, instead of handled: a starting thread can
     # take a signal, and its handler then waits for a main thread that nothing wakes.
-    signals = _block_stop_signals()
+    _block_signals()
     os.umask(UMASK)
     arguments = vars(_parser().parse_args())
+    supervised = supervisor()
+    notifier = Notifier(supervised.socket)
     try:
-        config = load(NodeConfig, "KVSTORE_NODE", arguments)
+        settings = load_settings(arguments, arguments["config"])
+        if arguments["print_config"]:
+            _print_config(settings, arguments["json"])
+        if arguments["json"]:
+            raise ConfigError("--json is for --print-config; a log in JSON has --log-format json")
+        config = settings.config
         set_up_log(config.log_level, config.log_format)
+        warn_unknown_variables(VARIABLES, "KVSTORE_NODE_")
         otel.set_up("kvstore-node")
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        node = _node_class()(config, _end_if_asked, gateway_processes=True)
-        SeldomCollections()
-        node.start()
+        node = _start(config, notifier)
     except ConfigError as error:
         print(f"kvstore-node: {error}", file=sys.stderr)
         raise SystemExit(2) from error
@@ -239,8 +304,13 @@ def main() -> None:
     grpc = f"{_reachable(node.grpc.host)}:{node.grpc.port}" if node.grpc.port else "none"
     ports = f"grpc={grpc} bulk={node.bulk.port} metrics={node.metrics.port}"
     ports += f" shm={node.shm.path if node.shm else 'none'}"
+    log.info("%s", _listening(node))
     print(f"kvstore-node ready {ports}", flush=True)
-    _await_stop(signals)
+    notifier.send(READY=1, STATUS=_listening(node))
+    watchdog = Watchdog(notifier, supervised.watchdog_s, node.answers)
+    _await_stop(Reload(node, arguments, notifier).begin)
+    watchdog.stop()
+    notifier.send(STOPPING=1, STATUS="draining")
     node.stop()
     otel.flush()
     logging.shutdown()

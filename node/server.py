@@ -9,11 +9,12 @@ from pathlib import Path
 
 import kvstore
 from kvstore.cluster.view import State
-from kvstore.config import BULK_SCHEME, GRPC_PORT, split_address
+from kvstore.config import BULK_SCHEME, GRPC_PORT, ClientConfig, split_address
 from kvstore.errors import ConfigError, KVStoreError, UnknownNamespace
 from kvstore.keys import Namespace
 from kvstore.security.certificates import NEAR_END_S, date
 from kvstore.security.identities import Identities
+from kvstore.transports.tls import check_tls
 from node.auth.access import Access, FileReloader
 from node.auth.audit import Audit
 from node.auth.authorizer import Authorizer
@@ -47,6 +48,7 @@ from node.serving.session import Sessions
 from node.serving.shm import ShmServer, default_path
 from node.serving.tenants import Tenants
 from node.slab import SlotAllocator
+from node.systemd import http_answers
 from node.tls import certificates_of
 
 log = logging.getLogger(__name__)
@@ -414,6 +416,41 @@ class Node:
         except OSError as error:
             log.error("the rows were not closed cleanly: %s", error)
 
+    def reload(self) -> dict[str, str]:
+        """Read the identities, certificates and credentials again, and reopen the audit log.
+
+        Return what was read, each with the reason why its previous content stays in force, or "".
+        """
+        config, found = self.config, {}
+        if config.identities:
+            for _ in range(2):  # the second one takes a file whose last line has no end
+                self.access.poll()
+            found["identities"] = self.access.problem
+        if self.certificates is not None:
+            self._look_at_certificates()
+            found["certificates"] = self.certificates.problem
+        if config.cluster and (config.token_file or config.tls_cert):
+            found["credentials for members"] = _problem_of_peer_credentials(config)
+        if config.audit_log:
+            found["audit log"] = self.audit.reopen()
+        return found
+
+    def answers(self, timeout_s: float) -> bool:
+        """Return whether this node still works: the RAM tier, the acceptors and the HTTP port.
+
+        Gateways are supervised apart.
+        """
+        if not self.tier.lock.acquire(timeout=timeout_s):
+            return False
+        self.tier.lock.release()
+        servers = [self.bulk, *([self.shm] if self.shm is not None else [])]
+        return all(server.accepts for server in servers) and http_answers(
+            self.config.host,
+            self.metrics.port,
+            self.certificates is not None,
+            timeout_s,
+        )
+
     def check(self) -> list[str]:
         """Return violated invariants; empty if all is well."""
         return (
@@ -421,6 +458,15 @@ class Node:
             + self.peers.check()
             + (self.disk.check() if self.disk is not None else [])
         )
+
+
+def _problem_of_peer_credentials(config: NodeConfig) -> str:
+    """Return why connections to other members would fail; they read these files themselves."""
+    try:
+        check_tls(ClientConfig(**peer_credentials(config)))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _tell_violations(where: str, page_count: int, check: Callable[[], list[str]]) -> None:

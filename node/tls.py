@@ -82,6 +82,11 @@ class Certificates:
         """Return the context for a new connection."""
         return self._in_force.context
 
+    @property
+    def problem(self) -> str:
+        """Return why the files' content is not in force; empty if it is."""
+        return self._files.problem
+
     def poll(self) -> None:
         """Put valid new files into force."""
         pems = self._files.poll()
@@ -100,7 +105,7 @@ class Certificates:
                 if end
             ],
             client_certificates=bool(in_force.pems.roots),
-            problem=self._files.problem,
+            problem=self.problem,
         )
 
     def _check(self, pems: Pems) -> None:

@@ -5,11 +5,14 @@ Importable without the `cli` extra, to say what is missing.
 
 import sys
 
+from kvstore.config import quiet_grpc
+
 EXTRA_MODULES = ("typer", "rich", "click", "shellingham")
 
 
 def main() -> None:
     """Run the command line; name the extra to install if a package is missing."""
+    quiet_grpc()
     try:
         from kvstore.cli.commands import app
         from kvstore.cli.output import guard_stdout

@@ -18,7 +18,14 @@ from kvstore.cli.exits import ExitCode, leave_broken_pipe
 from kvstore.cli.help import PANEL
 from kvstore.cli.output import note
 from kvstore.client import Client
-from kvstore.config import ClientConfig, in_environment, light_wire, load, user_config_dir
+from kvstore.config import (
+    ClientConfig,
+    in_environment,
+    light_wire,
+    load,
+    user_config_dir,
+    warn_unknown_client_variables,
+)
 from kvstore.errors import ConfigError, DeadlineExceeded, KVStoreError, Unavailable
 
 PATIENT_S = 120.0  # seconds, unless --timeout is given
@@ -141,6 +148,7 @@ class Invocation:
         given = {**self.given, **{k: v for k, v in values.items() if v is not None}}
         # A file named by an option replaces a secret in the environment.
         given |= {store.ALTERNATIVES[name]: "" for name in store.ALTERNATIVES if given.get(name)}
+        warn_unknown_client_variables()
         defaults = store.defaults_of(self.context[1])
         named = load(ClientConfig, "KVSTORE", {**given, "wire": "auto"}, defaults=defaults).address
         defaults = {"wire": default_wire or light_wire(named), **defaults}

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvstore.config import parse_nbytes
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.messages import plain
 from kvstore.results import NodeStatus
+from kvstore.units import parse_nbytes
 
 NOTHING = ("", "-", "0", "0 B", "0 B/s")  # cells that mean nothing or zero
 GAP = 2  # spaces between two columns of a dense table
@@ -205,9 +205,7 @@ def option_nbytes(text: str, option: str) -> int:
     try:
         return parse_nbytes(text)
     except ValueError as error:
-        raise InvalidRequest(
-            f"{option} {text!r} is not a size; write for example 4096, 256KiB or 1MiB"
-        ) from error
+        raise InvalidRequest(f"{option} {error}") from error
 
 
 def option_sizes(texts: Sequence[str] | None, option: str) -> tuple[int, ...]:

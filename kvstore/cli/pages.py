@@ -22,7 +22,7 @@ from kvstore.cli.selection import (
     find_keys,
     find_namespace,
     list_pages,
-    parse_duration,
+    option_seconds,
     pieces,
 )
 from kvstore.client import Client
@@ -351,7 +351,7 @@ def pin(
       kvstore pin -n 3fa2 9c0d41 --ttl 1h
       kvstore pin --model llama-3-8b --tokens-file system_prompt.txt --ttl 7d
     """
-    ttl_s = parse_duration(ttl)
+    ttl_s = option_seconds(ttl)
     with run.client() as client:
         space, _ = find_namespace(client, namespace, model)
         hashes = find_keys(client, space, keys, tokens, tokens_file)

@@ -21,7 +21,7 @@ from kvstore.cli.selection import (
     find_keys,
     find_namespace,
     hash_tokens,
-    parse_duration,
+    option_seconds,
     read_input,
     read_tokens,
     whole_key,
@@ -285,7 +285,7 @@ def put(
         raise InvalidRequest(
             "--create-opaque names the namespace; leave out --namespace and --model"
         )
-    keep = Keep(parse_duration(ttl) if ttl is not None else 0.0, durable, ack)
+    keep = Keep(option_seconds(ttl) if ttl is not None else 0.0, durable, ack)
     ids = read_tokens(tokens, tokens_file)
     if bool(keys) == (ids is not None):
         raise InvalidRequest("name pages either by KEY or by --tokens/--tokens-file")

@@ -23,6 +23,7 @@ from kvstore.doctor.pages import page_count
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace, prefix_hashes
 from kvstore.results import NamespaceInfo, PageStat
+from kvstore.units import DURATION_FORMS, parse_duration
 
 TIMEOUT_S = 0.5  # a shell that waits for TAB must not hang
 # keys of one request: few enough for its deadline, and for progress between two requests
@@ -30,7 +31,6 @@ COUNT_MAX = 4096
 SHA256_DIGITS = 64
 TOKENS_NBYTES_MAX = 64 << 20
 READ_NBYTES = 4 << 20  # of a file, at a time
-_DURATION_S = {"ms": 0.001, "s": 1, "": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
 def complete_namespace(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
@@ -284,9 +284,12 @@ def _read_all(file: BinaryIO, path: Path, nbytes_max: int) -> bytes:
     return b"".join(pieces)
 
 
-def parse_duration(text: str) -> float:
-    """Parse '90', '90s', '30m', '1h', '7d' or '500ms' to seconds."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|)", text.strip())
-    if match is None or float(match[1]) <= 0:
-        raise InvalidRequest(f"{text!r} is not a duration; write for example 90s, 30m, 1h or 7d")
-    return float(match[1]) * _DURATION_S[match[2]]
+def option_seconds(text: str) -> float:
+    """Parse a duration option above 0. Raises InvalidRequest."""
+    try:
+        seconds = parse_duration(text)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from error
+    if seconds <= 0:
+        raise InvalidRequest(f"{text!r} must be above 0; write for example {DURATION_FORMS}")
+    return seconds

@@ -123,7 +123,7 @@ class Access:
         self._identities = Identities()
         self._signature: tuple[int, ...] = ()
         self._seen: tuple[int, ...] = ()  # of the last poll that found a change
-        self._failed: str = ""  # the last logged error
+        self.problem = ""  # why the file's content is not in force
         self.on_change: Callable[[Identities], None] = lambda identities: None
         if path:
             self._signature = self._looked()
@@ -225,16 +225,17 @@ class Access:
         try:
             signature = self._looked()
             if signature == self._signature:
+                self.problem = ""
                 return
             identities, seen, self._seen = self._read(), self._seen, signature
             if not identities.whole and signature != seen:
                 return
             self._take(identities)
-            self._signature, self._failed = signature, ""
+            self._signature, self.problem = signature, ""
         except ConfigError as error:
-            if str(error) != self._failed:
+            if str(error) != self.problem:
                 log.error("%s; the previous identities stay in force", error)
-            self._failed = str(error)
+            self.problem = str(error)
 
     def push(
         self, content: bytes, caller: Principal, force: bool = False, check: bool = False

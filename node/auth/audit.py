@@ -60,7 +60,7 @@ class Audit:
         self._lines = {what: _Lines(clock()) for what in ("refused", "act")}
         self._log = logging.getLogger(NAME)
         self.refused_count = 0  # since the start, logged or not
-        self._handler: logging.Handler | None = None
+        self._handler: _File | None = None
         if path:
             try:
                 self._handler = _File(path)
@@ -101,6 +101,10 @@ class Audit:
         else:
             self._log.handle(record)
 
+    def reopen(self) -> str:
+        """Open the file again, after a rotation; return why that failed, or an empty text."""
+        return self._handler.reopen() if self._handler is not None else ""
+
     def close(self) -> None:
         """Close the log file."""
         if self._handler is not None:
@@ -129,6 +133,22 @@ class _File(logging.handlers.WatchedFileHandler):
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a failed write is tried once more
             super().close()
+
+    def reopen(self) -> str:
+        self.acquire()
+        try:
+            opened = self._open()
+        except OSError as error:
+            return f"audit_log={self.baseFilename} can not be written: {error.strerror}"
+        else:
+            if self.stream is not None:  # it is after a failed rotation
+                with contextlib.suppress(OSError):
+                    self.stream.close()
+            self.stream, self._failed = opened, False
+            self._statstream()
+            return ""
+        finally:
+            self.release()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

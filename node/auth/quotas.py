@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvstore.config import parse_nbytes
 from kvstore.errors import ConfigError
+from kvstore.units import parse_nbytes
 
 COUNT_MAX = 1 << 48
 PEER_PREFIX = "tenant "

@@ -2,7 +2,7 @@
 
 gRPC calls use other sockets.
 
-    node -> gateway   settings, pems, health, view, serve, beat, stop
+    node -> gateway   settings, pems, health, view, log_level, serve, beat, stop
     gateway -> node   ready | failed, beat
 """
 

@@ -131,6 +131,8 @@ class Gateway:
             self._state.set_view(*view_of(message["view"]))
         if "pems" in message:
             self._pems = pems_of(message["pems"])
+        if "log_level" in message:
+            logging.getLogger().setLevel(message["log_level"])
         if "serve" in message and not self._serving:
             self._serving = True
             await self._server.start()

@@ -59,7 +59,10 @@ PACKAGES = ("grpc_health", "grpc_reflection")
 MEMORY, HUNG, KILLED, FAILED = "memory", "hung", "killed", "failed"
 # Variables of the node's environment that a gateway's process gets: no setting of kvstore, and no
 # secrets.
-ENVIRONMENT = ("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD")
+ENVIRONMENT = (
+    *("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD"),
+    *("GRPC_VERBOSITY", "GRPC_TRACE"),
+)
 # Of glibc, for chunks of 1 MiB that come and go. Without it each is taken from the kernel and
 # returned page by page.
 MALLOC = {
@@ -159,7 +162,12 @@ class GatewayProcess:
     """A gateway in a process, with two inherited sockets and few variables."""
 
     def __init__(
-        self, control: socket.socket, door: socket.socket, config: NodeConfig, held: Port
+        self,
+        control: socket.socket,
+        door: socket.socket,
+        config: NodeConfig,
+        held: Port,
+        log_level: str,
     ) -> None:
         fds = (control.fileno(), door.fileno())
         environment = {
@@ -180,7 +188,7 @@ class GatewayProcess:
         ]
         command += ["--port", str(held.number), "--memory-bytes", str(config.grpc_memory_nbytes)]
         command += ["--ipv6"] if ":" in held.numeric_host else []
-        command += ["--log-level", config.log_level, "--log-format", config.log_format]
+        command += ["--log-level", log_level, "--log-format", config.log_format]
         self._process = subprocess.Popen(
             command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL
         )
@@ -246,6 +254,7 @@ class Gateways:
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(missing(package))
         self._config = config
+        self._log_level = config.log_level
         self._service = service
         self._certificates = certificates
         self.membership: Membership = service.membership
@@ -274,7 +283,7 @@ class Gateways:
         if self.embedded:
             return GatewayThread(control, door)
         assert self._held is not None, "a node without gRPC starts no gateway"
-        return GatewayProcess(control, door, self._config, self._held)
+        return GatewayProcess(control, door, self._config, self._held, self._log_level)
 
     def open_door(self, name: str, door: socket.socket) -> GatewayDoor:
         """Return the server for connections that the gateway makes through `door`."""
@@ -302,6 +311,8 @@ class Gateways:
     def _state(self) -> dict[str, Any]:
         """Return the state to send to a gateway that has become ready."""
         told: dict[str, Any] = {"health": dict(self._health), "view": self._view_value()}
+        if self._log_level != self._config.log_level:  # it was changed since
+            told["log_level"] = self._log_level
         return {**told, "serve": True} if self._serving else told
 
     def set_ready(self, gateway: "_Supervisor") -> None:
@@ -374,6 +385,12 @@ class Gateways:
         with self._lock:
             self._view = view
             self._tell(view=self._view_value())
+
+    def set_log_level(self, level: str) -> None:
+        """Set the level of the gateways' logs."""
+        with self._lock:
+            self._log_level = level
+            self._tell(log_level=level)
 
     def look(self) -> None:
         """Send changed certificates to the gateways.

@@ -64,6 +64,11 @@ class ConnectionServer(abc.ABC):
         """Return the number of connections."""
         return len(self._connections)
 
+    @property
+    def accepts(self) -> bool:
+        """Return whether the thread that accepts connections runs."""
+        return self._acceptor.is_alive()
+
     @abc.abstractmethod
     def connection(self, sock: socket.socket, address: Any) -> Connection:
         """Make the connection of an accepted socket."""

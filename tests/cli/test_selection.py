@@ -12,7 +12,7 @@ from kvstore.cli.selection import (
     check_hex,
     find_namespace,
     hash_tokens,
-    parse_duration,
+    option_seconds,
     parse_tokens,
     read_tokens,
     whole_key,
@@ -56,13 +56,13 @@ def test_tokens_that_fill_no_page_are_refused() -> None:
     [("90", 90), ("90s", 90), ("1.5m", 90), ("30min", 1800), ("1h", 3600), ("7d", 604800)],
 )
 def test_durations_are_parsed(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
+    assert option_seconds(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1s", "1 year", "h", "1h30m"])
 def test_invalid_durations_are_refused_with_an_example(text: str) -> None:
     with pytest.raises(InvalidRequest, match="write for example"):
-        parse_duration(text)
+        option_seconds(text)
 
 
 @pytest.mark.parametrize("text", ["", "xyz", "0x12", "12 ", "ab" * 65])

@@ -1,12 +1,26 @@
 """Settings: their sources and ranges, and errors that name the setting and its range."""
 
+import pathlib
 import re
 from typing import Any
 
+import hermetic
 import pytest
 
-from kvstore import ClientConfig, ConfigError, client_config
-from kvstore.config import Address, load, parse_address, parse_nbytes, split_address
+from kvstore import ClientConfig, ConfigError, client_config, environment
+from kvstore.config import (
+    CLIENT_VARIABLES,
+    Address,
+    load,
+    parse_address,
+    split_address,
+    variables_of,
+)
+from kvstore.environment import OTHER_VARIABLES, log_unknown
+from kvstore.units import format_nbytes, parse_nbytes
+from node.config import NodeConfig
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_explicit_values_override_environment_and_defaults() -> None:
@@ -67,21 +81,103 @@ def test_secret_of_the_wrong_type_is_named_without_its_value(name: str) -> None:
         ("1b", 1),
         ("64KiB", 65536),
         ("64k", 65536),
+        ("64 G", 64 << 30),
+        ("12kb", 12_000),
+        ("64GB", 64 * 10**9),
+        ("1.5TiB", 3 << 39),
         ("1.5MiB", 3 << 19),
-        (" 2GiB ", 2 << 30),
+        (" 2gib ", 2 << 30),
+        ("1e9", 10**9),
     ],
 )
 def test_sizes(text: str, nbytes: int) -> None:
     assert parse_nbytes(text) == nbytes
+    assert parse_nbytes(format_nbytes(nbytes)) == nbytes
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "1x", "1 2", "nan", "inf", "infk", "1e999", "12kb", "2GB", "0x10"]
+    "text",
+    ["", "GiB", "1x", "1 2", "nan", "inf", "infk", "1ib", "2GBs", "0x10", "-1", "1GiB/s"],
 )
-def test_invalid_size_error_shows_a_valid_one(text: str) -> None:
+def test_invalid_size_error_lists_the_forms(text: str) -> None:
     """Regression: the error of 2GB was Python's: could not convert string to float: '2g'."""
-    with pytest.raises(ValueError, match="is not a size; write for example 512MiB or 4GiB"):
+    with pytest.raises(ValueError, match=r"is not a size; write for example 4096, 512MiB, 64GiB"):
         parse_nbytes(text)
+
+
+def unknown(caplog: pytest.LogCaptureFixture, known: set[str], own: str, *names: str) -> list[str]:
+    """Return the warnings about variables of these names or NAME=value."""
+    caplog.clear()
+    pairs = (name.partition("=") for name in names)
+    log_unknown({name: value or "x" for name, _, value in pairs}, known, own)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_unknown_variables_are_named_once_with_the_nearest_name(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "_logged", set())
+    names = ("KVSTORE_ADRESS", "KVSTORE_NODE_RAM_BYTE", "KVSTORE_AGENT_WORKRES", "KVSTORE_SALT")
+    said = ["KVSTORE_ADRESS sets nothing; did you mean KVSTORE_ADDRESS?"]
+    assert unknown(caplog, CLIENT_VARIABLES, "", *names, "OTHER", "KVSTORE_WIRE") == said
+    assert unknown(caplog, CLIENT_VARIABLES, "", *names) == []
+    known = CLIENT_VARIABLES | variables_of(NodeConfig, "KVSTORE_NODE")
+    assert unknown(caplog, known, "KVSTORE_NODE_", *names, "KVSTORE_RAM_BYTES", "KVSTORE_XYZ") == [
+        "KVSTORE_NODE_RAM_BYTE sets nothing; did you mean KVSTORE_NODE_RAM_BYTES?",
+        "KVSTORE_RAM_BYTES sets nothing; did you mean KVSTORE_NODE_RAM_BYTES?",
+        "KVSTORE_XYZ sets nothing",
+    ]
+
+
+def test_variables_of_kubernetes_services_are_ignored(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubernetes sets them in each pod, for the Services kvstore and kvstore-node."""
+    monkeypatch.setattr(environment, "_logged", set())
+    links = {
+        f"KVSTORE_{service}{name}": value
+        for service in ("", "NODE_", "NODE_BULK_")
+        for name, value in (
+            ("SERVICE_HOST", "10.0.0.7"),
+            ("SERVICE_PORT", "7440"),
+            ("SERVICE_PORT_GRPC", "7440"),
+            ("PORT", "tcp://10.0.0.7:7440"),
+            ("PORT_7440_TCP", "tcp://10.0.0.7:7440"),
+            ("PORT_7440_TCP_PROTO", "tcp"),
+            ("PORT_7440_TCP_ADDR", "10.0.0.7"),
+        )
+    }
+    known = CLIENT_VARIABLES | variables_of(NodeConfig, "KVSTORE_NODE")
+    assert unknown(caplog, known, "KVSTORE_NODE_", *map("=".join, links.items())) == []
+    assert load(NodeConfig, "KVSTORE_NODE", {}, links) == NodeConfig()
+    assert load(ClientConfig, "KVSTORE", {}, links) == ClientConfig()
+
+
+def test_variables_of_tests_and_compose_files_are_known() -> None:
+    read = {
+        name
+        for path in (ROOT / "docker").glob("*.yaml")
+        for name in re.findall(r"\$\{(KVSTORE_\w+)", path.read_text())
+        if not name.startswith("KVSTORE_NODE_")
+    }
+    assert read | hermetic.OWN <= {*OTHER_VARIABLES}
+
+
+def test_text_of_a_setting_is_parsed_as_people_write_it() -> None:
+    environ = {
+        "KVSTORE_NODE_LOG_LEVEL": "warn",
+        "KVSTORE_NODE_LOG_FORMAT": "JSON",
+        "KVSTORE_NODE_DRAIN_S": "2m",
+        "KVSTORE_NODE_LEASE_S": "0.5m",
+        "KVSTORE_NODE_SCRUB_BYTES_PER_S": "8MB/s",
+    }
+    config = load(NodeConfig, "KVSTORE_NODE", {"ram_nbytes": "64 GB"}, environ)
+    assert (config.log_level, config.log_format) == ("WARNING", "json")
+    assert (config.drain_s, config.lease_s, config.scrub_nbytes_per_s) == (120.0, 30, 8_000_000)
+    assert 63_999 * 10**6 < config.ram_nbytes <= 64 * 10**9
+    for text in ("1.5s", "soon"):
+        with pytest.raises(ConfigError, match=rf"lease_s='{text}' is no number in 1\.\.300: "):
+            load(NodeConfig, "KVSTORE_NODE", {"lease_s": text}, {})
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from of_access import TOKEN, guarded
 from scripted import Bites, ScriptedSocket, http_reply, scratch
 from watched import Target
 
-from kvstore.cli.selection import parse_duration, parse_tokens
-from kvstore.config import ClientConfig, load, parse_address, parse_nbytes, split_address
+from kvstore.cli.selection import option_seconds, parse_tokens
+from kvstore.config import ClientConfig, load, parse_address, split_address
 from kvstore.tools.trace import conversations, read_trace
+from kvstore.units import parse_nbytes
 from node.cluster.membership import advertised
 from node.cluster.registry import endpoints_and_name
 from node.config import NodeConfig
@@ -67,7 +68,7 @@ PARSERS: list[tuple[Callable[[str], object], list[bytes]]] = [
         [b"host:1", b"host", b"[fd00::1]", b"::1", b"bulk://a:1"],
     ),
     (lambda text: parse_tokens(text, "--tokens"), [b"1, 2 3", b"[1, 2]", b"[[1]]", b"[true]"]),
-    (parse_duration, [b"90s", b"1.5h", b"500ms", b"7d"]),
+    (option_seconds, [b"90s", b"1.5h", b"500ms", b"7d"]),
 ]
 
 

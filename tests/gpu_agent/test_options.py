@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpu_agent.options import Identity, facts_text, read_options
-from kvstore import ConfigError, PageLayout
+from kvstore import ConfigError, PageLayout, environment
+from kvstore.config import CLIENT_VARIABLES, variables_of
 from kvstore.layout import LayerGroup, Plane
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,20 @@ def test_options_are_split_by_their_owner() -> None:
 def test_wrong_option_is_refused_by_name(values: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_options(values)
+
+
+def test_misspelled_variables_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(environment, "_logged", set())
+    for name in ("KVSTORE_AGENT_WORKRES", "KVSTORE_ADRESS", "KVSTORE_EPOCH", "KVSTORE_NODE_X"):
+        monkeypatch.setenv(name, "1")
+    read_options({})
+    assert [record.getMessage() for record in caplog.records] == [
+        "KVSTORE_ADRESS sets nothing; did you mean KVSTORE_ADDRESS?",
+        "KVSTORE_AGENT_WORKRES sets nothing; did you mean KVSTORE_AGENT_WORKERS?",
+    ]
+    assert variables_of(Identity, "KVSTORE") <= CLIENT_VARIABLES
 
 
 def test_facts_are_readable_and_long_ones_differ() -> None:

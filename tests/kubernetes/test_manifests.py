@@ -25,7 +25,8 @@ from waiting import wait_until
 
 from gpu_agent.options import AgentConfig, Identity
 from kvstore import __version__
-from kvstore.config import ClientConfig, load, parse_nbytes, split_address
+from kvstore.config import ClientConfig, load, split_address
+from kvstore.units import parse_nbytes
 from node.cluster.membership import Membership, advertised, check_listens
 from node.cluster.registry import OF_ETCD, endpoints_and_name
 from node.config import NodeConfig

@@ -1,105 +1,155 @@
-"""SIGHUP, which a closing terminal sends to a node: the node drains, or goes on under nohup."""
+"""SIGHUP, from a service manager or a closing terminal: the node reads its files again."""
 
+import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from known_pages import Pages
+from waiting import wait_until
 
-from kvstore import Client, ClientConfig
+from kvstore import Client, ClientConfig, Unauthenticated
+from kvstore.security.identities import new_token, token_line
 from kvstore.tools.node_process import NodeProcess
 
-FLAGS = ("--ram-bytes", "4MiB", "--disk-bytes", "64MiB", "--disk-extent-bytes", "4MiB")
+FLAGS = ("--ram-bytes", "4MiB")
 PAGE = 4096
 
 
-def put(address: str, pages: Pages) -> None:
+def put(address: str, pages: Pages, *numbers: int) -> None:
     with Client(ClientConfig(address=address, timeout_s=20.0)) as client:
-        pages.put(client, pages.keys(*range(8)))
+        pages.put(client, pages.keys(*numbers))
 
 
-def assert_kept(flags: tuple[str, ...], pages: Pages) -> None:
-    """Start a node on the same directory, read the pages back, and compare them."""
-    with (
-        NodeProcess(*flags) as again,
-        Client(ClientConfig(address=again.address, timeout_s=20.0)) as client,
-    ):
-        assert pages.get(client, pages.keys(*range(8))) == [True] * 8
+def assert_kept(address: str, pages: Pages, *numbers: int) -> None:
+    with Client(ClientConfig(address=address, timeout_s=20.0)) as client:
+        assert pages.get(client, pages.keys(*numbers)) == [True] * len(numbers)
 
 
-def to_process(pid: int) -> None:
-    os.kill(pid, signal.SIGHUP)
+class Service:
+    """A node as a service: a configuration file, and a socket for its notifications."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.identities, self.config = folder / "identities", folder / "node.toml"
+        self.audit = folder / "audit.log"
+        self.token = new_token("team-a")
+        self.identities.write_text(token_line("ci", self.token, tenant="team-a", role="write"))
+        self.configure("info")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(folder / "notify"))
+        self._socket.settimeout(20.0)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(folder / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "400000")
+        monkeypatch.setenv("KVSTORE_NODE_RAM_BYTE", "1")
+        self.node = NodeProcess("-c", str(self.config), inside=("setsid",))
+
+    def configure(self, level: str, *lines: str) -> None:
+        text = f'identities = "{self.identities}"\naudit-log = "{self.audit}"\n'
+        text += f'[memory]\nram-bytes = "4 MiB"\n[observability]\nlog-level = "{level}"\n'
+        self.config.write_text(text + "\n".join(lines))
+
+    def notified(self, start: str) -> dict[str, str]:
+        """Return the fields of the next message that begins with `start`."""
+        while True:
+            text = self._socket.recv(4096).decode()
+            if text.startswith(start):
+                return dict(line.split("=", 1) for line in text.splitlines())
+
+    def hang_up(self) -> str:
+        """Send SIGHUP to all processes of the node; return the status after the reload."""
+        os.killpg(self.node.pid, signal.SIGHUP)
+        assert int(self.notified("RELOADING=1")["MONOTONIC_USEC"]) > 0
+        return self.notified("READY=1")["STATUS"]
+
+    def close(self) -> None:
+        self.node.kill()
+        self._socket.close()
 
 
-def to_group_twice(pid: int) -> None:
-    """Send SIGHUP twice to the process group, as a shell and then its terminal do.
-
-    The disk's process gets it, too.
-    """
-    os.killpg(pid, signal.SIGHUP)
-    os.killpg(pid, signal.SIGHUP)
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    made = Service(tmp_path, monkeypatch)
+    yield made
+    made.close()
 
 
-@pytest.mark.parametrize("hang_up", [to_process, to_group_twice])
-def test_sighup_writes_all_pages_and_ends_with_status_0(
-    hang_up: Callable[[int], None], tmp_path: Path
-) -> None:
-    pages, flags = Pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
-    process = NodeProcess(*flags, inside=("setsid",))
-    try:
-        put(process.address, pages)
-        hang_up(process.pid)
-        assert process._process.wait(30.0) == 0
-        assert "SIGHUP: the node stops" in process.log_text
-    finally:
-        process.kill()
-    assert_kept(flags, pages)
+def test_service_reloads_its_files_and_reports_its_state(service: Service) -> None:
+    status, log = service.notified("READY=1")["STATUS"], service.node.log_text
+    assert status.startswith("listens on 127.0.0.1 (gRPC ")
+    assert f"{status}\n" in log
+    assert "only this host can connect: for others, set --host" in status
+    assert "RAM_BYTE sets nothing; did you mean KVSTORE_NODE_RAM_BYTES?" in log
+    service.notified("WATCHDOG=1")
+
+    other = new_token("team-a")
+    service.identities.write_text(token_line("cd", other, tenant="team-a", role="write"))
+    service.configure("debug", "[limits]", "sessions-max = 9")
+    service.audit.rename(f"{service.audit}.1")
+    assert service.hang_up() == "SIGHUP: reloaded log level DEBUG, identities, audit log"
+    assert service.audit.exists()
+    assert "node.toml: restart the node to apply sessions-max" in service.node.log_text
+    pages, address = Pages("hangup", PAGE, tenant="team-a"), service.node.address
+    with Client(ClientConfig(address, token=other, timeout_s=20.0)) as client:
+        pages.put(client, pages.keys(0))
+        assert not sum(end.count for end in client.node_status().gateway_ends)
+    gone = Client(ClientConfig(address, token=service.token, timeout_s=20.0))
+    with gone, pytest.raises(Unauthenticated):
+        gone.node_status()
+
+    service.identities.chmod(0o666)
+    service.config.write_text("log-levle = 'info'")
+    failed = service.hang_up()
+    assert failed.startswith("SIGHUP: reloaded audit log; failed, and unchanged: log level: ")
+    assert "unknown setting log-levle; did you mean log-level?" in failed
+    assert "is open to others (mode 0666)" in failed
+    assert f": {failed}\n" in service.node.log_text
+    with Client(ClientConfig(address, token=other, timeout_s=20.0)) as client:
+        assert pages.get(client, pages.keys(0)) == [True]
+    assert json.loads(service.audit.read_text().splitlines()[-1])["what"] == "refused"
+
+    service.node._process.send_signal(signal.SIGTERM)
+    assert service.notified("STOPPING=1") == {"STOPPING": "1", "STATUS": "draining"}
+    assert service.node._process.wait(30.0) == 0
 
 
-def test_node_drains_when_its_terminal_closes(tmp_path: Path) -> None:
+def test_node_serves_after_its_terminal_was_closed() -> None:
     """The kernel sends SIGHUP to all processes of the terminal; writing to it fails afterwards."""
-    pages, flags = Pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
+    pages = Pages("hangup", PAGE)
     ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
     ours, terminal = pty.openpty()
-    command = ["setsid", "--ctty", sys.executable, "-m", "node.main", *ports, *flags]
+    command = ["setsid", "--ctty", sys.executable, "-m", "node.main", *ports, *FLAGS]
     with subprocess.Popen(
         command, stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, text=True
     ) as process:
         os.close(terminal)
         assert process.stdout is not None
-        put(process.stdout.readline().split("grpc=")[1].split()[0], pages)
+        address = process.stdout.readline().split("grpc=")[1].split()[0]
+        put(address, pages, 0, 1)
         os.close(ours)
+        put(address, pages, 2)
+        assert_kept(address, pages, 0, 1, 2)
+        process.terminate()
         assert process.wait(30.0) == 0
-    assert_kept(flags, pages)
-
-
-def test_sighup_under_nohup_is_ignored() -> None:
-    pages = Pages("hangup", PAGE)
-    process = NodeProcess(*FLAGS[:2], inside=("nohup",))
-    try:
-        put(process.address, pages)
-        os.kill(process.pid, signal.SIGHUP)
-        with Client(ClientConfig(address=process.address, timeout_s=20.0)) as client:
-            assert pages.get(client, pages.keys(*range(8))) == [True] * 8
-        assert process.stop() == 0
-        assert "SIGTERM: the node stops" in process.log_text
-    finally:
-        process.kill()
 
 
 def test_sigterm_and_sighup_together_are_one_stop(tmp_path: Path) -> None:
-    """systemd sends both with SendSIGHUP=yes. The lower number comes first; the other must not
-    kill.
+    """systemd sends both with SendSIGHUP=yes. The second one must not cut the drain short.
+
+    nohup, which ignores SIGHUP, makes no difference.
     """
-    pages, flags = Pages("hangup", PAGE), (*FLAGS, "--data-dir", str(tmp_path / "data"))
-    process = NodeProcess(*flags)
+    pages = Pages("hangup", PAGE)
+    flags = (*FLAGS, "--data-dir", str(tmp_path / "data"), "--disk-bytes", "64MiB")
+    process = NodeProcess(*flags, inside=("nohup",))
     try:
-        put(process.address, pages)
+        put(process.address, pages, *range(8))
+        os.kill(process.pid, signal.SIGHUP)
+        wait_until(lambda: "SIGHUP: reloaded nothing" in process.log_text)
         process.pause()
         os.kill(process.pid, signal.SIGTERM)
         os.kill(process.pid, signal.SIGHUP)
@@ -108,4 +158,5 @@ def test_sigterm_and_sighup_together_are_one_stop(tmp_path: Path) -> None:
         assert "SIGHUP, SIGTERM: the node stops" in process.log_text
     finally:
         process.kill()
-    assert_kept(flags, pages)
+    with NodeProcess(*flags) as again:
+        assert_kept(again.address, pages, *range(8))
