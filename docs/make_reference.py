@@ -34,7 +34,7 @@ def flags() -> str:
         "# Flags and variables",
         NOTE,
         "Every setting has a variable in the environment. A flag overrides its variable. Sizes "
-        "take `512MiB` or `4GiB`, times are seconds.",
+        "take `4GiB` or `4GB`, times are seconds or take `90s`, `30m`, `1h`.",
         "## Node",
         "`--help` prints these. The variable of `--ram-bytes` is `KVSTORE_NODE_RAM_BYTES`.",
     ]

@@ -253,6 +253,7 @@ class NodeConfig:
         "seconds without contact to etcd after which a node is no member",
         1,
         300,
+        expert=True,
         when="etcd is far away",
     )
     cluster_wait_s: float = setting(
@@ -513,7 +514,6 @@ GROUPS = {
         "advertise",
         "weight",
         "zone",
-        "lease_s",
         "token_file",
     ),
     "etcd": ("etcd_ca", "etcd_cert", "etcd_key", "etcd_user"),

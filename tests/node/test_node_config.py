@@ -208,7 +208,7 @@ def test_expert_setting_has_a_flag_and_a_variable(name: str) -> None:
     default = getattr(NodeConfig(), name)
     value = (
         default * 2
-        if name in ("extent_nbytes", "batch_nbytes_max", "disk_extent_nbytes")
+        if name in ("extent_nbytes", "batch_nbytes_max", "disk_extent_nbytes", "lease_s")
         else default / 2
     )
     text = f"{value or (64 << 20):.10g}"
