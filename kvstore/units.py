@@ -21,7 +21,7 @@ def parse_nbytes(text: str, per_s: bool = False) -> int:
     if match is None or (match[4] and not per_s):
         raise ValueError(f"{text!r} is not a size; write for example {SIZE_FORMS}")
     base = 1000 if (match[3] or "").lower() == "b" else 1024
-    unit = base ** _POWERS[(match[2] or "").lower()]
+    unit: int = base ** _POWERS[(match[2] or "").lower()]
     if match[1].isdigit():
         return int(match[1]) * unit
     try:

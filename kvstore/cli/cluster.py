@@ -36,7 +36,7 @@ from kvstore.cli.selection import (
     TokensOption,
     find_keys,
     find_namespace,
-    parse_duration,
+    option_seconds,
 )
 from kvstore.client import Client
 from kvstore.cluster.routing import Away
@@ -126,7 +126,7 @@ def events(
       kvstore cluster events --since 2h
       kvstore cluster events --json | jq '.events[] | select(.kind == "lost")'
     """
-    since_unix_ms = round(1000 * (time.time() - parse_duration(since)))
+    since_unix_ms = round(1000 * (time.time() - option_seconds(since)))
     if limit < 0:
         raise InvalidRequest(f"--limit {limit} is below 0; write how many events to show")
     with run.client() as client:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvstore import ConfigError
-from node import main
 from node.config import GROUPS
 from node.config_file import KEYS, TABLES, load_settings
 
@@ -90,4 +89,3 @@ def test_printed_configuration_is_a_file_with_the_same_settings(
 
 def test_tables_are_the_groups_of_the_help() -> None:
     assert [*TABLES] == [*(title.lower() for title in GROUPS), "expert"]
-    assert main.GROUPS is GROUPS
