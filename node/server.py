@@ -166,7 +166,12 @@ class Node:
         if self.config.console == "off":
             return None, []
         on_disk = self.disk.page_count if self.disk is not None else None
-        history = History(Inventory(self.tier), on_disk, latency_of(self.service.traffic))
+        history = History(
+            Inventory(self.tier),
+            on_disk,
+            latency_of(self.service.traffic),
+            folder=Path(self.config.data_dir) if self.disk is not None else None,
+        )
         return Console(self.service, self.peers, history, self._described), [history.poll]
 
     def _open_registry(self) -> Registry | None:

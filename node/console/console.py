@@ -30,8 +30,9 @@ from node.auth.access import Caller
 from node.cluster.membership import Membership
 from node.cluster.peers import Peers
 from node.console.history import History
+from node.console.members import Members
 from node.console.pages import Pages, key_of, namespace_of
-from node.console.snapshot import Members, Snapshots
+from node.console.snapshot import Snapshots
 from node.serving.http_server import (
     STOP_S,
     Disconnected,
@@ -134,6 +135,7 @@ class Console:
         self, service: Service, peers: Peers, history: History, find: Callable[[bytes], Namespace]
     ) -> None:
         self._service = service
+        self._history = history
         self.watchers = Budget(make_limit("console watchers", WATCHERS_MAX, "close some pages"))
         self.calls = Budget(
             make_limit("console calls", CONSOLE_CALLS_MAX, "wait for those that run")
@@ -159,10 +161,11 @@ class Console:
         }
 
     def stop(self) -> None:
-        """Stop background work.
+        """Stop background work, and save the history.
 
         Requests end with their server.
         """
+        self._history.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._round is not None:
             wait([self._round], STOP_S)

@@ -24,6 +24,7 @@ from node.serving.http_server import Response, json_response
 from node.serving.service import Service
 
 FOUND_MAX = 8
+LISTED_MAX = 24  # without a key
 DIGITS_MIN = 4  # of a partial key; use `kvstore ls` for longer lists
 BYTES_MAX = 4 << 20  # of one answer
 
@@ -43,7 +44,9 @@ class Pages:
 
     def look_up(self, values: Mapping[str, Any], caller: Caller) -> Response:
         """Answer a search for pages."""
-        digest, digits = namespace_of(values), _digits(values, "key")
+        digest = namespace_of(values)
+        digits = _digits(values, "key") if values.get("key") else ""
+        most = FOUND_MAX if digits else LISTED_MAX
         stats = self._stats(digest, digits, caller)
         namespace = self._find(digest)
         view = self._membership.view
@@ -61,18 +64,21 @@ class Pages:
             "page_nbytes": namespace.layout.page_nbytes,
             "layout": _described(namespace.layout),
         }
-        found = [plain(stat) for stat in stats[:FOUND_MAX]]
+        found = [plain(stat) for stat in stats[:most]]
         return json_response(
             {
                 "namespace": described,
                 "pages": found,
-                "more": len(stats) > FOUND_MAX,
+                "more": len(stats) > most,
                 "owners": owners,
             }
         )
 
     def _stats(self, digest: bytes, digits: str, caller: Caller) -> list[pb.PageStat]:
         """Return pages here whose keys begin with these digits, one more than are shown."""
+        if not digits:
+            first = pb.ListRequest(namespace=digest, limit=LISTED_MAX + 1)
+            return list(self._service.call("list", first, caller).pages)
         if whole := _whole(digits):
             request = pb.StatRequest(namespace=digest, prefix_hashes=[whole])
             found = [

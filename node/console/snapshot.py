@@ -1,33 +1,27 @@
-"""Build the JSON that console users receive: status, findings and the cluster's members.
+"""Build the JSON that console users receive: status, findings, slow calls and the cluster.
 
 A user sees the node's status within its rights. Findings are those of `kvstore doctor` that derive
 from a node's report, seen from the node: only the command checks a client's host, settings and
-connection. Members are asked through this node, and only while a user watches.
+connection.
 """
 
 import json
-import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kvstore.cluster.view import REGISTRIES, Member, View
-from kvstore.deadline import Deadline
+from kvstore.cluster.view import REGISTRIES
 from kvstore.doctor.checks import Finding, FindingState, warn
 from kvstore.doctor.members import check_status, few_copies, lost_members, state
 from kvstore.doctor.pages import hints
-from kvstore.errors import KVStoreError
 from kvstore.keys import short
 from kvstore.messages import plain, result
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import NodeStatus, PeersStatus
 from kvstore.security.identities import Principal
-from kvstore.transports.channel import NodeConnection
 from node.auth.access import Caller
-from node.cluster.membership import Membership
-from node.cluster.remote_pages import PeerLinks
 from node.console.history import History
+from node.console.members import Members
 from node.serving.hot_prefixes import HotPrefixes
 from node.serving.request_metrics import SlowCall, SlowCalls
 from node.serving.service import Service
@@ -40,142 +34,15 @@ SCOPES_MAX = 64
 NAMESPACES_MAX = 50
 TENANTS_MAX = 50
 HOT_MAX = 12
-SAMPLES = 6  # the newest of the last hour: a watcher that was updated a minute ago misses none
+# The newest samples, beside the whole history of the first message: a watcher that was updated a
+# minute ago misses none.
+SAMPLES = 6
+DAY_SAMPLES = 1
 FINDINGS_S = 10.0
 COMPARED_MAX = 64  # namespaces, for findings
-ASKED_S = 5.0  # how often members are asked, at most
-ROUND_S = 10.0  # for all of them; members not asked in it come first in the next
-CALL_S = 2.0  # for one of them
 _STATUS_FIELDS = ("version", "state", "uptime_ms")
 _OF_NODE = ("insecure", "session_count", "rss_nbytes", "refused_calls")
 _PARTS = ("ram", "disk", "peers", "shm", "tls")
-_TIER = ("used_nbytes", "capacity_nbytes", "page_count")
-_PEERS = (
-    "copy_count",
-    "copy_nbytes",
-    "queue_pages",
-    "queue_nbytes",
-    "queue_nbytes_max",
-    "pages_dropped",
-    "sweeping",
-    "sweep_pages_missing",
-    "sweep_pages_fetched",
-    "view_number",
-)
-_TOTALS = ("pages_asked", "prefix_hits", "nbytes_put", "nbytes_got")
-
-Begin = Callable[[Callable[[], object]], "Future[Any] | None"]
-
-
-class Members:
-    """Status of the members, as they report it.
-
-    Used by one thread at a time. `begin` runs work in another.
-    """
-
-    def __init__(self, membership: Membership, links: PeerLinks, begin: Begin) -> None:
-        self._membership = membership
-        self._links = links
-        self._begin = begin
-        self._lock = threading.Lock()
-        self._statuses: dict[str, dict[str, Any]] = {}  # by member
-        self._asked_s: dict[str, float] = {}
-        self._round: Future[Any] | None = None
-        self._began_s = -ASKED_S
-
-    def describe(self, own: pb.NodeStatusReply) -> dict[str, Any] | None:
-        """Return the view and each member's last status; None without a cluster."""
-        view = self._membership.view
-        if view is None:
-            return None
-        self._ask(view)
-        now_s = time.monotonic()
-        with self._lock:
-            told = self._statuses | {
-                self._membership.member: {"status": summary(own), "at_s": now_s}
-            }
-        return {
-            "cluster": view.cluster,
-            "number": view.number,
-            "replicas": view.replicas,
-            "own": self._membership.member,
-            "members": [_member(member, told.get(member.id, {}), now_s) for member in view.members],
-        }
-
-    def _ask(self, view: View) -> None:
-        now_s = time.monotonic()
-        if (self._round is None or self._round.done()) and now_s - self._began_s >= ASKED_S:
-            self._began_s = now_s
-            self._round = self._begin(lambda: self._ask_all(view))
-
-    def _ask_all(self, view: View) -> None:
-        """Ask the members, those asked longest ago first.
-
-        A member that does not answer costs `CALL_S` once, and is then skipped for a while.
-        """
-        end_s = time.monotonic() + ROUND_S
-        others = [member.id for member in view.members if member.id != self._membership.member]
-        for member in sorted(others, key=lambda name: self._asked_s.get(name, 0.0)):
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                break
-            said = self._request_status(member, min(CALL_S, left_s))
-            with self._lock:
-                self._statuses[member] = said
-                self._asked_s[member] = said["at_s"]
-        with self._lock:
-            for name in self._statuses.keys() - set(others):
-                del self._statuses[name]
-                self._asked_s.pop(name, None)
-
-    def _request_status(self, member: str, timeout_s: float) -> dict[str, Any]:
-        def call(link: NodeConnection, deadline: Deadline) -> pb.NodeStatusReply:
-            reply: pb.NodeStatusReply = link.wire.call(
-                "node_status", pb.NodeStatusRequest(), deadline
-            )
-            return reply
-
-        said: dict[str, Any] = {"status": None, "error": ""}
-        try:
-            said["status"] = summary(self._links.link(member).run(call, None, Deadline(timeout_s)))
-        except KVStoreError as error:
-            said["error"] = str(error)
-        return said | {"at_s": time.monotonic()}
-
-
-def _member(member: Member, said: Mapping[str, Any], now_s: float) -> dict[str, Any]:
-    return {
-        "id": member.id,
-        "address": member.address,
-        "zone": member.zone,
-        "weight": member.weight,
-        "state": member.state.name.lower(),
-        "status": said.get("status"),
-        "error": said.get("error", ""),
-        "age_s": round(now_s - said["at_s"], 1) if "at_s" in said else None,
-    }
-
-
-def summary(status: pb.NodeStatusReply) -> dict[str, Any]:
-    """Return the fields of a member that the console's map shows."""
-    parts = {
-        "ram": (status.ram, _TIER),
-        "peers": (status.peers, _PEERS),
-        "totals": (status.totals, _TOTALS),
-    }
-    if status.HasField("disk"):
-        parts["disk"] = (status.disk, (*_TIER, "state"))
-    told = {
-        name: {field: plain(part)[field] for field in fields}
-        for name, (part, fields) in parts.items()
-    }
-    return {
-        "state": status.state,
-        "version": status.version,
-        "uptime_ms": status.uptime_ms,
-        "disk": None,
-        **told,
-    }
 
 
 class _Made(NamedTuple):
@@ -201,10 +68,10 @@ class Snapshots:
         self._slow = slow
         self._made: dict[Hashable, _Made] = {}
         self._found: dict[Hashable, tuple[float, list[dict[str, Any]]]] = {}
-        self._hours: dict[Hashable, tuple[int, str]] = {}  # by number of samples
+        self._histories: dict[Hashable, tuple[int, str]] = {}  # by number of samples
 
     def first(self, principal: Principal, caller: Caller) -> str:
-        """Return the first message: the status, the last hour and the user's identity."""
+        """Return the first message: the status, the whole history and the user's identity."""
         now = self._now(principal, caller).text
         who = {
             "name": principal.name,
@@ -213,20 +80,19 @@ class Snapshots:
             "models": list(principal.models),
             "asked": not self._service.authorizer.access.open,
         }
-        return f'{now[:-1]},"who":{_text(who)},"history":{self._hour(principal)}}}'
+        return f'{now[:-1]},"who":{_text(who)},"history":{self._whole_history(principal)}}}'
 
     def next(self, principal: Principal, caller: Caller) -> str:
         """Return the next message."""
         return self._now(principal, caller).text
 
-    def _hour(self, principal: Principal) -> str:
-        """Return the last hour as JSON, built once per sample because that takes 10 ms."""
-        count, hour = self._hours.get(principal.scope, (0, "null"))
-        if count != self._history.count(principal):
-            told = self._history.visible_to(principal)
-            count, hour = told["count"] if told else 0, _text(told)
-            self._hours[principal.scope] = count, hour
-        return hour
+    def _whole_history(self, principal: Principal) -> str:
+        """Return the history as JSON, built once per sample because that takes 20 ms."""
+        count, text = self._histories.get(principal.scope, (0, "null"))
+        if count != (now := self._history.count(principal)):
+            count, text = now, _text(self._history.visible_to(principal))
+            self._histories[principal.scope] = count, text
+        return text
 
     def _now(self, principal: Principal, caller: Caller) -> _Made:
         """Return the status as JSON, shared for a while by all who may see the same."""
@@ -235,7 +101,7 @@ class Snapshots:
             values = self._make(principal, caller)
             text = _text(values)
             took_s = time.monotonic() - began_s
-            for kept in (self._made, self._found, self._hours):
+            for kept in (self._made, self._found, self._histories):
                 if len(kept) >= SCOPES_MAX:
                     kept.clear()
             made = self._made[principal.scope] = _Made(
@@ -263,12 +129,25 @@ class Snapshots:
             "tenant_count": len(status.tenants),
             "hot": self._hot_prefixes(status),
             "findings": self._findings(principal, status),
-            "samples": self._history.visible_to(principal, SAMPLES),
+            "samples": self._history.visible_to(principal, SAMPLES, DAY_SAMPLES),
+            "slow": self._slow_calls(principal, status),
             "cluster": self._members.describe(status) if principal.of_all else None,
         }
         if principal.of_all:
-            values["slow"] = [_slow(call) for call in self._slow.newest()]
+            values["latencies"] = self._history.latencies()
         return values
+
+    def _slow_calls(self, principal: Principal, status: pb.NodeStatusReply) -> list[dict[str, Any]]:
+        """Return the slow calls on the user's own namespaces; all of them to operators."""
+        visible = {info.digest for info in status.namespaces}
+        calls = self._slow.newest()
+        if not principal.of_all:
+            calls = [
+                call
+                for call in calls
+                if call.subject.tenant == principal.tenant and call.subject.namespace in visible
+            ]
+        return [_slow(call) for call in calls]
 
     def _hot_prefixes(self, status: pb.NodeStatusReply) -> list[dict[str, Any]]:
         """Return the hot prefixes of visible namespaces, shortened as in logs."""
@@ -335,7 +214,16 @@ def _namespaces(status: pb.NodeStatusReply) -> list[dict[str, Any]]:
 
 
 def _slow(call: SlowCall) -> dict[str, Any]:
-    return {**call._asdict(), "spans": [span._asdict() for span in call.spans]}
+    subject = call.subject
+    return {
+        **call._asdict(),
+        "spans": [span._asdict() for span in call.spans],
+        "subject": {
+            **subject._asdict(),
+            "namespace": subject.namespace.hex(),
+            "key": short(subject.key) if subject.key else "",
+        },
+    }
 
 
 def _text(values: dict[str, Any] | None) -> str:

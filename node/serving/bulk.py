@@ -17,9 +17,12 @@ from kvstore.transports.tls import NO_PLACE, TlsFrameSocket
 from node.serving.acceptor import BACKLOG, ConnectionServer
 from node.serving.connection import Connection, Transfer, caller_at
 from node.serving.limits import TRANSFER_NBYTES_PER_S_MIN, make_limit, peer_of
+from node.serving.request_metrics import RECEIVE, SEND
 from node.serving.service import Service
 from node.serving.session import Session
 from node.tls import Certificates, Shown, describe_certificate
+
+SOCKET_STEP_S = 0.005  # shorter transfers are no step of a slow call
 
 # Time limits of a transfer.
 
@@ -35,7 +38,8 @@ class Pace:
     def __init__(self, nbytes: int, stall_s: float) -> None:
         self._stall_s = stall_s
         self.limit_s = nbytes / TRANSFER_NBYTES_PER_S_MIN + stall_s
-        self._end = time.monotonic() + self.limit_s
+        self.began_s = time.monotonic()
+        self._end = self.began_s + self.limit_s
 
     def next_s(self) -> float:
         """Return how many seconds the next CHUNK_NBYTES, or the rest, has.
@@ -119,14 +123,21 @@ class BulkConnection(Connection):
         if not slots:
             return
         try:
-            commit = self._received(slots)
+            pace = Pace(sum(map(len, slots)), self.stall_s)
+            commit = self._received(slots, pace)
+            if time.monotonic() - pace.began_s > SOCKET_STEP_S:
+                self._note_step(RECEIVE, pace)
             self.send("commit", self.service.commit_put(session, commit))
         finally:
             session.abort()  # releases uncommitted slots
 
-    def _received(self, slots: Sequence[memoryview]) -> Any:
+    def _note_step(self, name: str, pace: Pace) -> None:
+        """Remember how long a transfer took, in case that its call is a slow one."""
+        self.service.traffic.slow.step(name, int(1e9 * pace.began_s))
+
+    def _received(self, slots: Sequence[memoryview], pace: Pace) -> Any:
         try:
-            return self._receive(slots)
+            return self._receive(slots, pace)
         except TimeoutError as error:
             self.say_last(
                 Exhausted(f"a put of {len(slots)} pages took too long and is aborted: {error}")
@@ -135,10 +146,9 @@ class BulkConnection(Connection):
         except (KVStoreError, OSError) as error:
             raise self.told(error) from error
 
-    def _receive(self, slots: Sequence[memoryview]) -> Any:
+    def _receive(self, slots: Sequence[memoryview], pace: Pace) -> Any:
         """Receive the page bytes into the slots, and the commit."""
         wanted = sum(map(len, slots))
-        pace = Pace(wanted, self.stall_s)
         header, payload_nbytes = self._recv(pace)
         if header or payload_nbytes != wanted:
             raise ProtocolError(
@@ -167,5 +177,7 @@ class BulkConnection(Connection):
         try:
             head = self.socket.begun(pb.BulkReply(get=reply).SerializeToString(), nbytes)
             self.socket.send_all(itertools.chain((memoryview(head),), pieces), pace.next_s)
+            if time.monotonic() - pace.began_s > SOCKET_STEP_S:
+                self._note_step(SEND, pace)
         finally:
             session.release()

@@ -39,7 +39,7 @@ from node.serving.limits import (
     ConnectionSlot,
     inside,
 )
-from node.serving.request_metrics import TIMED
+from node.serving.request_metrics import QUEUE, TIMED
 from node.serving.service import Service
 from node.serving.session import Session
 from node.tls import Shown
@@ -340,14 +340,14 @@ class Connection(abc.ABC):
                 else:
                     self.send(op, self._answer(op, request))
                 if op in TIMED and op != "release":  # it has no reply
-                    self._edge.answered(op, began_ns)
+                    self._edge.answered(op, began_ns, session, request)
             except KVStoreError as error:
-                self._edge.failed(op, error)
+                self._edge.failed(op, error, began_ns, session, request)
                 self.send_error(error, last=isinstance(error, ProtocolError))
                 if isinstance(error, ProtocolError):
                     raise
             except BaseException as error:
-                self._edge.failed(op, error)
+                self._edge.failed(op, error, began_ns, session, request)
                 raise
         if self._request_nbytes:
             self._give_back()
@@ -384,8 +384,10 @@ class Connection(abc.ABC):
         if op in LONG_CALLS or (op == "lookup" and request.near):
             return self.service.call(op, request, self.caller)
         turns, peer = self.service.peer_queue, self.peer
-        turns.begin(peer)
+        waited_ns = turns.begin(peer)
         try:
+            if waited_ns:
+                self.service.traffic.slow.step(QUEUE, waited_ns)
             return self.service.call(op, request, self.caller)
         finally:
             turns.end(peer)

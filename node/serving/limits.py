@@ -10,6 +10,7 @@ be less than that half.
 
 import ipaddress
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -208,16 +209,21 @@ class PerPeerQueue:
         with self._lock:
             return sum(map(len, self._waiting.values()))
 
-    def begin(self, peer: str) -> None:
-        """Begin the peer's call, which must `end`; 1 µs faster than `turn`."""
+    def begin(self, peer: str) -> int:
+        """Begin the peer's call, which must `end`; 1 µs faster than `turn`.
+
+        Return when it began to wait (monotonic ns), or 0 if it did not wait.
+        """
         with self._lock:
             waiting = self._waiting.get(peer)
             if waiting is None:
                 self._waiting[peer] = deque()
-                return
+                return 0
             mine = threading.Event()
             waiting.append(mine)
+        began_ns = time.monotonic_ns()
         mine.wait()
+        return began_ns
 
     def end(self, peer: str) -> None:
         """End the peer's call and wake the longest waiting one."""

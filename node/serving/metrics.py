@@ -348,6 +348,8 @@ class MetricsServer(HttpServer):
             return text("GET or HEAD", 405)
         if request.path == HEALTH_PATH:
             return text("serving") if self._serving() else text("not serving", 503)
+        if request.path == "/" and self._console is not None:
+            return Response("text/plain", b"", 302, {"Location": f"{CONSOLE_PATH[1:]}/"})
         return self._text(self._choose(request.headers, request.client))
 
     def _text(self, answer: Answer) -> Response:

@@ -10,17 +10,17 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import add
 from time import monotonic_ns
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvstore.errors import KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.status import status_code
 
-# Slow calls, and what they waited for: the newest ones, without callers and pages.
+# Slow calls, and what they waited for: the newest ones, without callers.
 
 SLOW_NS = 100_000_000
 KEPT = 32
@@ -42,45 +42,71 @@ class Span(NamedTuple):
     took_ms: float
 
 
+class Subject(NamedTuple):
+    """What a call is about.
+
+    `key` is the first prefix hash. `nbytes` are those of the requested pages that a put or get
+    moves at most.
+    """
+
+    namespace: bytes = b""
+    tenant: str = ""
+    model: str = ""
+    key: bytes = b""
+    page_count: int = 0
+    nbytes: int = 0
+
+
 class SlowCall(NamedTuple):
-    """A slow call and its steps."""
+    """A slow call and its steps; `error` is the gRPC code of a failed one."""
 
     op: str
     wire: str
     unix_s: float
     took_ms: float
     spans: tuple[Span, ...]
+    subject: Subject
+    error: str
 
 
 class SlowCalls:
     """The newest slow calls. Thread-safe.
 
-    Steps belong to their own thread's current call.
+    Steps belong to their own thread's current call. `describe` returns the subject of a session's
+    request; only slow calls need it.
     """
 
     def __init__(self) -> None:
+        self.describe: Callable[[Any, Any], Subject] = lambda session, request: Subject()
         self._calls: deque[SlowCall] = deque(maxlen=KEPT)
         self._of_thread = threading.local()
 
-    def step(self, name: str, began_ns: int) -> None:
-        """Add a step of this thread's current call that has just ended."""
+    def step(self, name: str, began_ns: int, end_ns: int = 0) -> None:
+        """Add a step of this thread's current call that ended at `end_ns`, or just now."""
         steps = getattr(self._of_thread, "steps", None)
         if steps is None:
             steps = self._of_thread.steps = deque(maxlen=STEPS_MAX)
-        steps.append((name, began_ns, monotonic_ns()))
+        steps.append((name, began_ns, end_ns or monotonic_ns()))
 
-    def ended(self, op: str, wire: str, began_ns: int, ns: int) -> None:
-        """Keep the call if it was slow."""
+    def ended(
+        self,
+        op: str,
+        wire: str,
+        began_ns: int,
+        ns: int,
+        session: Any = None,
+        request: Any = None,
+        error: str = "",
+    ) -> None:
+        """Keep a slow call, unless its operation may take long."""
         if op in LONG:
             return
         steps = [step for step in getattr(self._of_thread, "steps", ()) if step[1] >= began_ns]
-        spans = [
+        spans = tuple(
             Span(name, (began - began_ns) / 1e6, (end - began) / 1e6) for name, began, end in steps
-        ]
-        if spans:
-            end_ms = max(span.at_ms + span.took_ms for span in spans)
-            spans.append(Span("to the end of its answer", end_ms, ns / 1e6 - end_ms))
-        self._calls.appendleft(SlowCall(op, wire, time.time() - ns / 1e9, ns / 1e6, tuple(spans)))
+        )
+        unix_s, subject = time.time() - ns / 1e9, self.describe(session, request)
+        self._calls.appendleft(SlowCall(op, wire, unix_s, ns / 1e6, spans, subject, error))
 
     def newest(self) -> list[SlowCall]:
         """Return the newest slow calls."""
@@ -120,7 +146,8 @@ TIMED = frozenset(
 }
 
 RAM, DISK, PEER = "ram", "disk", "peer"
-_FROM = {DISK: "the disk", PEER: "another member"}
+# Other steps of slow calls. The rest of a call is work of the node itself.
+QUEUE, RECEIVE, SEND, ACKS = "queue", "receive", "send", "acks"
 
 
 class Histogram:
@@ -159,8 +186,8 @@ class WireMetrics:
         self._times: dict[str, Histogram] = {}  # by operation
         self._errors: Counter[tuple[str, str]] = Counter()  # by operation and code
 
-    def answered(self, op: str, began_ns: int) -> None:
-        """Count an answered request."""
+    def answered(self, op: str, began_ns: int, session: Any = None, request: Any = None) -> None:
+        """Count an answered request; session and request are described if it was slow."""
         ns = monotonic_ns() - began_ns
         histogram = self._times.get(op)
         if histogram is None:
@@ -168,12 +195,22 @@ class WireMetrics:
         histogram.counts[bisect_left(_BOUNDS_NS, ns)] += 1
         histogram.sum_ns += ns
         if ns > SLOW_NS:
-            self._slow.ended(op, self.wire, began_ns, ns)
+            self._slow.ended(op, self.wire, began_ns, ns, session, request)
 
-    def failed(self, op: str, error: BaseException) -> None:
-        """Count a failed request."""
+    def failed(
+        self,
+        op: str,
+        error: BaseException,
+        began_ns: int = 0,
+        session: Any = None,
+        request: Any = None,
+    ) -> None:
+        """Count a failed request; it may have been slow if `began_ns` is not 0."""
+        code = _code(error)
         with self._lock:
-            self._errors[op, _code(error)] += 1
+            self._errors[op, code] += 1
+        if began_ns and (ns := monotonic_ns() - began_ns) > SLOW_NS:
+            self._slow.ended(op, self.wire, began_ns, ns, session, request, code)
 
     def times(self) -> dict[str, Histogram]:
         """Return the durations by operation."""
@@ -221,7 +258,7 @@ class RequestMetrics:
         try:
             yield
         finally:
-            self.slow.step(f"pages come from {_FROM[tier]}", began_ns)
+            self.slow.step(tier, began_ns)
             with self._lock:
                 self._waiting[tier] -= 1
 

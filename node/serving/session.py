@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from kvstore.checksum import (
     checksum,
@@ -15,7 +16,8 @@ from kvstore.checksum import (
     stored_leaves,
 )
 from kvstore.deadline import Deadline
-from kvstore.errors import Exhausted
+from kvstore.errors import Exhausted, UnknownNamespace
+from kvstore.keys import NAMESPACE_DIGEST_NBYTES, PREFIX_HASH_NBYTES_MAX
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.tracing import span
@@ -26,7 +28,7 @@ from node.memory.page import Page, Reservation
 from node.memory.promotion import Acquired, PartialPage, Range
 from node.memory.tier import RamTier
 from node.serving.limits import NO_CHARGE, Budget, Charge, make_limit
-from node.serving.request_metrics import DISK, PEER, RAM, RequestMetrics
+from node.serving.request_metrics import DISK, PEER, RAM, RequestMetrics, Subject
 from node.serving.tenants import Tenants
 
 # Expiry times have 32 bits of seconds since the epoch; a page may be forgotten sooner.
@@ -334,6 +336,7 @@ class Sessions:
         self._tier = tier
         self.tenants = tenants
         self.traffic = RequestMetrics()
+        self.traffic.slow.describe = self._subject
         self._lock = threading.Lock()
         self._live: set[Session] = set()
         ram_nbytes = tier.slots.region_nbytes
@@ -380,6 +383,28 @@ class Sessions:
         except Exhausted:
             self.held.give(session.peer, nbytes)
             raise
+
+    def _subject(self, session: Session | None, request: Any) -> Subject:
+        """Return what a slow call is about. `session`: whose put a commit completes."""
+        if isinstance(request, pb.CommitRequest) and session is not None:
+            request = session.put_request
+        digest, hashes = getattr(request, "namespace", b""), getattr(request, "prefix_hashes", ())
+        if not isinstance(digest, bytes) or not digest:
+            return Subject()
+        # clients choose both, and refused ones may be long
+        digest = digest[:NAMESPACE_DIGEST_NBYTES]
+        key, count = hashes[0][:PREFIX_HASH_NBYTES_MAX] if hashes else b"", len(hashes)
+        try:
+            space = self._tier.namespace(digest)
+        except UnknownNamespace:
+            return Subject(digest, key=key, page_count=count)
+        nbytes = 0
+        if isinstance(request, pb.PutRequest):
+            nbytes = count * space.page_nbytes
+        elif isinstance(request, pb.GetRequest):
+            parts = [part.nbytes for part in request.ranges] or [space.page_nbytes]
+            nbytes = count * sum(parts)
+        return Subject(digest, space.value.tenant, space.value.model, key, count, nbytes)
 
     def released(self, session: Session, nbytes: int) -> None:
         """Count released bytes."""

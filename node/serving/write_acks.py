@@ -6,6 +6,7 @@ put --> commit --> replicated to all other owners, unless a member forwarded it
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from time import monotonic_ns
 from typing import NamedTuple
 
 from kvstore.errors import Exhausted, InvalidRequest
@@ -16,6 +17,7 @@ from node.cluster.replication_queue import AckWaiter
 from node.disk.durability import Durability
 from node.memory.page import Page, PutStatus, Reservation
 from node.serving.limits import NO_CHARGE, Charge
+from node.serving.request_metrics import ACKS
 from node.serving.session import Session, Sessions
 
 Owners = Mapping[bytes, tuple[str, ...]]  # of each page
@@ -82,6 +84,14 @@ class WriteAcks:
 
         Raises Exhausted if they are visible but not that safe.
         """
+        began_ns = monotonic_ns() if session.promised else 0
+        try:
+            self._wait_for(session, pages)
+        finally:
+            if began_ns:
+                self._sessions.traffic.slow.step(ACKS, began_ns)
+
+    def _wait_for(self, session: Session, pages: Sequence[Page]) -> None:
         put, wait = session.put_request, session.wait
         if self._membership.view is None or put.forwarded_by:
             if put.durable:

@@ -11,7 +11,7 @@ from kvstore.cluster.view import Member, View
 from kvstore.errors import Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from node.console import snapshot as module
-from node.console.snapshot import ASKED_S, CALL_S, ROUND_S, Members, summary
+from node.console.members import ASKED_S, CALL_S, ROUND_S, Members, summary
 
 OWN = pb.NodeStatusReply(state="SERVING")
 
