@@ -222,13 +222,15 @@ def test_monitoring() -> None:
 
 @target_in_venv
 def test_console() -> None:
-    """the console in a headless Chromium (PICTURES=docs/pictures makes its pictures)"""
+    """the console in Chromium (PICTURES=docs/pictures; AXE=axe.min.js of npm pack axe-core)"""
     names = ("chromium", "chromium-browser", "google-chrome")
     chromium = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if not chromium:
         fail("needs Chromium; on Debian: apt-get install chromium")
     pictures = os.environ.get("PICTURES")
     extra = {"KVSTORE_PICTURES": str(ROOT / pictures)} if pictures else {}
+    if axe := os.environ.get("AXE"):
+        extra["KVSTORE_AXE"] = str(Path(axe).resolve())
     pytest("tests/console", KVSTORE_CHROMIUM=chromium, **extra)
 
 

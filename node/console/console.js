@@ -1,16 +1,18 @@
 // The page's life: who is there, the stream of events and its ends, and what an administrator does.
 
+import { shown } from "./address.js";
 import { Board } from "./board.js";
+import { place } from "./dom.js";
 import { LookUp } from "./look.js";
 import { ask, events, Refusal, token } from "./node.js";
 import { count, nbytes } from "./words.js";
 
 const HIDDEN_S = 20; // a page that nobody sees asks for nothing after this
 const PAUSE_S_MAX = 15;
-const place = (id) => document.getElementById(id);
 
 const lookUp = new LookUp(null);
-const board = new Board((namespace, head) => lookUp.start(namespace, head));
+const board = new Board();
+let followed = null; // the state of the address that was applied last
 let wanted = null; // ends the stream that runs
 
 function tell(text, style) {
@@ -19,7 +21,7 @@ function tell(text, style) {
 }
 
 function askForToken(error) {
-  place("board").hidden = true;
+  place("board").hidden = place("sections").hidden = true;
   place("token-form").hidden = false;
   place("token-error").textContent = token.get() ? error.message : "";
   token.forget();
@@ -27,6 +29,12 @@ function askForToken(error) {
   tell("waits for a token", "");
   place("token").focus();
 }
+
+// An ordinary link would lose the state that the address keeps.
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  place("board").focus();
+});
 
 // ---- the stream --------------------------------------------------------------------------
 
@@ -57,14 +65,31 @@ async function watch() {
 
 function show(values) {
   place("token-form").hidden = true;
-  place("board").hidden = false;
+  place("board").hidden = place("sections").hidden = false;
   tell("live", "live");
   board.show(values);
+  lookUp.members = values.cluster?.members || [];
   const admin = board.who.role === "admin";
   lookUp.remove = admin && !values.cluster ? removePage : null;
   place("acts").hidden = !(admin && board.who.tenant === "*" && values.disk);
   place("sign-out").hidden = !token.get();
+  if (!followed) follow();
 }
+
+// Apply what the address says: after a link, a step back, or at the start.
+function follow() {
+  if (place("board").hidden) return;
+  const before = followed || { range: shown().range, ns: "", key: "" };
+  followed = shown();
+  if (before.range !== followed.range) board.refresh();
+  board.navigation();
+  if (followed.ns && (before.ns !== followed.ns || before.key !== followed.key)) lookUp.follow();
+  const target = followed.at && place(followed.at);
+  if (!target) return;
+  target.scrollIntoView({ block: "start" });
+  (target.id === "look" ? place("h-look") : target).focus({ preventScroll: true });
+}
+window.addEventListener("hashchange", follow);
 
 place("token-form").addEventListener("submit", (event) => {
   event.preventDefault();

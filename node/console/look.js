@@ -1,29 +1,36 @@
 // Looking up a page: which there are under a key, what they are made of, their planes as statistics and pictures.
 
-import { el } from "./graphs.js";
+import { address, consoleOf, shown } from "./address.js";
+import { el, link, place } from "./dom.js";
 import { ask, bytes } from "./node.js";
 import { decode, drawCounts, drawHeat, slices, statistics } from "./planes.js";
 import { count, ms, nbytes, number } from "./words.js";
 
 const SHOWN_NBYTES = 8 << 20; // of one plane: the units that fit
-const place = (id) => document.getElementById(id);
-
 export class LookUp {
   // `remove` asks, and removes a page; null: who is here may not.
   constructor(remove) {
     this.remove = remove;
+    this.members = []; // of the cluster, for links to the owners of a page
     this.turn = 0; // of what was asked last: what comes later of one before is not shown
     place("look-form").addEventListener("submit", (event) => {
       event.preventDefault();
-      this.find(place("look-space").value.trim(), place("look-key").value.trim());
+      const [ns, key] = [place("look-space").value, place("look-key").value.trim()];
+      if (!ns) this.say("This node has no namespace yet.");
+      else if (location.hash === address({ ns, key })) this.find(ns, key);
+      else location.hash = address({ ns, key }); // which `follow` sees
     });
   }
 
-  start(namespace, key) {
-    place("look-space").value = namespace;
+  // Look up what the page's address names.
+  follow() {
+    const { ns, key } = shown();
+    if (!ns) return;
+    const select = place("look-space");
+    if (![...select.options].some((option) => option.value === ns)) select.append(el("option", { value: ns, text: ns }));
+    select.value = ns;
     place("look-key").value = key;
-    place("look").scrollIntoView({ block: "start" });
-    this.find(namespace, key);
+    this.find(ns, key);
   }
 
   async find(namespace, key) {
@@ -44,32 +51,43 @@ export class LookUp {
   }
 
   show(told) {
-    const owned = told.owners.length ? ` Its owners are ${told.owners.join(", ")}.` : "";
-    if (!told.pages.length) {
-      this.say(`This node has no page under that key.${owned}`);
-      return;
+    const { namespace, pages } = told;
+    const about = namespaceFacts(namespace);
+    if (pages.length === 1) {
+      this.say("");
+      place("look-found").replaceChildren(this.owners(told));
+      this.page(namespace, pages[0]);
+    } else if (!pages.length) {
+      this.say(place("look-key").value ? "This node has no page under that key." : "This node has no page of this namespace.");
+      place("look-found").replaceChildren(this.owners(told), about);
+    } else {
+      this.say(`${told.more ? "The first " : ""}${pages.length} pages${place("look-key").value ? " under that key" : ""}:`);
+      const choices = pages.map((page) => el("li", {}, el("code", {}, link(address({ ns: namespace.digest, key: page.prefix_hash }), page.prefix_hash))));
+      place("look-found").replaceChildren(about, el("ul", { class: "found" }, ...choices));
     }
-    if (told.pages.length > 1) {
-      this.say(`${told.more ? "More than " : ""}${told.pages.length} pages match. Which one?`);
-      const choices = told.pages.map((page) =>
-        el("li", {}, el("button", { type: "button", class: "plain mono", text: page.prefix_hash, onclick: () => this.start(told.namespace.digest, page.prefix_hash) })),
-      );
-      place("look-found").replaceChildren(el("ul", {}, ...choices));
-      return;
-    }
-    this.say(owned.trim());
-    this.page(told.namespace, told.pages[0]);
+  }
+
+  // Links to the consoles of the members that own the key.
+  owners(told) {
+    if (!told.owners.length) return el("p");
+    const { digest } = told.namespace;
+    const links = told.owners.flatMap((id, at) => {
+      const member = this.members.find((one) => one.id === id);
+      const there = member && consoleOf(member, member.status?.metrics_port, { ns: digest, key: place("look-key").value });
+      return [at ? ", " : "", link(there, id)];
+    });
+    return el("p", {}, "Its owners: ", ...links);
   }
 
   page(namespace, page) {
     const where = [page.in_ram ? "RAM" : "", page.on_disk ? "disk" : ""].filter(Boolean).join(" and ");
     const facts = [
-      ["Key", page.prefix_hash], ["Model", namespace.model], ["Tenant", namespace.tenant], ["Where", where], ["Bytes", nbytes(page.nbytes)],
+      ["Key", page.prefix_hash], ["Where", where], ["Bytes", nbytes(page.nbytes)],
       ["Tokens", count(namespace.layout.page_tokens)], ["Stored", page.in_ram ? `${ms(page.age_ms)} ago` : "–"], ["Last used", `${ms(page.idle_ms)} ago`],
       ["Pinned", page.pin_ttl_ms ? `for ${ms(page.pin_ttl_ms)}` : "no"], ["Expires", page.ttl_ms ? `in ${ms(page.ttl_ms)}` : "no"],
       ["Readers now", count(page.holds)], ["Checksum", page.checksum], ["Signed", namespace.keyed ? "yes; its HMAC is not verified here" : "no"],
     ];
-    const list = el("dl", { class: "facts" }, ...facts.map(([name, text]) => el("div", {}, el("dt", { text: name }), el("dd", { text }))));
+    const list = factList(facts);
     const all = slices(namespace.layout);
     const layers = [...new Set(all.map((slice) => slice.layer))].sort((one, other) => one - other);
     const pick = el("select", { id: "look-layer" }, ...layers.map((layer) => el("option", { value: layer, text: String(layer) })));
@@ -81,7 +99,7 @@ export class LookUp {
     if (this.remove) {
       choice.append(el("button", { type: "button", class: "danger", text: "Remove this page", onclick: () => this.remove(at, (text) => this.say(text)) }));
     }
-    place("look-found").replaceChildren(list, choice, planes);
+    place("look-found").append(namespaceFacts(namespace), list, choice, planes);
     draw();
   }
 
@@ -101,6 +119,17 @@ export class LookUp {
       }
     }
   }
+}
+
+function factList(facts) {
+  return el("dl", { class: "facts" }, ...facts.map(([name, text]) => el("div", {}, el("dt", { text: name }), el("dd", {}, text))));
+}
+
+function namespaceFacts(namespace) {
+  return factList([
+    ["Namespace", link(address({ ns: namespace.digest }), namespace.digest)], ["Model", namespace.model], ["Revision", namespace.revision || "–"],
+    ["Tenant", namespace.tenant], ["Epoch", namespace.epoch], ["Page size", nbytes(namespace.page_nbytes)],
+  ]);
 }
 
 function plane(slice, values, units) {

@@ -45,7 +45,7 @@ class Pages:
     def look_up(self, values: Mapping[str, Any], caller: Caller) -> Response:
         """Answer a search for pages."""
         digest = namespace_of(values)
-        digits = _digits(values, "key") if values.get("key") else ""
+        digits = _digits(values, "key") if values.get("key", "") != "" else ""
         most = FOUND_MAX if digits else LISTED_MAX
         stats = self._stats(digest, digits, caller)
         namespace = self._find(digest)

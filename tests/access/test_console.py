@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 from people import PAGE_NBYTES, People, client, namespace, taken_up
-from visits import first, told, visit, watching
+from visits import first, history_of, told, visit, watching
 from waiting import wait_until
 
+from kvstore.pb import kvstore_pb2 as pb
 from node.console.console import NAMES
-from node.console.history import History
 from node.server import Node
+from node.serving.request_metrics import SLOW_NS
 
 KEY = b"\xaa" * 32
 OURS, THEIRS = namespace("team-a"), namespace("team-b")
@@ -24,19 +25,14 @@ def stored(node: Node, people: People) -> Node:
             there.lookup(space, [KEY])
     node.service.hot_prefixes._add((OURS.digest, KEY), 1)
     node.service.hot_prefixes._add((THEIRS.digest, KEY), 1)
+    for space in (OURS, THEIRS):
+        about = pb.GetRequest(namespace=space.digest, prefix_hashes=[KEY])
+        node.service.traffic.slow.ended("get", "bulk", 0, SLOW_NS, None, about)
+    node.service.traffic.slow.ended("list_namespaces", "bulk", 0, SLOW_NS)
     history = history_of(node)
     for _ in range(3):
         history._take(history._clock())
     return node
-
-
-def history_of(node: Node) -> History:
-    (history,) = [
-        one
-        for look in node._watch._looks
-        if isinstance(one := getattr(look, "__self__", None), History)
-    ]
-    return history
 
 
 def test_console_page_needs_no_identity(stored: Node) -> None:
@@ -70,9 +66,11 @@ def test_operator_sees_the_node_and_all_tenants(stored: Node, people: People) ->
     assert values["ram"]["used_nbytes"] >= 2 * PAGE_NBYTES
     assert {hot["namespace"] for hot in values["hot"]} == {OURS.digest.hex(), THEIRS.digest.hex()}
     assert all(len(hot["head"]) == 8 for hot in values["hot"])
-    assert len(values["history"]["times"]) == 2
-    assert {"get_p99_ms", "lookup_p50_ms"} <= set(values["history"])
-    assert isinstance(values["slow"], list)
+    recent = values["history"]["recent"]
+    assert len(recent["times"]) == 2
+    assert {"get_p99_ms", "lookup_p50_ms"} <= set(recent)
+    assert {"put", "lookup"} <= {one["op"] for one in values["latencies"]}
+    assert [call["subject"]["tenant"] for call in values["slow"]] == ["", "team-b", "team-a"]
     assert values["who"] == {
         "name": "operator",
         "tenant": "*",
@@ -99,9 +97,12 @@ def test_tenant_sees_its_own_data_only(stored: Node, people: People) -> None:
         "rss_nbytes",
         "refused_calls",
     } & set(values)
-    assert "slow" not in values
-    assert not {name for name in values["history"] if name.endswith("_ms")}
-    assert values["history"]["ram_nbytes"] == [PAGE_NBYTES, PAGE_NBYTES]
+    recent = values["history"]["recent"]
+    assert not {name for name in recent if name.endswith("_ms")}
+    assert recent["ram_nbytes"] == [PAGE_NBYTES, PAGE_NBYTES]
+    assert "latencies" not in values
+    (call,) = values["slow"]
+    assert (call["subject"]["tenant"], call["subject"]["key"]) == ("team-a", "aaaaaaaa")
     assert THEIRS.digest.hex() not in str(values)
     assert "team-b" not in str(values)
 

@@ -13,8 +13,9 @@ import pytest
 from chromium import Chromium
 from fleets import Start, small_nodes
 from load import Load
+from visits import history_of
 
-from node.console.history import EVERY_S, History
+from node.console.history import EVERY_S
 from node.server import Node
 
 CHROMIUM = os.environ.get("KVSTORE_CHROMIUM", "")
@@ -80,12 +81,3 @@ def load(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loa
 @pytest.fixture
 def busy(load: Load) -> Node:
     return load.near
-
-
-def history_of(node: Node) -> History:
-    (history,) = [
-        one
-        for look in node._watch._looks
-        if isinstance(one := getattr(look, "__self__", None), History)
-    ]
-    return history

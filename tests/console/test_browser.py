@@ -3,7 +3,9 @@
 `make test-console` runs these tests; `PICTURES=docs/pictures` makes the pictures of the documents.
 """
 
+import os
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from chromium import Chromium
 from fleets import Start
 from load import PAGE_TOKENS, Load, page
+from visits import history_of
 
 from kvstore import (
     Client,
@@ -25,11 +28,14 @@ from kvstore import (
 )
 from kvstore.cli.decode import plane_statistics
 from kvstore.layout import DTYPE_NBYTES
+from kvstore.pb import kvstore_pb2 as pb
 from kvstore.security.identities import add, new_token, token_line
 from kvstore.tools.node_process import NodeProcess
 from node.server import Node
+from node.serving.request_metrics import DISK
 
 HOSTILE = """<script>window.hacked=1</script><img src=x onerror="window.hacked=2">'"&amp;"""
+AXE = os.environ.get("KVSTORE_AXE", "")
 PICTURE_NBYTES_MAX = 200_000
 SOONER = "const timer = setTimeout; window.setTimeout = (then, ms) => timer(then, ms / 4);"
 HOUR_S = 50.0  # seconds of load before the pictures, nearly an hour of history
@@ -89,21 +95,83 @@ def test_board_fits_the_screen_and_has_no_errors(
     browser.size(width, 900)
     browser.scheme(scheme)
     live(browser, url(busy))
-    browser.until("document.querySelectorAll('#map .member').length", lambda count: count == 3)
     browser.until(
-        "document.querySelector('#map').textContent.includes('no answer')", lambda there: not there
+        "document.querySelectorAll('#member-rows tbody tr').length", lambda count: count == 3
     )
+    browser.until("document.querySelectorAll('#member-rows tbody a').length", lambda n: n == 2)
     browser.until("document.querySelectorAll('#graphs polyline.line').length > 3")
     browser.until(
         "document.querySelectorAll('#space-rows tbody tr').length", lambda count: count == 2
     )
-    assert browser.value(
-        "[...document.querySelectorAll('#map h3')].map((head) => head.textContent)"
-    ) == [
-        "zone rack-a",
-        "zone rack-b",
-    ]
+    zones = (
+        "[...document.querySelectorAll('#member-rows tbody tr')].map((r) => r.cells[2].innerText)"
+    )
+    assert [zone.split("\n")[-1] for zone in browser.value(zones)] == ["rack-a", "rack-a", "rack-b"]
+    browser.until("document.querySelector('#cluster-tiles').textContent.includes('3 of 3')")
+    browser.value("document.querySelector('#hot-rows a').click()")
+    browser.until("document.querySelectorAll('.plane canvas').length > 1")
     check(browser)
+    assert cut_labels(browser) == []
+    assert violations(browser) == []
+
+
+def cut_labels(browser: Chromium) -> Any:
+    """Return the labels of the graphs that are not wholly within their picture."""
+    return browser.value(
+        """[...document.querySelectorAll('.graph svg')].flatMap((picture) => {
+            const all = picture.getBoundingClientRect();
+            return [...picture.querySelectorAll('text')].filter((text) => {
+                const box = text.getBoundingClientRect();
+                return box.left < all.left || box.right > all.right || box.bottom > all.bottom;
+            }).map((text) => text.textContent);
+        })"""
+    )
+
+
+def violations(browser: Chromium) -> Any:
+    """Return what axe-core finds; nothing without KVSTORE_AXE, the path of its axe.min.js."""
+    if not AXE:
+        return []
+    browser.value(Path(AXE).read_text() + "; 0")
+    return browser.value(
+        "axe.run(document, {resultTypes: ['violations']}).then((found) => found.violations.map("
+        "(one) => `${one.id}: ${one.nodes.map((node) => node.html.slice(0, 99))}`))"
+    )
+
+
+def test_range_of_the_graphs_is_kept_in_the_address(browser: Chromium, busy: Node) -> None:
+    browser.size(1600, 900)
+    live(browser, url(busy, "/"))
+    assert browser.value("location.pathname") == "/console/"
+    browser.until("document.querySelectorAll('#graphs polyline.line').length > 3")
+    chosen = "document.querySelector('#ranges [aria-current]').textContent"
+    assert browser.value(chosen) == "1 h"
+    browser.value("[...document.querySelectorAll('#ranges a')][0].click()")
+    browser.until(f"{chosen} === '10 min'")
+    assert browser.value("location.hash") == "#range=10m"
+    browser.value("document.querySelector('#sections a').click()")
+    browser.until("location.hash === '#range=10m&at=now'")
+    live(browser, url(busy, "/console/#range=24h"))
+    browser.until(f"{chosen} === '24 h'")
+
+
+def test_axis_begins_at_the_first_sample(browser: Chromium, start: Start) -> None:
+    node = start()
+    history, now_s = history_of(node), time.time()
+    live(browser, url(node))
+    assert "no samples yet" in text(browser, "#graphs")
+    history.poll = lambda: None  # type: ignore[method-assign]
+    for number in range(4):
+        history._wall = lambda number=number: now_s - 40 + 10 * number
+        history._take(history._clock() + number)
+    live(browser, url(node))
+    browser.until("document.querySelectorAll('#graphs polyline.line').length > 0")
+    points = browser.value(
+        "document.querySelectorAll('#graphs polyline.line')[1].getAttribute('points')"
+    )
+    first, *_, last = (float(point.split(",")[0]) for point in points.split(" "))
+    width = browser.value("document.querySelector('#graphs svg').clientWidth")
+    assert last - first > width / 2, "three samples must fill more than half of the axis"
 
 
 def test_numbers_are_updated(browser: Chromium, busy: Node) -> None:
@@ -120,18 +188,22 @@ def test_graph_can_be_read_with_the_keyboard(browser: Chromium, busy: Node) -> N
     browser.until("document.querySelectorAll('#graphs polyline.line').length > 3")
     browser.value("document.querySelector('#graphs svg').focus()")
     browser.press("ArrowLeft")
-    browser.until("document.querySelectorAll('#graphs .cursor').length === 1")
-    assert "Hit rate over the last hour; " in browser.value(
-        "document.querySelector('#graphs svg').getAttribute('aria-label')"
+    browser.until("document.querySelectorAll('#graphs .cursor[visibility=visible]').length > 0")
+    label = "document.querySelector('#graphs svg').getAttribute('aria-label')"
+    assert re.match(r"Hit rate, \d\d:\d\d:\d\d: of requested pages", browser.value(label))
+    cursors = "document.querySelectorAll('#graphs .cursor[visibility=visible]').length"
+    assert browser.value(cursors) == browser.value(
+        "document.querySelectorAll('#graphs svg').length"
     )
 
 
 def test_hostile_names_are_shown_as_text(browser: Chromium, hostile: Node) -> None:
     live(browser, url(hostile))
     browser.until(f"document.querySelector('#space-rows').textContent.includes({HOSTILE!r})")
-    browser.until("document.querySelectorAll('#hot-rows button').length === 1")
-    browser.value("document.querySelector('#hot-rows button').click()")
+    browser.until("document.querySelectorAll('#hot-rows a').length === 2")
+    browser.value("document.querySelector('#hot-rows a').click()")
     browser.until(f"document.querySelector('#look-found').textContent.includes({HOSTILE!r})")
+    assert HOSTILE in text(browser, "#look-space")
     assert browser.value("window.hacked") is None
     assert browser.value("document.querySelectorAll('body script, main img').length") == 0
     check(browser)
@@ -140,18 +212,28 @@ def test_hostile_names_are_shown_as_text(browser: Chromium, hostile: Node) -> No
 def test_latencies_and_slow_calls_are_drawn(browser: Chromium, start: Start) -> None:
     node = start()
     live(browser, url(node))
-    assert "None yet" in text(browser, "#slow-rows")
+    assert "None: no call" in text(browser, "#slow-rows")
     slow, now_ns = node.service.traffic.slow, time.monotonic_ns()
-    slow.step(HOSTILE, now_ns - 50_000_000)
-    slow.ended("get", "bulk", now_ns - 80_000_000, 120_000_000)
-    (history,) = [node.console._snapshots._history] if node.console else []
+    space = Namespace(HOSTILE, opaque_layout(4096), "team-x")
+    with client(node) as there:
+        there.put(space, [b"\xcd" * 32], [bytes(4096)])
+    slow.step(DISK, now_ns - 50_000_000, now_ns)
+    slow.step(HOSTILE, now_ns, now_ns + 20_000_000)
+    about = pb.GetRequest(namespace=space.digest, prefix_hashes=[b"\xcd" * 32])
+    slow.ended("get", "bulk", now_ns - 80_000_000, 120_000_000, None, about, "unavailable")
+    history = history_of(node)
     for _ in range(3):
         node.service.traffic.of_wire("bulk").answered("get", time.monotonic_ns() - 1_000_000)
         history._take(history._clock())
     live(browser, url(node))
-    browser.until("document.querySelectorAll('#slow-rows .span').length === 2")
-    assert HOSTILE in text(browser, "#slow-rows")
-    assert "Gets: latency" in text(browser, "#graphs")
+    browser.until("document.querySelectorAll('#slow-rows .timeline rect').length === 3")
+    shown = text(browser, "#slow-rows tbody")
+    for part in (HOSTILE, "team-x", "unavailable", "4 KiB", "disk 50 ms", "node 50 ms"):
+        assert part in shown, part
+    assert "Get latency" in text(browser, "#graphs")
+    assert "get" in text(browser, "#operation-rows")
+    browser.value("[...document.querySelectorAll('#slow-rows a')][1].click()")
+    browser.until(f"document.querySelector('#look-found').textContent.includes('{'cd' * 32}')")
     check(browser)
 
 
@@ -244,8 +326,11 @@ def test_page_is_looked_up_drawn_and_removed(browser: Chromium, start: Start) ->
     with client(node) as there:
         there.put(space, [key], [content])
     live(browser, url(node))
-    browser.value("document.getElementById('look-space').focus()")
-    browser.type(space.digest.hex())
+    assert browser.value("document.getElementById('look-space').value") == space.digest.hex()
+    browser.value("document.querySelector('#look-form button').click()")
+    browser.until(
+        f"document.querySelector('#look-found').textContent.includes({space.digest.hex()!r})"
+    )
     browser.value("document.getElementById('look-key').focus()")
     browser.type(key.hex()[:8])
     browser.press("Enter")
@@ -360,9 +445,9 @@ def test_pictures_of_the_documents_are_made(
     browser.scheme("light")
     live(browser, url(busy))
     time.sleep(8.0)
-    bottom = browser.value("document.getElementById('cluster').getBoundingClientRect().bottom")
+    bottom = browser.value("document.getElementById('operations').getBoundingClientRect().bottom")
     browser.picture(wide, height=bottom + 8, scale=0.8)
-    browser.value("document.querySelector('#hot-rows button').click()")
+    browser.value("document.querySelector('#hot-rows a').click()")
     browser.until("document.querySelectorAll('.plane canvas').length > 3")
     box = browser.value(
         "(({top, height}) => [top + scrollY, "

@@ -11,6 +11,7 @@ import pytest
 from waiting import wait_until
 
 from node.console.console import OWN_HEADER, Console
+from node.console.history import History
 from node.server import Node
 
 OWN = {OWN_HEADER: "1"}
@@ -19,6 +20,15 @@ OWN = {OWN_HEADER: "1"}
 def console_of(node: Node) -> Console:
     assert node.console is not None
     return node.console
+
+
+def history_of(node: Node) -> History:
+    (history,) = [
+        one
+        for look in node._watch._looks
+        if isinstance(one := getattr(look, "__self__", None), History)
+    ]
+    return history
 
 
 @pytest.fixture

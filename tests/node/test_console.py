@@ -53,6 +53,8 @@ def test_console_files_come_from_the_node_with_a_strict_policy(node: Node) -> No
 
 def test_console_paths_are_exact_and_metrics_stay(node: Node) -> None:
     assert visit(node, "/console")[0:1] == (308,)
+    status, headers, _ = visit(node, "/")
+    assert (status, headers["Location"]) == (302, "console/")
     for path in (
         "/console/x",
         "/console/page.html",
@@ -69,7 +71,8 @@ def test_console_paths_are_exact_and_metrics_stay(node: Node) -> None:
 
 def test_node_without_a_console_serves_metrics_on_its_paths(start_node: StartNode) -> None:
     node = start_node(console="off")
-    assert b"kvstore_serving" in visit(node, "/console/")[2]
+    for path in ("/console/", "/"):
+        assert b"kvstore_serving" in visit(node, path)[2]
 
 
 def test_console_calls_need_the_header_of_its_script(node: Node) -> None:

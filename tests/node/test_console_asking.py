@@ -10,7 +10,7 @@ import pytest
 from kvstore.cluster.view import Member, View
 from kvstore.errors import Unavailable
 from kvstore.pb import kvstore_pb2 as pb
-from node.console import snapshot as module
+from node.console import members as module
 from node.console.members import ASKED_S, CALL_S, ROUND_S, Members, summary
 
 OWN = pb.NodeStatusReply(state="SERVING")

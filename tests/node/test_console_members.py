@@ -19,6 +19,11 @@ def test_cluster_map_has_each_member_and_its_error(start_node: StartNode) -> Non
     assert members["n1"]["status"]["state"] == "SERVING"
     assert members["n1"]["age_s"] >= 0.0
     assert members["n2"]["status"] is None
+    sums = values["cluster"]["sums"]
+    assert sums["answered"] == 2, "a member that does not answer is in no sum"
+    assert sums["ram"]["capacity_nbytes"] == 2 * near.config.ram_nbytes
+    assert members["n1"]["status"]["metrics_port"] == nodes[1].metrics.port
+    assert values["cluster"]["lost"] == []
     assert {member["state"] for member in members.values()} == {"serving"}, (
         "states come from the view"
     )

@@ -14,7 +14,7 @@ from kvstore.messages import layout_value
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.security.identities import Principal, Role
 from node.console.console import SCRUB_NBYTES, Acts
-from node.console.pages import BYTES_MAX, FOUND_MAX
+from node.console.pages import BYTES_MAX, FOUND_MAX, LISTED_MAX
 from node.server import Node
 from node.serving.limits import SCRUB_NBYTES_MAX
 
@@ -94,7 +94,14 @@ def test_partial_key_of_odd_length_skips_other_half_bytes(stored: Node) -> None:
     assert look_up(stored, "abcde", space.digest)[1]["pages"] == []
 
 
-@pytest.mark.parametrize("key", ["", "abc", "xyz1", "ab cd", "é" * 8, "a" * 129, None, 7, ["abcd"]])
+def test_lookup_without_a_key_lists_the_first_pages(stored: Node) -> None:
+    values = look_up(stored, "")[1]
+    listed = [page["prefix_hash"] for page in values["pages"]]
+    assert listed == sorted(listed)
+    assert (len(listed), values["more"]) == (min(LISTED_MAX, len(KEYS)), len(KEYS) > LISTED_MAX)
+
+
+@pytest.mark.parametrize("key", ["abc", "xyz1", "ab cd", "é" * 8, "a" * 129, None, 7, ["abcd"]])
 def test_invalid_key_is_refused(stored: Node, key: Any) -> None:
     status, values = told(stored, "/console/look-up", {"namespace": SPACE.digest.hex(), "key": key})
     assert status == 400

@@ -47,7 +47,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 @pytest.fixture
 def snapshot_for(asked: Asked) -> Any:
-    history = SimpleNamespace(visible_to=lambda principal, most=360: {"most": most})
+    history = SimpleNamespace(
+        visible_to=lambda principal, most, most_of_day: {"most": most}, latencies=list
+    )
     heat, slow = SimpleNamespace(hottest=list), SimpleNamespace(newest=list)
     members = SimpleNamespace(describe=lambda status: {"cluster": "fleet"})
     parts: list[Any] = [asked, history, heat, members, slow]
@@ -70,7 +72,7 @@ def test_tenant_snapshot_has_no_members_calls_or_other_tenants(
     assert "DRAINING" in str(operator["findings"])
     for values, team in ((one, "team-0"), (other, "team-1")):
         assert values["cluster"] is None
-        assert "slow" not in values
+        assert "latencies" not in values
         assert [use["tenant"] for use in values["tenants"]] == [team]
         assert f"of {team}" in str(values["findings"])
     assert one["samples"] == {"most": SAMPLES}

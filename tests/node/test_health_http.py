@@ -62,5 +62,6 @@ def test_health_needs_no_token_and_metrics_do(
     refused = node.audit.refused_count
     assert ask(node.metrics.port, tls=True) == (200, b"serving\n")
     assert node.audit.refused_count == refused, "a health request must not count as refused"
-    for path in ("/metrics", "/", "/healthy", "/health/../metrics", "/metrics?/health"):
+    assert ask(node.metrics.port, "/", tls=True)[0] == 302, "it leads to the console"
+    for path in ("/metrics", "/healthy", "/health/../metrics", "/metrics?/health"):
         assert ask(node.metrics.port, path, tls=True)[0] == 401, path
