@@ -3,14 +3,14 @@
 import { RANGES, address, shown } from "./address.js";
 import { bar, el, link, place, put } from "./dom.js";
 import { Graph } from "./graphs.js";
-import { MISSES, hotPrefixes, members, namespaces, operations, slowCalls, tenants } from "./tables.js";
+import { MISSES, events, hotPrefixes, members, namespaces, operations, slowCalls, tenants } from "./tables.js";
 import { count, ms, nbytes, nbytesPerS, percent, short } from "./words.js";
 
 const STYLES = ["s1", "s2", "s3", "s4", "s5", "s7", "s8"];
 const PARTS_MAX = STYLES.length;
 const KEPT = { recent: 360, day: 288 }; // samples
 const SECTIONS = [
-  ["now", "Overview"], ["history", "History"], ["members", "Members"], ["operations", "Operations"], ["namespaces", "Namespaces"],
+  ["now", "Overview"], ["history", "History"], ["members", "Members"], ["events", "Events"], ["operations", "Operations"], ["namespaces", "Namespaces"],
   ["hot", "Prefixes"], ["slow", "Slow calls"], ["look", "Look up"],
 ];
 
@@ -31,6 +31,7 @@ export class Board {
     this.tiles(now);
     this.findings(now.findings);
     members(now.cluster, this.members);
+    events(now.events, now.cluster);
     this.fill(now);
     operations(now.latencies);
     tenants(now.tenants);
@@ -189,9 +190,11 @@ export class Board {
       const lost = cluster.lost.length ? `, ${cluster.lost.length} lost` : "";
       place("h-cluster").textContent = `Cluster: ${cluster.cluster}`;
       const tiles = [...traffic(rates, sums.totals), ...tiers(sums.ram, sums.disk.capacity_nbytes ? sums.disk : null)];
-      tiles.push(["Sessions", count(sums.session_count), "of all members"]);
       tiles.push(["To replicate", nbytes(waitingNbytes), `${count(waiting)} pages`]);
       tiles.push(["Members", `${sums.answered} of ${cluster.members.length}`, `answer${lost}`]);
+      const health = { green: "good", yellow: "warn", red: "bad" }[cluster.health] || "";
+      const thin = sums.peers.pages_under_replicated;
+      tiles.push(["Health", el("span", { class: health, text: cluster.health || "–" }), thin ? `${count(thin)} pages have too few copies` : "of members and copies"]);
       tile(place("cluster-tiles"), tiles);
     }
     const rates = this.rates?.all;

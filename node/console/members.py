@@ -12,6 +12,7 @@ from typing import Any
 
 from kvstore.cluster.view import Member, View
 from kvstore.deadline import Deadline
+from kvstore.doctor.members import health
 from kvstore.errors import KVStoreError
 from kvstore.messages import plain
 from kvstore.pb import kvstore_pb2 as pb
@@ -34,9 +35,17 @@ _PEERS = (
     "sweeping",
     "sweep_pages_missing",
     "sweep_pages_fetched",
+    "pages_under_replicated",
     "view_number",
 )
-_SUMMED = ("copy_count", "copy_nbytes", "queue_pages", "queue_nbytes", "pages_dropped")
+_SUMMED = (
+    "copy_count",
+    "copy_nbytes",
+    "queue_pages",
+    "queue_nbytes",
+    "pages_dropped",
+    "pages_under_replicated",
+)
 _TOTALS = ("pages_asked", "prefix_hits", "nbytes_put", "nbytes_got")
 
 Begin = Callable[[Callable[[], object]], "Future[Any] | None"]
@@ -67,16 +76,24 @@ class Members:
         now_s = time.monotonic()
         with self._lock:
             told = self._statuses | {
-                self._membership.member: {"status": summary(own), "at_s": now_s}
+                self._membership.member: _answer(own) | {"error": "", "at_s": now_s}
             }
-        known = [told.get(member.id, {}).get("status") for member in view.members]
+        there = {
+            member.id: told[member.id]
+            for member in view.members
+            if told.get(member.id, {}).get("status")
+        }
         return {
             "cluster": view.cluster,
+            # a member that was not queried yet is not missing
+            "health": health(view, {name: one["health"] for name, one in there.items()})
+            if all(member.id in told for member in view.members)
+            else "",
             "number": view.number,
             "replicas": view.replicas,
             "own": self._membership.member,
             "members": [_member(member, told.get(member.id, {}), now_s) for member in view.members],
-            "sums": _sums([status for status in known if status]),
+            "sums": _sums([one["status"] for one in there.values()]),
             "lost": [plain(lost) for lost in own.peers.lost],
         }
 
@@ -115,10 +132,16 @@ class Members:
 
         said: dict[str, Any] = {"status": None, "error": ""}
         try:
-            said["status"] = summary(self._links.link(member).run(call, None, Deadline(timeout_s)))
+            said |= _answer(self._links.link(member).run(call, None, Deadline(timeout_s)))
         except KVStoreError as error:
             said["error"] = str(error)
         return said | {"at_s": time.monotonic()}
+
+
+def _answer(status: pb.NodeStatusReply) -> dict[str, Any]:
+    """Return what is kept of a status: what is shown, and what decides on the cluster's health."""
+    health = pb.NodeStatusReply(state=status.state, peers=status.peers)
+    return {"status": summary(status), "health": health}
 
 
 def _member(member: Member, said: Mapping[str, Any], now_s: float) -> dict[str, Any]:

@@ -34,6 +34,7 @@ SCOPES_MAX = 64
 NAMESPACES_MAX = 50
 TENANTS_MAX = 50
 HOT_MAX = 12
+EVENTS_MAX = 50
 # The newest samples, beside the whole history of the first message: a watcher that was updated a
 # minute ago misses none.
 SAMPLES = 6
@@ -135,6 +136,8 @@ class Snapshots:
         }
         if principal.of_all:
             values["latencies"] = self._history.latencies()
+            newest = self._service.call("events", pb.EventsRequest(limit=EVENTS_MAX), caller)
+            values["events"] = [plain(event) for event in reversed(newest.events)]
         return values
 
     def _slow_calls(self, principal: Principal, status: pb.NodeStatusReply) -> list[dict[str, Any]]:

@@ -65,7 +65,9 @@ function row(member, own, known) {
 function lostRow(member, columns) {
   const since = member.since_unix_s ? `since ${moment(member.since_unix_s)}` : "just now";
   const first = el("div", {}, el("span", { text: member.id }), el("small", { text: member.address }));
-  const text = `It left without a drain ${since}, and was the first owner of ${percent(member.share)} of the keys. Restart it, or: kvstore cluster forget ${member.id}`;
+  const left = member.owners_left === 1 ? "1 other owner" : `${member.owners_left} other owners`;
+  const alone = member.share_alone ? `; ${percent(member.share_alone)} of all keys have no owner left` : "";
+  const text = `It left without a drain ${since}. It was the first owner of ${percent(member.share)} of the keys, which have ${left}${alone}. Restart it, or: kvstore cluster forget-member ${member.id}`;
   return [first, el("span", { class: "bad", text: "lost" }), "–", { span: columns - 3, text }];
 }
 
@@ -73,6 +75,19 @@ function used(tier, style) {
   if (!tier.capacity_nbytes) return el("span", { text: "none" });
   const share = tier.used_nbytes / tier.capacity_nbytes;
   return el("div", {}, `${percent(share)} of ${nbytes(tier.capacity_nbytes)}`, bar([{ share, style }]));
+}
+
+export function events(newest, cluster) {
+  place("events").hidden = !newest;
+  if (!newest) return;
+  const bad = new Set(["lost", "disk-stopped", "under-replicated"]);
+  const lines = newest.map((event) => {
+    const member = cluster?.members.find((one) => one.id === event.member);
+    const there = member && member.id !== cluster.own ? consoleOf(member, member.status?.metrics_port) : null;
+    return [moment(event.unix_ms / 1000), el("span", { class: bad.has(event.kind) ? "bad" : null, text: event.kind }), link(there, event.member || "–"), event.text];
+  });
+  const columns = [["Time"], ["Event"], ["Member"], ["What", "name"]];
+  fill(place("event-rows"), columns, lines.length ? lines : [[{ span: columns.length, text: "None yet.", style: "faint" }]]);
 }
 
 // ---- node ----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def test_cluster_map_has_each_member_and_its_error(start_node: StartNode) -> Non
     assert sums["answered"] == 2, "a member that does not answer is in no sum"
     assert sums["ram"]["capacity_nbytes"] == 2 * near.config.ram_nbytes
     assert members["n1"]["status"]["metrics_port"] == nodes[1].metrics.port
-    assert values["cluster"]["lost"] == []
+    assert (values["cluster"]["health"], values["cluster"]["lost"]) == ("red", [])
     assert {member["state"] for member in members.values()} == {"serving"}, (
         "states come from the view"
     )

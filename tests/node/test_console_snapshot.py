@@ -27,7 +27,9 @@ class Asked:
         self.who = OPERATOR
         self.authorizer = SimpleNamespace(access=SimpleNamespace(open=False))
 
-    def call(self, op: str, request: Any, caller: Any) -> pb.NodeStatusReply:
+    def call(self, op: str, request: Any, caller: Any) -> Any:
+        if op == "events":
+            return pb.EventsReply(events=[pb.Event(kind="lost"), pb.Event(kind="returned")])
         self.count += 1
         self.now_s += self.took_s
         status = pb.NodeStatusReply(state="DRAINING", uptime_ms=self.count)
@@ -69,10 +71,11 @@ def test_tenant_snapshot_has_no_members_calls_or_other_tenants(
 ) -> None:
     operator, one, other = snapshot_for(OPERATOR), snapshot_for(TEAMS[0]), snapshot_for(TEAMS[1])
     assert (operator["cluster"], operator["slow"]) == ({"cluster": "fleet"}, [])
+    assert [event["kind"] for event in operator["events"]] == ["returned", "lost"]
     assert "DRAINING" in str(operator["findings"])
     for values, team in ((one, "team-0"), (other, "team-1")):
         assert values["cluster"] is None
-        assert "latencies" not in values
+        assert not {"latencies", "events"} & values.keys()
         assert [use["tenant"] for use in values["tenants"]] == [team]
         assert f"of {team}" in str(values["findings"])
     assert one["samples"] == {"most": SAMPLES}

@@ -45,8 +45,8 @@ def test_watchers_with_the_same_view_share_one_status(
         before, began = len(asked), time.monotonic()
         for _ in range(2):
             assert next(one)[1] == next(other)[1]
-        assert len(asked) - before <= 1 + (time.monotonic() - began) / 1.8
-    assert set(asked) == {"node_status"}
+        assert (len(asked) - before) / 2 <= 1 + (time.monotonic() - began) / 1.8
+    assert set(asked) == {"node_status", "events"}
 
 
 def test_snapshot_lists_the_largest_tenants_namespaces_and_prefixes(
@@ -56,6 +56,8 @@ def test_snapshot_lists_the_largest_tenants_namespaces_and_prefixes(
 
     def call_with_many(op: str, *rest: Any) -> Any:
         status = call(op, *rest)
+        if op != "node_status":
+            return status
         for number in range(80):
             status.tenants.add(
                 tenant=f"t{number}", ram_nbytes=number, disk_nbytes=number % 2 * 1000
