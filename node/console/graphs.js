@@ -105,7 +105,7 @@ export class Graph {
   // The axis of time: clock times as far apart as they need, none of them cut.
   times(width) {
     if (!this.data.times.length) {
-      return [svg("text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle", text: "no samples yet" })];
+      return [svg("text", { x: width / 2, y: HEIGHT / 2 - 10, "text-anchor": "middle", text: "no samples yet" })];
     }
     const span = this.end - this.start;
     const most = Math.max(1, (width - this.left - MARGIN.right) / LABEL_PX);
@@ -184,7 +184,7 @@ function textWidth(text) {
 
 // The next round value, of which the half is round, too.
 function nice(value, base) {
-  if (value <= 0) return 1;
+  if (value <= 0) return base === 10 ? 1 : base;
   const power = base ** Math.floor(Math.log(value) / Math.log(base) + 1e-9);
   const steps = base === 10 ? [1, 2, 4, 6, 8, 10] : [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024];
   return power * (steps.find((step) => step * power >= value) || base);

@@ -63,11 +63,11 @@ function row(member, own, known) {
 }
 
 function lostRow(member, columns) {
-  const since = member.since_unix_s ? `since ${moment(member.since_unix_s)}` : "just now";
+  const since = member.since_unix_s ? `Since ${moment(member.since_unix_s)}` : "Just now";
   const first = el("div", {}, el("span", { text: member.id }), el("small", { text: member.address }));
   const left = member.owners_left === 1 ? "1 other owner" : `${member.owners_left} other owners`;
   const alone = member.share_alone ? `; ${percent(member.share_alone)} of all keys have no owner left` : "";
-  const text = `It left without a drain ${since}. It was the first owner of ${percent(member.share)} of the keys, which have ${left}${alone}. Restart it, or: kvstore cluster forget-member ${member.id}`;
+  const text = `${since}: it left without a drain. It was the first owner of ${percent(member.share)} of the keys, which have ${left}${alone}. Restart it, or: kvstore cluster forget-member ${member.id}`;
   return [first, el("span", { class: "bad", text: "lost" }), "–", { span: columns - 3, text }];
 }
 
