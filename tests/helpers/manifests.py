@@ -1,18 +1,21 @@
-"""The manifests of `deploy/kubernetes`, composed like Kustomize, as far as we use it.
+"""The manifests of `deploy/kubernetes`, which Helm rendered from the chart in `deploy/helm`.
 
-It needs no `kubectl`; `test_rendered.py` compares the results of both.
+Reading them needs no Helm; `test_rendered.py` renders them again and compares.
 """
 
 import functools
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
+CHART = ROOT / "deploy" / "helm" / "kvstore"
 OVERLAYS = ("one", "three", "gpu")
 EXAMPLES = sorted((FOLDER / "examples").glob("*.yaml"))
 DOCUMENT = (ROOT / "docs" / "kubernetes.md").read_text()
@@ -21,11 +24,13 @@ Manifest = dict[str, Any]
 
 
 class Overlay:
-    """The manifests of an overlay, with those of its bases patched."""
+    """The manifests of one rendered file."""
 
-    def __init__(self, folder: Path) -> None:
-        self.name = folder.name
-        self.manifests, self.settings, self.images = _composed(folder)
+    def __init__(
+        self, name: str, manifests: list[Manifest], settings: str = "kvstore-settings"
+    ) -> None:
+        self.name, self.manifests = name, manifests
+        self.settings: dict[str, str] = self.one("ConfigMap", settings)["data"]
 
     def of_kind(self, kind: str) -> list[Manifest]:
         return [some for some in self.manifests if some["kind"] == kind]
@@ -112,59 +117,21 @@ def _sources(volume: Manifest) -> list[Manifest]:
 
 @functools.cache
 def overlay(name: str) -> Overlay:
-    return Overlay(FOLDER / "overlays" / name)
+    return Overlay(name, read(FOLDER / f"{name}.yaml"))
 
 
 def read(path: Path) -> list[Manifest]:
     return [some for some in yaml.safe_load_all(path.read_text()) if some]
 
 
-def _composed(folder: Path) -> tuple[list[Manifest], dict[str, str], dict[str, str]]:
-    """Return (manifests, settings of kvstore-settings, image of each name)."""
-    (kustomization,) = read(folder / "kustomization.yaml")
-    manifests: list[Manifest] = []
-    settings: dict[str, str] = {}
-    for base in kustomization.get("bases", []):
-        below, known, _ = _composed((folder / base).resolve())
-        manifests += below
-        settings |= known
-    manifests += [
-        some for name in kustomization.get("resources", []) for some in read(folder / name)
-    ]
-    for name in kustomization.get("patchesStrategicMerge", []):
-        for patch in read(folder / name):
-            place = next(number for number, some in enumerate(manifests) if _is(some, patch))
-            manifests[place] = merged(manifests[place], patch)
-    for generator in kustomization.get("configMapGenerator", []):
-        assert generator["name"] == "kvstore-settings"
-        settings |= dict(literal.split("=", 1) for literal in generator["literals"])
-    images = {
-        some["name"]: f"{some['newName']}:{some['newTag']}"
-        for some in kustomization.get("images", [])
-    }
-    return manifests, settings, images
-
-
-def _is(manifest: Manifest, patch: Manifest) -> bool:
-    return bool(
-        manifest["kind"] == patch["kind"]
-        and manifest["metadata"]["name"] == patch["metadata"]["name"]
-    )
-
-
-def merged(below: Any, patch: Any, field: str = "") -> Any:
-    """Apply a patch; containers and variables are matched by name, other lists are replaced."""
-    if isinstance(below, dict) and isinstance(patch, dict):
-        return {
-            **below,
-            **{key: merged(below.get(key), value, key) for key, value in patch.items()},
-        }
-    if field in ("containers", "initContainers", "env") and below:
-        patches = {some["name"]: some for some in patch}
-        kept = [merged(some, patches.pop(some["name"], {})) for some in below]
-        # New entries come first, because other variables may refer to them.
-        return [*patches.values(), *kept]
-    return patch
+def renderer() -> ModuleType:
+    """Import deploy/helm/render.py."""
+    spec = importlib.util.spec_from_file_location("render", CHART.parent / "render.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def secrets_told(namespace: str) -> Iterator[tuple[str, str, str]]:
