@@ -51,13 +51,17 @@ class RealPrometheus:
 
 
 @contextlib.contextmanager
-def started(program: str, folder: Path) -> Iterator[RealPrometheus]:
-    """Start Prometheus in `folder`, which must contain `known` of docker/first_scrape.py."""
+def started(program: str, folder: Path, engine: str) -> Iterator[RealPrometheus]:
+    """Start Prometheus in `folder`, which must contain `known` of docker/first_scrape.py.
+
+    It also scrapes `engine`, the HOST:PORT of an engine's metrics.
+    """
     for name in ("prometheus.yaml", "alerts.yaml"):
         (folder / name).write_text((FOLDER / name).read_text())
     config = folder / "prometheus.yaml"
     assert config.read_text().count(INTERVAL[0]) == 2
-    config.write_text(config.read_text().replace(*INTERVAL))
+    engines = f"  - job_name: vllm\n    static_configs: [{{targets: ['{engine}']}}]\n"
+    config.write_text(config.read_text().replace(*INTERVAL) + engines)
     address = f"127.0.0.1:{HERE.port(0)}"
     places = (
         ("/etc/prometheus", str(folder)),

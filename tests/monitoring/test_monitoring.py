@@ -36,7 +36,8 @@ OF_ENGINES = {
     "vllm:kvstore_": ("vllm_metrics.py", "COUNTERS"),
     "vllm:kvstore_tier_": ("vllm_tier.py", "_COUNTERS"),
 }
-OF_PROMETHEUS = {"job", "instance", "alertname", "alertstate"}
+OF_PROMETHEUS = {"job", "cluster", "instance", "alertname", "alertstate"}
+OF_VLLM = {"model_name", "engine"}  # labels of its metrics
 PROMTOOL = os.environ.get("KVSTORE_PROMTOOL", "")
 WORD = r"[a-zA-Z_][a-zA-Z0-9_]*"
 
@@ -111,7 +112,7 @@ def labels(text: str) -> dict[str, set[str]]:
 def asked(expression: str) -> tuple[set[str], set[str]]:
     """Return (metrics, labels) used in an expression."""
     plain = re.sub(r'"[^"]*"', '""', expression)
-    metrics = set(re.findall(r"\bkvstore_\w+", plain))
+    metrics = set(re.findall(r"(?<!vllm:)\bkvstore_\w+", plain))
     grouped = re.findall(r"\bby \(([^)]*)\)", plain)
     matched = re.findall(r"\{([^}]*)\}", plain)
     named = {word for part in grouped for word in re.findall(WORD, part)}
@@ -140,7 +141,7 @@ def test_alert_uses_existing_metrics(exported: dict[str, set[str]], rule: dict[s
     assert named <= known
     shown = " ".join(rule["annotations"].values())
     assert set(re.findall(rf"\$labels\.({WORD})", shown)) <= known
-    assert set(rule["annotations"]) == {"summary", "remedy"}
+    assert set(rule["annotations"]) == {"summary", "remedy", "runbook_url"}
     assert rule["labels"]["severity"] in ("info", "warning", "critical")
     grouped = re.match(r"\s*(?:sum|max|min) by \(([^)]*)\)", rule["expr"])
     if grouped:  # other labels are aggregated away
@@ -160,6 +161,31 @@ def test_each_alert_has_a_rule_test() -> None:
     ] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's sections, as the site makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+def test_links_lead_to_sections_of_the_documents() -> None:
+    """Runbooks of alerts and links of the dashboard lead to sections of the site."""
+    links = [rule["annotations"]["runbook_url"] for rule in rules()]
+    links += [
+        link["url"].replace("${docs}", "https://docs.example") for link in dashboard()["links"]
+    ]
+    for link in links:
+        page, anchor = re.fullmatch(r"https://docs\.example/(\w+)/#(\S+)", link).groups()  # type: ignore[union-attr]
+        assert anchor in anchors(ROOT / "docs" / f"{page}.md"), link
+
+
+@pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
+def test_panel_has_a_description_and_nodes_link_to_their_console(panel: dict[str, Any]) -> None:
+    assert len(panel["description"]) > len("By operation and wire")
+    of_nodes = any("{{instance}}" in target["legendFormat"] for target in panel["targets"])
+    links = [link["url"] for link in panel["fieldConfig"]["defaults"].get("links", [])]
+    assert links == (["https://${__field.labels.instance}/console/"] if of_nodes else [])
+
+
 @pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
 def test_panel_uses_existing_metrics(exported: dict[str, set[str]], panel: dict[str, Any]) -> None:
     assert [target["refId"] for target in panel["targets"]] == list(
@@ -168,8 +194,11 @@ def test_panel_uses_existing_metrics(exported: dict[str, set[str]], panel: dict[
     for target in panel["targets"]:
         metrics, named = asked(target["expr"])
         assert metrics <= set(exported)
-        assert metrics or target["expr"].startswith("count(up{")
+        of_engines = set(re.findall(r"vllm:\w+", target["expr"]))
+        assert of_engines <= {f"{name}_total" for name in engine_metrics()}
+        assert metrics or of_engines or target["expr"].startswith("count(up{")
         known = OF_PROMETHEUS.union(*(exported[name] for name in metrics))
+        known |= OF_VLLM if of_engines else set()
         assert named <= known
         assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= known
         assert target["expr"].count("(") == target["expr"].count(")")
@@ -204,11 +233,15 @@ def counted_by(file: str, table: str) -> set[str]:
     raise AssertionError(f"{file} has no {table}")
 
 
+def engine_metrics() -> set[str]:
+    return {prefix + name for prefix, place in OF_ENGINES.items() for name in counted_by(*place)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_documents_name_existing_metrics(
     exported: dict[str, set[str]], families: dict[str, tuple[str, set[str]]], page: Path
 ) -> None:
-    engines = {prefix + name for prefix, place in OF_ENGINES.items() for name in counted_by(*place)}
+    engines = engine_metrics()
     known = {*exported, *families, *engines, *(f"{name}_total" for name in engines)}
     code = re.findall(r"`+([^`]+)`+", page.read_text())
     named = {
@@ -226,7 +259,7 @@ def test_only_counters_are_queried_as_rates() -> None:
     expressions = [rule["expr"] for rule in rules()]
     expressions += [target["expr"] for panel in panels() for target in panel["targets"]]
     for expression in expressions:
-        for before, name in re.findall(r"(\w+\()?(kvstore_\w+)", expression):
+        for before, name in re.findall(r"(\w+\()?((?:vllm:)?kvstore_\w+)", expression):
             grows = name.endswith(("_total", "_bucket", "_count", "_sum"))
             assert (before in ("rate(", "increase(")) == grows, expression
 
@@ -252,6 +285,8 @@ def test_panels_have_unique_places_and_ids() -> None:
         for target in panel["targets"]
         for name in re.findall(r"\$(\w+)", target["expr"])
     }
+    linked = " ".join(link["url"] for link in dashboard()["links"])
+    used |= set(re.findall(r"\$\{(\w+)\}", linked))
     assert used | {"datasource"} == variables
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from deployed import dashboard, panels, program, rules
+from engine_metrics import HIT_TOKENS_PER_S, engine
 from monitored import Monitored
 from real_prometheus import RealPrometheus, started
 from waiting import wait_until
@@ -79,7 +80,7 @@ def prometheus(
         "elsewhere:7442",
     ]
     assert program("first_scrape").main(arguments) == 0
-    with started(PROGRAM, folder) as prometheus:
+    with engine() as address, started(PROGRAM, folder, address) as prometheus:
         wait_until(lambda: prometheus.query(f'sum(up{{job="{JOB}"}})') == [({}, 3.0)])
         yield prometheus
 
@@ -90,13 +91,18 @@ def chosen(prometheus: RealPrometheus) -> dict[str, str]:
     chosen = dict(WINDOWS)
     for variable in dashboard()["templating"]["list"]:
         if variable["type"] == "query":
-            ((metric, label),) = re.findall(
-                r"^label_values\((.+), (\w+)\)$", variable["query"]["query"]
-            )
-            values = prometheus.values(label, substituted(metric, chosen))
-            assert values, variable
+            values = offered(prometheus, variable["query"]["query"], chosen)
+            assert values or variable["includeAll"], variable
             chosen[variable["name"]] = variable["allValue"] if variable["includeAll"] else values[0]
+        elif variable["type"] == "textbox":
+            chosen[variable["name"]] = variable["query"]
     return chosen
+
+
+def offered(prometheus: RealPrometheus, query: str, chosen: dict[str, str]) -> list[str]:
+    """Return the values that Grafana offers for a variable."""
+    ((metric, label),) = re.findall(r"^label_values\((.+), (\w+)\)$", query)
+    return prometheus.values(label, substituted(metric, chosen))
 
 
 def substituted(expression: str, chosen: dict[str, str]) -> str:
@@ -143,6 +149,7 @@ def test_panels_have_a_line_for_each_label_value(
         ("Hit rate by model A", "model"): {"llama"},
         ("Requests per second A", "wire"): {"bulk", "grpc", "shm"},
         ("Gets until their pages are in RAM A", "tier"): {"ram", "disk", "peer"},
+        ("GPU seconds saved per second A", "model_name"): {"llama"},
         ("RAM of tenants A", "tenant"): {"default", "team-b"},
         ("View number by member A", "instance"): set(nodes.scraped),
     }
@@ -155,6 +162,31 @@ def test_panels_have_a_line_for_each_label_value(
         }
 
     wait_until(all_lines_exist)
+
+
+def test_chosen_tenant_model_and_cluster_limit_the_panels(
+    prometheus: RealPrometheus, chosen: dict[str, str]
+) -> None:
+    limited = {**chosen, "tenant": "team-b", "model": "llama", "cluster": "compose"}
+    for variable in dashboard()["templating"]["list"]:
+        if variable["name"] in ("tenant", "model", "cluster"):
+            found_values = offered(prometheus, variable["query"]["query"], chosen)
+            assert limited[variable["name"]] in found_values
+    found = targets(limited)
+    lines = prometheus.query(found["RAM of tenants A"])
+    assert {labels["tenant"] for labels, _ in lines} == {"team-b"}
+    assert answered(prometheus, "", found["Hit rate by model A"])
+    for variable, title in (("model", "Hit rate by model A"), ("cluster", "RAM in use A")):
+        other = targets({**limited, variable: "other"})
+        assert not answered(prometheus, next(iter(QUIET)), other[title])
+
+
+def test_saved_gpu_seconds_are_loaded_tokens_over_the_prefill_rate(
+    prometheus: RealPrometheus, chosen: dict[str, str]
+) -> None:
+    ((_, saved),) = prometheus.query(targets(chosen)["GPU seconds saved per second A"])
+    wanted = HIT_TOKENS_PER_S / float(chosen["prefill"])
+    assert 0.5 * wanted < saved < 2.0 * wanted
 
 
 def test_all_rules_are_healthy_and_none_fires(prometheus: RealPrometheus) -> None:

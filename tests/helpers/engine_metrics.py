@@ -1,0 +1,46 @@
+"""The metrics of a vLLM engine over HTTP, with the names of our adapter and growing counts.
+
+vLLM itself needs its own environment (`make test-vllm`); a Prometheus only sees its text.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+HIT_TOKENS_PER_S = 30_000.0
+QUERIED_TOKENS_PER_S = 40_000.0
+
+
+class _Handler(BaseHTTPRequestHandler):
+    started = time.monotonic()
+
+    def do_GET(self) -> None:
+        seconds = time.monotonic() - self.started
+        rates = {"hit_tokens": HIT_TOKENS_PER_S, "queried_tokens": QUERIED_TOKENS_PER_S}
+        lines = [
+            f'vllm:kvstore_{name}_total{{model_name="llama", engine="0"}} {rate * seconds}\n'
+            for name, rate in rates.items()
+        ]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.end_headers()
+        self.wfile.write("".join(lines).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@contextlib.contextmanager
+def engine() -> Iterator[str]:
+    """Serve the metrics, and yield HOST:PORT."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
