@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-HIT_TOKENS_PER_S = 30_000.0
-QUERIED_TOKENS_PER_S = 40_000.0
+TOKENS_PER_S = {"hit_tokens": 30_000.0, "queried_tokens": 40_000.0}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -18,10 +17,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         seconds = time.monotonic() - self.started
-        rates = {"hit_tokens": HIT_TOKENS_PER_S, "queried_tokens": QUERIED_TOKENS_PER_S}
         lines = [
             f'vllm:kvstore_{name}_total{{model_name="llama", engine="0"}} {rate * seconds}\n'
-            for name, rate in rates.items()
+            for name, rate in TOKENS_PER_S.items()
         ]
         self.send_response(200)
         self.send_header("Content-Type", "text/plain; version=0.0.4")

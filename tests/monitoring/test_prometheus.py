@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from deployed import dashboard, panels, program, rules
-from engine_metrics import HIT_TOKENS_PER_S, engine
+from engine_metrics import engine
 from monitored import Monitored
 from real_prometheus import RealPrometheus, started
 from waiting import wait_until
@@ -184,9 +184,11 @@ def test_chosen_tenant_model_and_cluster_limit_the_panels(
 def test_saved_gpu_seconds_are_loaded_tokens_over_the_prefill_rate(
     prometheus: RealPrometheus, chosen: dict[str, str]
 ) -> None:
-    ((_, saved),) = prometheus.query(targets(chosen)["GPU seconds saved per second A"])
-    wanted = HIT_TOKENS_PER_S / float(chosen["prefill"])
-    assert 0.5 * wanted < saved < 2.0 * wanted
+    found = targets(chosen)
+    saved = found["GPU seconds saved per second A"]
+    tokens = found["Prompt tokens not computed again A"]
+    ((_, rate),) = prometheus.query(f"({tokens}) / ({saved})")
+    assert rate == pytest.approx(float(chosen["prefill"]))
 
 
 def test_all_rules_are_healthy_and_none_fires(prometheus: RealPrometheus) -> None:
