@@ -149,7 +149,9 @@ class EventLog:
             return []
         self._is_torn = not content.endswith(b"\n")
         oldest_ms = (time.time() - KEPT_S) * 1000
-        events = [event for line in content.splitlines() if (event := _parsed(line)) is not None]
+        events = [
+            event for line in content.splitlines()[-KEPT:] if (event := _parsed(line)) is not None
+        ]
         return [event for event in events if event.unix_ms >= oldest_ms]
 
     def _write(self) -> None:

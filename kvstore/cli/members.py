@@ -205,6 +205,8 @@ def merge_events(replies: Mapping[str, Events]) -> list[dict[str, Any]]:
         about = {name: getattr(event, name) for name in ("unix_ms", "kind", "member", "text")}
         newest[event.kind, event.member] = {**about, "seen_by": [by]}
         found.append(newest[event.kind, event.member])
+    for merged in found:
+        merged["seen_by"].sort()
     return found
 
 

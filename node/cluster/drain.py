@@ -7,6 +7,7 @@ module follows the progress: a page counts as moved when one of its owners has i
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,6 +62,7 @@ class Drain:
         timeouts: DrainTimeouts = TIMEOUTS,
     ) -> None:
         self.timeouts = timeouts
+        self.on_over: Callable[[Progress], None] = lambda progress: None
         self._membership = membership
         self._links = links
         self._tier = tier
@@ -125,6 +127,7 @@ class Drain:
             self._progress = Progress(enough, left, handed)
             if enough:
                 log.info("drained: %d pages are with their owners, %d are not", handed, left)
+                self.on_over(self._progress)
                 return
 
     # ---- progress ------------------------------------------------------------------------------

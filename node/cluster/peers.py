@@ -10,7 +10,7 @@ from dataclasses import replace
 from kvstore.cluster.view import Candidate, Member, Placement, State, View
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.parallel import ParallelTransfer
-from node.cluster.drain import Drain
+from node.cluster.drain import Drain, Progress
 from node.cluster.membership import LostMember, Membership
 from node.cluster.rebalance import TOGETHER_MAX, Rebalance, Rebalancer, Report
 from node.cluster.remote_pages import CONNECTIONS_MAX, PeerLinks, RemotePages
@@ -168,6 +168,7 @@ class Peers:
         self._thin = 0  # of the last report
         self.rebalancer.on_progress = self._note_copies
         self.draining = Drain(membership, links, tier)
+        self.draining.on_over = self._note_drained
         self._sessions_max = config.sessions_max
         self._are_many = False  # whether the members need so many connections that a warning is due
         # The last result of `lost_shares`, and its arguments
@@ -188,6 +189,10 @@ class Peers:
                 self._sessions_max,
                 CONNECTIONS_MAX * len(view.members),
             )
+
+    def _note_drained(self, progress: Progress) -> None:
+        said = f"{progress.handed} pages are with their owners, {progress.left} are not"
+        self.events.add(Kind.DRAINED, "", said)
 
     def _note_copies(self, report: Report) -> None:
         """Record when pages have too few copies, and when they have enough again."""

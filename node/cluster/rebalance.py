@@ -396,7 +396,7 @@ class Rebalancer:
 
     def expect(self, pages: int) -> None:
         """Note pages that another member could not hand to this one; they are fetched soon."""
-        self._missed += pages
+        self._missed = min(self._missed + pages, MISSING_MAX)
         self.schedule_in(self.missed_s)
 
     @property

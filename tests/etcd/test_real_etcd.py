@@ -3,17 +3,21 @@
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from fleets import members, stop
+from known_pages import Pages
 from local_nodes import StartNode
 from real_etcd import LEASE_S, RealEtcd
 from stopping import stop as pause
 from waiting import wait_until
 
-from kvstore import Client, ClientConfig, Namespace, opaque_layout
+from kvstore import Client, ClientConfig, Keep, Namespace, opaque_layout
 from kvstore.cluster.view import State
 from kvstore.errors import ConfigError
+from kvstore.results import Events
+from kvstore.tools.node_process import NodeProcess
 from node.server import Node
 
 pytestmark = pytest.mark.skipif(
@@ -96,3 +100,43 @@ def test_etcd_user_without_rights_gets_the_reason(etcd: RealEtcd, fleet: StartNo
     with pytest.raises(ConfigError, match="see etcd_user, etcd_password"):
         fleet("n1", etcd_user="root", etcd_password="wrong")
     assert members(fleet("n1", etcd_user="root", etcd_password="pass")) == ["n1"]
+
+
+def test_killed_member_is_lost_and_its_pages_get_two_copies_again(
+    etcd: RealEtcd, tmp_path: Path
+) -> None:
+    """Kill -9 of processes: loss, repair and return are events, also after a restart."""
+    cluster = ("--cluster", f"etcd://{etcd.endpoint}/fleet", "--lease-s", f"{LEASE_S}")
+
+    def start(name: str, *flags: str) -> NodeProcess:
+        flags = (*cluster, "--member", name, "--ram-bytes", "64MiB", "--replicas", "2", *flags)
+        return NodeProcess(*flags)
+
+    disk = ("--data-dir", str(tmp_path / "n1"), "--disk-bytes", "128MiB")
+    pages, keys = Pages("killed"), [bytes([number] * 32) for number in range(60)]
+    with start("n1", *disk) as one, start("n2") as two, start("n3") as three:
+
+        def kinds(node: NodeProcess, member: str) -> list[str]:
+            with Client(ClientConfig(node.address, direct=True)) as client:
+                (reply,) = client.events().values()
+            assert isinstance(reply, Events)
+            return [event.kind for event in reply.events if event.member == member]
+
+        wait_until(lambda: all(kinds(one, name)[-1:] for name in ("n1", "n2", "n3")), 30.0)
+        wait_until(lambda: "serving" in kinds(one, "n3"), 30.0)
+        with Client(ClientConfig(one.address, near="none")) as client:
+            client.put(pages.namespace, keys, [pages.content(key) for key in keys], Keep(ack="all"))
+        three.kill()
+        for node, name in ((one, "n1"), (two, "n2")):
+            wait_until(lambda node=node: "lost" in kinds(node, "n3"), 30.0)  # type: ignore[misc]
+            wait_until(lambda node=node, name=name: "repaired" in kinds(node, name), 30.0)  # type: ignore[misc]
+            with Client(ClientConfig(node.address, direct=True)) as client:
+                assert pages.get(client, keys) == [True] * len(keys)
+                peers = client.node_status().peers
+            assert peers.pages_under_replicated == 0
+            assert [(lost.id, lost.owners_left) for lost in peers.lost] == [("n3", 1)]
+        before = kinds(one, "n3")
+        one.kill()
+        with start("n1", *disk) as again, start("n3"):
+            assert kinds(again, "n3")[: len(before)] == before
+            wait_until(lambda: "returned" in kinds(again, "n3") + kinds(two, "n3"), 30.0)

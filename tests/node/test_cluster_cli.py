@@ -17,6 +17,7 @@ from kvstore.cli.commands import app
 from kvstore.cli.top import cluster_samples
 from kvstore.cluster.view import Member, View
 from node.cluster.membership import LostMember
+from node.events import Kind
 from node.server import Node
 
 
@@ -56,6 +57,37 @@ def test_members_and_shares(fleet: list[Node], kvstore: Callable[..., Any]) -> N
     found = json.loads(kvstore("cluster", "--json").stdout)
     assert [member["answers"] for member in found["members"]] == [True, True]
     assert [member["weight"] for member in found["members"]] == [1.0, 2.0]
+
+
+def test_events_of_all_members_that_answer(
+    fleet: list[Node], kvstore: Callable[..., Any], start_node: StartNode, kvstore_at: Any
+) -> None:
+    for node in fleet:
+        node.events.add(Kind.LOST, "n9", "it left h9:7440 without a drain")
+    shown = kvstore("cluster", "events", "--limit", "1")
+    assert (shown.exit_code, len(shown.stdout.splitlines())) == (0, 3)
+    (row,) = (line for line in shown.stdout.splitlines() if " lost " in line)
+    assert row.rstrip().endswith("n0 n1")
+    assert "without a data directory, events since the last start only: n0, n1" in shown.stderr
+    view = View("fleet", 2, (*fleet[0].membership.view.members, Member("gone", "127.0.0.1:9")))
+    fleet[0].membership.become(view)
+    told = kvstore("cluster", "events", "--json")
+    assert (told.exit_code, "without gone: " in told.stderr) == (3, True)
+    found = json.loads(told.stdout)
+    assert found["away"] == ["gone"]
+    (lost,) = (event for event in found["events"] if event["kind"] == "lost")
+    assert (lost["member"], lost["seen_by"]) == ("n9", ["n0", "n1"])
+    assert (
+        json.loads(kvstore("cluster", "events", "--since", "1ms", "--json").stdout)["events"] == []
+    )
+    for wrong, remedy in (
+        (("--since", "x"), "write for example 90s"),
+        (("--limit", "-1"), "below 0"),
+    ):
+        refused = kvstore("cluster", "events", *wrong)
+        assert (refused.exit_code, remedy in refused.stderr) == (2, True)
+    alone = kvstore_at(start_node())("cluster", "events", "--json")
+    assert [event["kind"] for event in json.loads(alone.stdout)["events"]] == ["started"]
 
 
 def test_commands_report_a_dead_member(

@@ -14,7 +14,6 @@ from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Keep
 from kvstore.cli.members import SAME_EVENT_MS, merge_events
-from kvstore.cluster.view import State
 from kvstore.results import Event, Events
 from node.events import FILE_NAME, FILE_NBYTES_MAX, KEPT, TEXT_MAX, EventLog, Kind
 from node.server import Node
@@ -130,8 +129,9 @@ def test_members_record_who_joins_is_lost_returns_and_is_drained(
     two = fleet("n2")
     wait_until(lambda: kinds(one, "n2")[-1] == "serving")
     assert kinds(one, "n2")[4:] == ["returned", "serving"]
-    two.membership.announce(State.DRAINING)
+    two.peers.draining.begin()
     wait_until(lambda: kinds(one, "n2")[-1] == "draining")
+    wait_until(lambda: "drained" in kinds(two, "n2"))
     stop(two)
     wait_until(lambda: kinds(one, "n2")[-1] == "left")
     three = fleet("n3")

@@ -15,6 +15,7 @@ from fleets import Start
 from known_pages import Pages
 from local_nodes import Connect, StartNode
 from ports import free_ports
+from waiting import wait_until
 
 from kvstore import Client, ConfigError, Namespace, opaque_layout
 from kvstore.cli.authority import Authority
@@ -190,6 +191,19 @@ def test_expiring_certificate_is_logged(
     certificates = Certificates(NodeConfig(**pair(ours, "soon")))
     certificates.poll()
     assert caplog.text.count("the certificate in tls_cert is valid until") == 1
+
+
+def test_expiring_certificate_is_an_event(ours: Authority, start_node: StartNode) -> None:
+    ours.node("soon", ["localhost"], 2.0, force=True)
+    node = start_node(**pair(ours, "soon"))
+
+    def found() -> list[str]:
+        return [event.text for event in node.events.since() if event.kind == "certificate"]
+
+    wait_until(lambda: found() != [])
+    node._look_at_certificates()
+    (said,) = found()
+    assert said.startswith("tls_cert expires on 2")
 
 
 @pytest.mark.parametrize(
