@@ -170,7 +170,7 @@ def rows(
                 "share": round(owned, 3),
                 "errors": found.errors.total(),
                 "wrong pages": report.mismatches,
-                "MB verified": round(report.bytes_verified / 1e6),
+                "MB verified": round(report.verified_nbytes / 1e6),
                 "late ms": round(max(0.0, found.late_s) * 1e3),
                 "a sleep": round(found.lag_s * 1e3),
                 "seconds": round(report.seconds, 1),

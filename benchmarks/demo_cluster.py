@@ -98,7 +98,7 @@ def rows(trial: Trial, report: ReplayReport) -> list[tuple[str, str]]:
         ),
         (
             "loaded and verified",
-            f"{report.bytes_verified / 1e6:,.0f} MB, {report.mismatches} pages wrong",
+            f"{report.verified_nbytes / 1e6:,.0f} MB, {report.mismatches} pages wrong",
         ),
         ("calls that raised", str(trial.errors.total())),
         (

@@ -27,7 +27,16 @@ from kvstore.cli.members import (
     troubles,
 )
 from kvstore.cli.nodes import namespace_json, show_namespaces, show_status
-from kvstore.cli.output import console, emit, human_nbytes, note, progress, show, show_fitting
+from kvstore.cli.output import (
+    console,
+    emit,
+    human_nbytes,
+    note,
+    progress,
+    show,
+    show_fitting,
+    show_keyed,
+)
 from kvstore.cli.selection import (
     KeysArgument,
     ModelOption,
@@ -183,14 +192,16 @@ def owners(
         found = view.owners.owners(space.digest, hashes)
     rows = [(prefix_hash.hex(), *some) for prefix_hash, some in zip(hashes, found, strict=True)]
     if run.as_json:
-        emit([{"prefix_hash": key, "owners": some} for key, *some in rows])
+        owned = [{"prefix_hash": key, "owners": some} for key, *some in rows]
+        emit({"namespace": space.digest.hex(), "keys": owned})
     else:
-        show(
+        show_keyed(
             ("KEY", "OWNERS"),
             [
                 (key, " ".join(f"{some} ({view.by_id[some].address})" for some in of))
                 for key, *of in rows
             ],
+            fold=True,
         )
     return ExitCode.OK
 

@@ -13,7 +13,7 @@ from kvstore.cli.doctor import doctor
 from kvstore.cli.exits import Root
 from kvstore.cli.help import Command, Group
 from kvstore.cli.invocation import Invocation, command, shared_options
-from kvstore.cli.top import top
+from kvstore.cli.top.command import top
 from kvstore.config import named_context
 
 HELP = """Look into kvstore nodes, move pages, measure.

@@ -72,7 +72,7 @@ def _show_bench(report: BenchReport) -> None:
     print(
         f"wire {report.wire}, pages of {human_nbytes(report.page_nbytes)}, batches of "
         f"{report.batch}, {report.threads} threads, {report.seconds:.1f} s; "
-        f"{human_nbytes(report.bytes_verified)} verified, {report.mismatches} pages wrong, "
+        f"{human_nbytes(report.verified_nbytes)} verified, {report.mismatches} pages wrong, "
         f"{report.pages_full} found no space, {report.pages_lost} were evicted"
     )
     rows = []
@@ -172,7 +172,7 @@ def _show_replay(report: ReplayReport) -> None:
         f"{report.pages_asked:,} pages in {report.requests:,} requests"
     )
     print(
-        f"wire {report.wire}, {report.seconds:.1f} s; {human_nbytes(report.bytes_verified)} "
+        f"wire {report.wire}, {report.seconds:.1f} s; {human_nbytes(report.verified_nbytes)} "
         f"verified, {report.mismatches} pages wrong; {report.pages_stored:,} stored, "
         f"{report.pages_full:,} found no space"
     )

@@ -4,6 +4,7 @@ It also defers Ctrl-C to a safe point.
 """
 
 import io
+import itertools
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from kvstore.units import parse_nbytes
 
 NOTHING = ("", "-", "0", "0 B", "0 B/s")  # cells that mean nothing or zero
 GAP = 2  # spaces between two columns of a dense table
+DIGITS_MIN = 12  # of a key that is cut
 PIPE_COLUMNS = 4000  # a pipe has no width: nothing is cut or folded
 
 Report = Callable[[float], None]
@@ -124,14 +126,42 @@ def show_fitting(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     out.print(fitting(columns, rows, out.width))
 
 
+def show_keyed(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    full: bool = False,
+    fold: bool = False,
+) -> None:
+    """Print a table whose first column has keys in hex; on a terminal they are cut to fit.
+
+    A cut key is still the start of one row only, so that it can be copied. `full` keeps whole keys.
+    `fold` wraps other columns where they do not fit, instead of leaving them out.
+    """
+    out = console()
+    keys = [str(row[0]) for row in rows]
+    if out.is_terminal and keys and not full:
+        widths = _widths(columns[1:], [row[1:] for row in rows])
+        room = out.width - sum(width + GAP for width in widths)
+        digits = max(unique_digits(keys), min(room, max(map(len, keys))))
+        rows = [(key[:digits], *row[1:]) for key, row in zip(keys, rows, strict=True)]
+    whole = full or fold
+    out.print(table(columns, rows, dense=True) if whole else fitting(columns, rows, out.width))
+
+
+def unique_digits(keys: Sequence[str]) -> int:
+    """Return how many leading digits tell these keys apart, at least DIGITS_MIN."""
+    ordered = sorted(set(keys))
+    digits = DIGITS_MIN
+    for one, other in itertools.pairwise(ordered):
+        while one[:digits] == other[:digits]:
+            digits += 1
+    return digits
+
+
 def fitting(columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int) -> Table:
     """Build a table that fits the width: empty columns are dropped first, then from the right."""
-    texts = [
-        [column.removeprefix(">") for column in columns],
-        *([_text(value) for value in row] for row in rows),
-    ]
-    widths = [max(cell_len(row[place]) for row in texts) for place in range(len(columns))]
-    said = [any(row[place] not in NOTHING for row in texts[1:]) for place in range(len(columns))]
+    widths = _widths(columns, rows)
+    said = [any(_text(row[place]) not in NOTHING for row in rows) for place in range(len(columns))]
     kept = list(range(len(columns)))
     for may_go in (lambda place: not said[place], lambda place: place > 0):
         for place in [place for place in reversed(kept) if may_go(place)]:
@@ -142,6 +172,14 @@ def fitting(columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int) -
         [[row[place] for place in kept] for row in rows],
         dense=True,
     )
+
+
+def _widths(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[int]:
+    """Return the width of each column."""
+    return [
+        max(map(cell_len, (column.removeprefix(">"), *(_text(row[place]) for row in rows))))
+        for place, column in enumerate(columns)
+    ]
 
 
 def _cell(value: Any) -> str:
@@ -184,6 +222,13 @@ def human_ms(ms: float) -> str:
         if ms >= length:
             return f"{ms / length:.1f} {unit}"
     return f"{ms:.0f} ms"
+
+
+def human_latency(ms: float) -> str:
+    """Format a short duration with two or three digits: 0.123 -> '123 µs', 4.56 -> '4.6 ms'."""
+    if ms < 1:
+        return f"{1000 * ms:.0f} µs"
+    return f"{ms:.1f} ms" if ms < 10 else f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
 
 
 def human_share(part_nbytes: int, whole_nbytes: int) -> str:

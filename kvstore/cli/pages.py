@@ -10,7 +10,7 @@ from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.members import away_json, report_failures
 from kvstore.cli.nodes import namespace_json, page_columns
-from kvstore.cli.output import emit, human_ms, human_nbytes, note, progress, show, show_fitting
+from kvstore.cli.output import emit, human_ms, human_nbytes, note, progress, show_keyed
 from kvstore.cli.selection import (
     KeysArgument,
     ModelOption,
@@ -42,6 +42,11 @@ AllOption = Annotated[
 ]
 
 
+FullOption = Annotated[
+    bool, typer.Option("--full", help="Whole keys, also where they do not fit the terminal.")
+]
+
+
 def ls(
     run: Invocation,
     namespace: NamespaceOption = None,
@@ -52,6 +57,7 @@ def ls(
     limit: Annotated[
         int, typer.Option("--limit", metavar="N", help="At most N pages; 0: all.")
     ] = LIST_COUNT,
+    full: FullOption = False,
 ) -> int:
     """List namespaces, or the pages of one.
 
@@ -61,13 +67,13 @@ def ls(
     Examples:
       kvstore ls
       kvstore ls -n 3fa2 --limit 20
-      kvstore ls --model llama-3-8b --prefix 9c --json | jq -r '.[].prefix_hash'
+      kvstore ls -m llama-3-8b --prefix 9c --json | jq -r '.pages[].prefix_hash'
     """
     with run.client() as client:
         if namespace is None and model is None:
             if prefix:
                 raise InvalidRequest("--prefix needs a namespace: add --namespace or --model")
-            return _ls_namespaces(client, run.as_json)
+            return _ls_namespaces(client, run.as_json, full)
         if limit < 0:
             raise InvalidRequest(f"--limit {limit} is negative; 0 lists all pages")
         if prefix:
@@ -77,18 +83,19 @@ def ls(
         pages = list(islice(found, limit or None))
         cut = bool(limit) and next(found, None) is not None
     if run.as_json:
-        emit([plain(page) for page in pages])
+        listed = [plain(page) for page in pages]
+        emit({"namespace": space.digest.hex(), "pages": listed, "more": cut})
     else:
-        show_pages(pages)
+        show_pages(pages, full)
     if cut:
         note(f"only the first {limit} pages are listed; --limit 0 lists all")
     return ExitCode.OK if pages else ExitCode.MISS
 
 
-def _ls_namespaces(client: Client, as_json: bool) -> int:
+def _ls_namespaces(client: Client, as_json: bool, full: bool) -> int:
     known = client.namespaces()
     if as_json:
-        emit([namespace_json(space, info) for space, info in known])
+        emit({"namespaces": [namespace_json(space, info) for space, info in known]})
     else:
         columns = (
             "NAMESPACE",
@@ -102,7 +109,8 @@ def _ls_namespaces(client: Client, as_json: bool) -> int:
             *page_columns(copies=client.view() is not None),
         )
         fullest_first = sorted(known, key=lambda entry: -page_count(entry[1]))
-        show_fitting(columns, [_namespace_row(space, info) for space, info in fullest_first])
+        rows = [_namespace_row(space, info) for space, info in fullest_first]
+        show_keyed(columns, rows, full)
     return ExitCode.OK if known else ExitCode.MISS
 
 
@@ -118,8 +126,8 @@ def _namespace_row(space: Namespace, info: NamespaceInfo) -> tuple[Any, ...]:
     return (space.digest.hex(), *names, shard, tokens, page, info.page_count, info.disk_page_count)
 
 
-def show_pages(pages: list[PageStat]) -> None:
-    """Print a table of pages."""
+def show_pages(pages: list[PageStat], full: bool = False) -> None:
+    """Print a table of pages; `full` keeps whole keys on a narrow terminal."""
     rows = [
         (
             page.prefix_hash.hex(),
@@ -133,7 +141,8 @@ def show_pages(pages: list[PageStat]) -> None:
         )
         for page in pages
     ]
-    show(("KEY", "WHERE", ">SIZE", ">AGE", ">IDLE", ">TTL", ">PINNED", ">READERS"), rows)
+    columns = ("KEY", "WHERE", ">SIZE", ">AGE", ">IDLE", ">TTL", ">PINNED", ">READERS")
+    show_keyed(columns, rows, full)
 
 
 def _state(page: PageStat) -> str:
@@ -151,6 +160,7 @@ def stat(
     model: ModelOption = None,
     tokens: TokensOption = None,
     tokens_file: TokensFileOption = None,
+    full: FullOption = False,
 ) -> int:
     """Show single pages: state, size, age, pin.
 
@@ -166,9 +176,9 @@ def stat(
         hashes = find_keys(client, space, keys, tokens, tokens_file)
         pages = client.stat(space, hashes)
     if run.as_json:
-        emit([plain(page) for page in pages])
+        emit({"namespace": space.digest.hex(), "pages": [plain(page) for page in pages]})
     else:
-        show_pages(pages)
+        show_pages(pages, full)
     return ExitCode.OK if any(page.present for page in pages) else ExitCode.MISS
 
 

@@ -11,7 +11,7 @@ import typer
 from kvstore.cli.decode import PlaneStatistics, decode, layer_slices
 from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.output import emit, human_nbytes, progress, show
+from kvstore.cli.output import Report, emit, human_nbytes, progress, show_fitting
 from kvstore.cli.selection import (
     KeysArgument,
     ModelOption,
@@ -73,30 +73,24 @@ def get(
       kvstore get 9c0d41 --decode
       kvstore get --model llama-3-8b --tokens-file prompt.txt --decode --layer 31 --json
     """
-    shown = decoded or run.as_json
     to_stdout = output is None or str(output) == "-"
-    if not shown and to_stdout and sys.stdout.isatty():
+    if not (decoded or run.as_json) and to_stdout and sys.stdout.isatty():
         raise InvalidRequest(
             "will not write page bytes to a terminal; add -o FILE, --decode, or a pipe"
         )
+    found: list[dict[str, Any]] = []
     with run.client() as client:
         space, _ = find_namespace(client, namespace, model)
         ranges = space.layout.layer_ranges(layer) if layer is not None else None
         hashes = find_keys(client, space, keys, tokens, tokens_file)
         _need_all(client, space, hashes)
-        found: list[dict[str, Any]] = []
-        with (
-            _destination(output, to_stdout, shown) as write,
-            progress("reading", len(hashes)) as report,
-        ):
-            for number, (prefix_hash, data) in enumerate(_read(client, space, hashes, ranges), 1):
-                write(data)
-                if shown:
-                    planes = _decode(space, data, layer) if decoded else None
-                    found.append(_page_json(prefix_hash, data, layer, planes))
-                    if not run.as_json and planes is not None:
-                        _show_planes(prefix_hash, data, planes)
-                report(number)
+        with _destination(output, to_stdout, decoded or run.as_json) as write:
+            for page, planes in _pages(
+                _read(client, space, hashes, ranges), space, len(hashes), layer, decoded, write
+            ):
+                found.append(page)
+                if decoded and not run.as_json:
+                    _show_planes(page, planes)
     if run.as_json:
         emit(
             {
@@ -105,6 +99,32 @@ def get(
                 "pages": found,
             }
         )
+
+
+def _pages(
+    read: Iterator[tuple[bytes, bytearray]],
+    space: Namespace,
+    count: int,
+    layer: int | None,
+    decoded: bool,
+    write: Callable[[bytearray], object],
+) -> Iterator[tuple[dict[str, Any], list[PlaneStatistics]]]:
+    """Write the bytes of pages, and yield what --json prints, and the planes if decoded.
+
+    No bar is on the terminal when a decoded page is yielded, so that it can be printed.
+    """
+    if not decoded:
+        with progress("reading", count) as report:
+            for number, (key, data) in enumerate(read, 1):
+                write(data)
+                report(number)
+                yield _page_json(key, data, layer, None), []
+        return
+    for number, (key, data) in enumerate(read, 1):
+        write(data)
+        with progress(f"decoding {number} of {count}", 1.0) as report:
+            planes = _decode(space, data, layer, report)
+        yield _page_json(key, data, layer, planes), planes
 
 
 def _need_all(client: Client, space: Namespace, hashes: list[bytes]) -> None:
@@ -179,13 +199,14 @@ def _read(
         yield prefix_hash, data
 
 
-def _decode(space: Namespace, data: bytearray, layer: int | None) -> list[PlaneStatistics]:
-    pieces = layer_slices(space.layout, layer)
-    with progress("decoding", len(pieces)) as report:
-        planes = []
-        for plane in decode(pieces, memoryview(data)):
-            planes.append(plane)
-            report(len(planes))
+def _decode(
+    space: Namespace, data: bytearray, layer: int | None, report: Report
+) -> list[PlaneStatistics]:
+    """Decode a page; `report` gets the part that is done, up to 1."""
+    pieces, planes = layer_slices(space.layout, layer), []
+    for plane in decode(pieces, memoryview(data)):
+        planes.append(plane)
+        report(len(planes) / len(pieces))
     return planes
 
 
@@ -196,8 +217,8 @@ def _page_json(
     return page if planes is None else {**page, "planes": [plane.as_dict() for plane in planes]}
 
 
-def _show_planes(prefix_hash: bytes, data: bytearray, planes: list[PlaneStatistics]) -> None:
-    print(f"page {prefix_hash.hex()}: {human_nbytes(len(data))}, {len(planes)} planes")
+def _show_planes(page: dict[str, Any], planes: list[PlaneStatistics]) -> None:
+    print(f"page {page['prefix_hash']}: {human_nbytes(page['nbytes'])}, {len(planes)} planes")
     columns = (
         "GROUP",
         ">LAYER",
@@ -229,7 +250,7 @@ def _show_planes(prefix_hash: bytes, data: bytearray, planes: list[PlaneStatisti
             s.zero_count,
         )
         rows.append((*row, s.nan_count, s.inf_count))
-    show((*columns, ">NAN", ">INF"), rows)
+    show_fitting((*columns, ">NAN", ">INF"), rows)
 
 
 CreateOption = Annotated[

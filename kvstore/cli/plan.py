@@ -24,7 +24,7 @@ from kvstore.cli.output import (
     option_nbytes,
     option_sizes,
     progress,
-    show,
+    show_fitting,
 )
 from kvstore.errors import InvalidRequest
 from kvstore.tools.plan import NEARLY_ALL, Plan, Rate, Row, Wishes, planned, surveyed
@@ -207,7 +207,7 @@ def _show(plan: Plan, words: Sequence[str]) -> None:
         )
     print()
     rows = [_cells(plan, row) for row in plan.rows]
-    show(
+    show_fitting(
         (
             ">RAM",
             ">DISK",
@@ -235,7 +235,7 @@ def _cells(plan: Plan, row: Row) -> tuple[object, ...]:
         percent(row.hit_rate_ram) if row.disk_nbytes else "",
         _rate_cell(row.bound, row.bound_error),
         human_count(row.tokens_saved),
-        f"{row.gpu_seconds_saved:,.0f}",
+        f"{row.gpu_saved_s:,.0f}",
         *(_speed(rate) for rate in (row.gets, row.puts)),
         *(_speed(rate) if row.disk_nbytes else "" for rate in (row.disk_reads, row.disk_writes)),
     )
@@ -494,7 +494,7 @@ def _picture_cells(row: Row) -> tuple[str, ...]:
         human_nbytes(nbytes) if nbytes else "-" for nbytes in (row.ram_nbytes, row.disk_nbytes)
     )
     rates = (f"{100 * rate:.1f} %" for rate in (row.hit_rate, row.bound))
-    return (*sizes, *rates, f"{row.tokens_saved:,}", f"{row.gpu_seconds_saved:,.0f}")
+    return (*sizes, *rates, f"{row.tokens_saved:,}", f"{row.gpu_saved_s:,.0f}")
 
 
 def _html_row(cell: str, texts: Sequence[str]) -> str:

@@ -85,7 +85,7 @@ class BenchReport:
     batch: int
     threads: int
     seconds: float = 0.0
-    bytes_verified: int = 0
+    verified_nbytes: int = 0
     mismatches: int = 0
     pages_full: int = 0
     pages_lost: int = 0
@@ -96,7 +96,8 @@ class BenchReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        return asdict(self)
+        values = asdict(self)
+        return {"duration_s": values.pop("seconds"), **values}
 
 
 def bench(
@@ -133,7 +134,7 @@ def bench(
 
 def _sum_up(report: BenchReport, workers: list["_Worker"]) -> None:
     report.mismatches = sum(worker.mismatches for worker in workers)
-    report.bytes_verified = sum(worker.pages_verified for worker in workers) * report.page_nbytes
+    report.verified_nbytes = sum(worker.pages_verified for worker in workers) * report.page_nbytes
     report.pages_full = sum(worker.pages_full for worker in workers)
     report.pages_lost = sum(worker.pages_lost for worker in workers)
     report.away = sorted({member for worker in workers for member in worker.away})

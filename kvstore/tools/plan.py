@@ -127,7 +127,7 @@ class Row:
     bound: float
     bound_error: float
     tokens_saved: int
-    gpu_seconds_saved: float
+    gpu_saved_s: float
     gets: Rate
     puts: Rate
     disk_reads: Rate
@@ -181,7 +181,8 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
-        return asdict(self)
+        values = asdict(self)
+        return {"duration_s": values.pop("seconds"), **values}
 
 
 def surveyed(requests: Iterable[TraceRequest], wishes: Wishes, sample: Sampling = EXACT) -> Survey:
@@ -297,7 +298,7 @@ class _Planner:
             else self._share(bound),
             bound_error=bound.error / self._asked,
             tokens_saved=round(tokens),
-            gpu_seconds_saved=round(tokens / wishes.prefill_tokens_per_s, 1),
+            gpu_saved_s=round(tokens / wishes.prefill_tokens_per_s, 1),
             gets=self._rate(here),
             puts=self._rate(written),
             disk_reads=self._rate(from_disk if disk else nothing),

@@ -43,7 +43,7 @@ class ReplayReport:
     pages_stored: int = 0
     pages_full: int = 0
     pages_lost: int = 0
-    bytes_verified: int = 0
+    verified_nbytes: int = 0
     mismatches: int = 0
     page_nbytes: int = 0
     seconds: float = 0.0
@@ -54,7 +54,8 @@ class ReplayReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        return asdict(self)
+        values = asdict(self)
+        return {"duration_s": values.pop("seconds"), **values}
 
 
 def replay_namespace(page_nbytes: int, tenant: str = DEFAULT_TENANT) -> Namespace:
@@ -166,7 +167,7 @@ class _Replay:
         for i in range(count):
             content = self._content(hashes[i])
             if self._buffers[i] == content:
-                report.bytes_verified += self._page_nbytes
+                report.verified_nbytes += self._page_nbytes
             else:
                 report.mismatches += 1
                 self._buffers[i][:] = content  # what is put below must be right in any case

@@ -137,7 +137,7 @@ def test_commands_leave_out_values_a_tenant_may_not_see(
     monkeypatch.setenv("KVSTORE_TOKEN", crew.tokens[who])
     monkeypatch.setenv("KVSTORE_TIMEOUT_S", "30")
     monkeypatch.setenv("KVSTORE_CONNECT_TIMEOUT_S", "20")
-    monkeypatch.setattr("kvstore.cli.top.LOOK_S", 30.0)
+    monkeypatch.setattr("kvstore.cli.top.samples.LOOK_S", 30.0)
 
     def kvstore(*args: str) -> str:
         ran = CliRunner().invoke(app, list(args), prog_name="kvstore")

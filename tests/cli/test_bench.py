@@ -24,7 +24,7 @@ def pages_of_bench(client: Client) -> int:
 def test_bench_verifies_all_reads_and_removes_its_pages(client: Client) -> None:
     seen: list[float] = []
     report = bench(client, QUICK, seen.append)
-    assert report.bytes_verified == report.get.calls * QUICK.batch * QUICK.page_nbytes > 0
+    assert report.verified_nbytes == report.get.calls * QUICK.batch * QUICK.page_nbytes > 0
     assert (report.mismatches, report.pages_full, report.pages_lost) == (0, 0, 0)
     assert report.put.gb_per_s > 0
     assert report.wire == client.wire_name
@@ -45,7 +45,7 @@ def test_get_that_reads_nothing_is_a_mismatch(client: Client) -> None:
     with LyingClient(client.config) as liar:
         report = bench(liar, QUICK)
     assert report.mismatches == report.get.calls * QUICK.batch > 0
-    assert report.bytes_verified == 0
+    assert report.verified_nbytes == 0
 
 
 class TiringClient(Client):
@@ -67,7 +67,7 @@ class TiringClient(Client):
 def test_bytes_of_an_earlier_round_do_not_pass_for_a_read(client: Client) -> None:
     with TiringClient(client.config) as tiring:
         report = bench(tiring, dataclasses.replace(QUICK, threads=1, seconds=0.5))
-    assert report.bytes_verified == QUICK.batch * QUICK.page_nbytes
+    assert report.verified_nbytes == QUICK.batch * QUICK.page_nbytes
     assert report.mismatches == (report.get.calls - 1) * QUICK.batch
 
 

@@ -132,7 +132,11 @@ def test_r15_status_shows_misses_by_reason_and_hints_at_the_differing_field(
 def test_ls_lists_namespaces_with_layout(
     kvstore: Kvstore, space: Namespace, hashes: list[bytes]
 ) -> None:
-    (entry,) = [entry for entry in kvstore("ls", "--json").json if entry["model"] == space.model]
+    (entry,) = [
+        entry
+        for entry in kvstore("ls", "--json").json["namespaces"]
+        if entry["model"] == space.model
+    ]
     assert entry["digest"] == space.digest.hex()
     assert entry["layout_fingerprint"] == space.layout.fingerprint.hex()
     assert (entry["page_tokens"], entry["page_nbytes"], entry["page_count"]) == (
@@ -145,7 +149,7 @@ def test_ls_lists_namespaces_with_layout(
 def test_ls_lists_pages_in_the_order_of_their_keys(
     kvstore: Kvstore, space: Namespace, hashes: list[bytes]
 ) -> None:
-    pages = kvstore("ls", "-n", space.digest.hex(), "--json").json
+    pages = kvstore("ls", "-n", space.digest.hex(), "--json").json["pages"]
     assert [page["prefix_hash"] for page in pages] == sorted(h.hex() for h in hashes)
 
 
@@ -154,7 +158,7 @@ def test_ls_by_prefix_takes_an_odd_number_of_digits(
     kvstore: Kvstore, space: Namespace, hashes: list[bytes], digits: int
 ) -> None:
     start = hashes[1].hex()[:digits]
-    pages = kvstore("ls", "-m", space.model, "--prefix", start.upper(), "--json").json
+    pages = kvstore("ls", "-m", space.model, "--prefix", start.upper(), "--json").json["pages"]
     assert [page["prefix_hash"] for page in pages] == sorted(
         h.hex() for h in hashes if h.hex().startswith(start)
     )
@@ -162,17 +166,17 @@ def test_ls_by_prefix_takes_an_odd_number_of_digits(
 
 def test_ls_reports_its_limit(kvstore: Kvstore, space: Namespace, hashes: list[bytes]) -> None:
     ran = kvstore("ls", "-m", space.model, "--limit", "2", "--json")
-    assert len(ran.json) == 2
+    assert (len(ran.json["pages"]), ran.json["more"]) == (2, True)
     assert "--limit 0" in ran.stderr
     for limit in ("0", "3"):
         ran = kvstore("ls", "-m", space.model, "--limit", limit, "--json")
-        assert (len(ran.json), ran.stderr) == (3, "")
+        assert (len(ran.json["pages"]), ran.json["more"], ran.stderr) == (3, False, "")
 
 
 def test_ls_of_nothing_exits_1(kvstore: Kvstore, client: Client, space: Namespace) -> None:
     client.open(space)
     ran = kvstore("ls", "-m", space.model, "--json")
-    assert (ran.code, ran.json) == (1, [])
+    assert (ran.code, ran.json["pages"]) == (1, [])
 
 
 # ---- stat, lookup, pin, verify, rm -----------------------------------------------------------
@@ -181,10 +185,10 @@ def test_ls_of_nothing_exits_1(kvstore: Kvstore, client: Client, space: Namespac
 def test_stat_accepts_the_start_of_a_key_and_exits_1_without_a_page(
     kvstore: Kvstore, space: Namespace, hashes: list[bytes]
 ) -> None:
-    (page,) = kvstore("stat", "-m", space.model, hashes[0].hex()[:11], "--json").json
+    (page,) = kvstore("stat", "-m", space.model, hashes[0].hex()[:11], "--json").json["pages"]
     assert (page["prefix_hash"], page["present"]) == (hashes[0].hex(), True)
     ran = kvstore("stat", "-m", space.model, "00" * 32, hashes[1].hex(), "--json")
-    assert (ran.code, [page["present"] for page in ran.json]) == (0, [False, True])
+    assert (ran.code, [page["present"] for page in ran.json["pages"]]) == (0, [False, True])
     assert kvstore("stat", "-m", space.model, "00" * 32).code == 1
 
 
@@ -390,7 +394,7 @@ def test_replay_without_an_address_starts_a_node(
         "requests": 3,
         "pages_asked": 7,
         "pages_hit": 3,
-        "bytes_verified": 3 * 4096,
+        "verified_nbytes": 3 * 4096,
         "mismatches": 0,
     }
     assert {name: report[name] for name in wanted} == wanted

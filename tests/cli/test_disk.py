@@ -59,7 +59,7 @@ def test_status_ls_and_stat_show_the_tiers_of_pages(on_disk: Kvstore, data_dir: 
     assert "disk 8.0 KiB of 64.0 MiB" in status
     assert str(data_dir) in status
     assert "ram+disk" in on_disk("ls", "--model", "m").stdout
-    stat = on_disk("stat", "--model", "m", "--tokens", "1", "--json").json
+    stat = on_disk("stat", "--model", "m", "--tokens", "1", "--json").json["pages"]
     page = stat["pages"][0] if isinstance(stat, dict) else stat[0]
     assert (page["in_ram"], page["on_disk"]) == (True, True)
 
@@ -77,7 +77,7 @@ def test_scrub_finds_a_flipped_bit_and_exits_5(on_disk: Kvstore, data_dir: Path)
 def test_stat_shows_a_ttl(on_disk: Kvstore, tmp_path: Path) -> None:
     page = tmp_path / "page"
     assert on_disk("put", str(page), "-m", "m", "--tokens", "2", "--ttl", "1h").code == 0
-    stat = on_disk("stat", "-m", "m", "--tokens", "2", "--json").json
+    stat = on_disk("stat", "-m", "m", "--tokens", "2", "--json").json["pages"]
     page_stat = stat["pages"][0] if isinstance(stat, dict) else stat[0]
     assert 3_500_000 < page_stat["ttl_ms"] <= 3_600_000
 

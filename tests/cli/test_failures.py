@@ -199,7 +199,7 @@ def test_wrong_bytes_exit_5(
 
     monkeypatch.setattr(Client, "get", get_nothing)
     ran = kvstore("replay", str(path), "--json")
-    assert (ran.code, ran.json["mismatches"], ran.json["bytes_verified"]) == (5, 1, 0)
+    assert (ran.code, ran.json["mismatches"], ran.json["verified_nbytes"]) == (5, 1, 0)
     ran = kvstore("bench", "--seconds", "0.05", "--page-nbytes", "512", "--json")
     assert ran.code == 5
     assert ran.json["mismatches"] > 0

@@ -36,7 +36,11 @@ def test_pages_are_read_and_decoded_with_the_key(
     assert (page["nbytes"], page["planes"][0]["count"]) == (len(stored), len(stored))
     with_key = ClientConfig(page_key=SECRET)
     with Client(with_key) as client:
-        (listed,) = [some for some in kvstore("ls", "--json").json if some["model"] == space.model]
+        (listed,) = [
+            some
+            for some in kvstore("ls", "--json").json["namespaces"]
+            if some["model"] == space.model
+        ]
         assert listed["key_id"] == client.key_id
 
 

@@ -72,7 +72,7 @@ def test_json_has_all_figures_and_the_recommendation(kvstore: Kvstore, trace: Pa
     row = found["rows"][0]
     assert row["ram_nbytes"] == 1 << 30
     assert row["pages"] == 16
-    assert row["gpu_seconds_saved"] == pytest.approx(row["tokens_saved"] / 5000, abs=0.05)
+    assert row["gpu_saved_s"] == pytest.approx(row["tokens_saved"] / 5000, abs=0.05)
     assert 0 < row["hit_rate"] <= row["bound"] <= found["endless"] < 1
     assert row["gets"]["peak"] >= row["gets"]["mean"] > 0
     assert "Llama 3 8B" in found["assumed"][0]

@@ -113,7 +113,7 @@ def test_hit_rate_is_that_of_an_exact_lru_touched_from_the_tail(capacity: int) -
     hits = lru_pages_hit(trace, capacity)
     assert (report.requests, report.pages_asked, report.pages_hit) == (400, asked, hits)
     assert report.prefix_hit_rate == hits / asked
-    assert report.bytes_verified == hits * PAGE_NBYTES
+    assert report.verified_nbytes == hits * PAGE_NBYTES
     assert (report.mismatches, report.pages_full, report.pages_lost) == (0, 0, 0)
     assert set(report.latency_ms["get"]) == {"p50", "p90", "p99"}
 
@@ -141,7 +141,7 @@ def test_one_wrong_byte_is_a_mismatch(position: int) -> None:
     store.flip = (trace_prefix_hash(2), position)
     trace = [TraceRequest(0, 0, 0, (1, 2, 3))] * 2
     report = replay(cast(Client, store), trace, replay_namespace(PAGE_NBYTES))
-    assert (report.pages_hit, report.mismatches, report.bytes_verified) == (3, 1, 2 * PAGE_NBYTES)
+    assert (report.pages_hit, report.mismatches, report.verified_nbytes) == (3, 1, 2 * PAGE_NBYTES)
 
 
 def test_read_without_bytes_is_a_mismatch_despite_old_bytes() -> None:

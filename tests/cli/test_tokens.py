@@ -36,7 +36,7 @@ def test_token_gives_access_to_pages_of_its_tenant(
             or "has the role write" in flush.stderr,
         ) == (2, True)
         monkeypatch.setenv("KVSTORE_TOKEN", reader["token"])
-        assert kvstore("ls", *at, "--json").json == []
+        assert kvstore("ls", *at, "--json").json == {"namespaces": []}
         status = kvstore("status", *at, "--json").json
         assert status["namespaces"] == []
 

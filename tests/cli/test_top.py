@@ -4,10 +4,14 @@ import io
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from kvstore import Namespace, opaque_layout
-from kvstore.cli.top import _cluster_view, cluster_sample, sample
+from kvstore.cli.top.boards import board_of
+from kvstore.cli.top.keyboard import parse_keys
+from kvstore.cli.top.samples import Sample, cluster_sample, quantile_ms, sample
+from kvstore.cli.top.screen import Controls, draw
 from kvstore.cluster.view import Member, State, View
 from kvstore.errors import Unavailable
 from kvstore.results import (
@@ -15,8 +19,10 @@ from kvstore.results import (
     DiskStatus,
     NamespaceInfo,
     NodeStatus,
+    OperationTimes,
     PeersStatus,
     RamStatus,
+    RequestTimes,
 )
 
 SPACE = Namespace("m", opaque_layout(512))
@@ -96,14 +102,21 @@ def test_new_restarted_and_silent_members_are_shown() -> None:
     assert shown_values["totals"]["put_per_s"] == 3.0
 
 
-def screen(view: View, statuses: dict[str, Any], width: int = 80) -> list[str]:
+def screen(
+    view: View, statuses: dict[str, Any], width: int = 80, controls: Controls | None = None
+) -> list[str]:
     out = Console(
         file=io.StringIO(), width=width, height=24, force_terminal=True, color_system=None
     )
     before = {member.id: node() for member in view.members}
-    out.print(_cluster_view(cluster_sample(view, statuses, before), view, statuses, out))
+    board = board_of(Sample(cluster_sample(view, statuses, before), view, statuses))
+    out.print(draw(board, controls or Controls(), out))
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue().splitlines()
+
+
+def times(*counts: int) -> RequestTimes:
+    return RequestTimes((500_000, 1_000_000), (OperationTimes("get", counts),))
 
 
 def busy(sweeping: bool = False) -> NodeStatus:
@@ -117,6 +130,7 @@ def busy(sweeping: bool = False) -> NodeStatus:
     )
     return replace(
         status,
+        request_times=times(0, 10, 0),
         ram=RamStatus(used_nbytes=900 << 30, capacity_nbytes=1 << 40),
         disk=DiskStatus(used_nbytes=9 << 40, capacity_nbytes=16 << 40),
         peers=PeersStatus(
@@ -139,8 +153,10 @@ def test_twelve_members_fit_one_screen() -> None:
     rows = {line.split()[0]: line for line in shown if line.strip()}
     assert all(f"n{i}" in rows for i in range(12))
     assert "NO ANSWER" in rows["n5"]
-    assert " ".join(rows["n3"].split()) == "n3 serving 88 % 56 % 90 % 4,321 20 900.0 MiB 25.0 % r1"
-    assert " ".join(rows["all"].split()) == "all 88 % 56 % 90 % 47,531 220 9.7 GiB"
+    assert (
+        " ".join(rows["n3"].split()) == "n3 serving 88 % 56 % 90 % 4,321 20 750 µs 995 µs 900.0 MiB"
+    )
+    assert " ".join(rows["all"].split()) == "all 88 % 56 % 90 % 47,531 220 750 µs 995 µs 9.7 GiB"
 
 
 def test_members_in_trouble_are_shown_first() -> None:
@@ -168,3 +184,74 @@ def test_long_headings_leave_space_for_the_members() -> None:
         shown = screen(long, statuses, width)
         assert len(shown) < 24
         assert shown[-1].endswith("more members")
+
+
+def busy_cluster() -> tuple[View, dict[str, Any]]:
+    """Return four members: n0 and n1 in zone r1 with fewer hits, n2 silent, n3 in zone r2."""
+    members = (*cluster(3).members, Member("n3", "host3:7440", zone="r2"))
+    statuses: dict[str, Any] = {f"host{i}:7440": busy() for i in (0, 1, 3)}
+    more = replace(busy().totals, pages_got=5000)
+    statuses["host1:7440"] = replace(busy(), totals=more)
+    statuses["host2:7440"] = Unavailable("it is away")
+    return View("fleet", 7, members, 2), statuses
+
+
+def order(shown: list[str]) -> list[str]:
+    names = [line.split()[0] for line in shown if line.strip()]
+    return [name for name in names if name in ("n0", "n1", "n2", "n3")]
+
+
+def test_rows_are_sorted_and_filtered() -> None:
+    view, statuses = busy_cluster()
+    assert order(screen(view, statuses)) == ["n0", "n1", "n2", "n3"]
+    by_rate = Controls(sort="GOT/s")
+    assert order(screen(view, statuses, controls=by_rate))[0] == "n1"
+    assert order(screen(view, statuses, controls=by_rate))[-1] == "n2"  # it has no value
+    by_rate.reverse = True
+    assert order(screen(view, statuses, controls=by_rate))[-2:] == ["n1", "n2"]
+    filtered = screen(view, statuses, controls=Controls(text="R2"))
+    assert order(filtered) == ["n3"]
+    assert "1 of 4 members match" in "\n".join(filtered)
+
+
+def test_latencies_are_those_of_the_interval() -> None:
+    before = replace(busy(), request_times=times(1000, 0, 0))
+    now = replace(before, request_times=times(1000, 98, 2))
+    (get,) = sample(before, now, 2.0)["operations"]
+    assert get == {"op": "get", "per_s": 50.0, "p50_ms": 0.755, "p99_ms": 1.0}
+
+
+def test_quantiles_are_interpolated_within_a_bucket() -> None:
+    bounds = [1_000_000, 2_000_000]
+    assert quantile_ms(bounds, [100, 0, 0], 0.5) == 0.5
+    assert quantile_ms(bounds, [50, 50, 0], 0.99) == 1.98
+    assert quantile_ms(bounds, [0, 0, 5], 0.5) == 2.0
+
+
+def test_keys_change_the_view() -> None:
+    controls, columns = Controls(), ("MEMBER", ">RAM")
+    for key, sort in (("s", "MEMBER"), ("s", "RAM"), ("s", ""), ("S", "RAM")):
+        assert controls.press(key, columns)
+        assert controls.sort == sort
+    for key in ("/", *"rack", "backspace", "q", "enter"):
+        assert controls.press(key, columns)
+    assert (controls.text, controls.typing) == ("racq", False)
+    assert controls.press("p", columns)
+    assert controls.paused
+    assert not controls.press("q", columns)
+
+
+@pytest.mark.parametrize(
+    ("data", "keys"),
+    [
+        (b"sq", ["s", "q"]),
+        (b"\x1b[A\x1b[Bj", ["up", "down", "j"]),
+        (b"\x1b", ["escape"]),
+        (b"\x1b[1;5Cq", ["q"]),  # Ctrl and an arrow: unknown
+        ("ü\r".encode(), ["ü", "enter"]),
+        (b"\xff\x00q", ["q"]),
+        (b"\x1b[", []),
+    ],
+)
+def test_bytes_of_a_terminal_become_keys(data: bytes, keys: list[str]) -> None:
+    assert parse_keys(data) == keys

@@ -31,7 +31,7 @@ cluster_answers() {
 cluster_back() {
     local keys=()
     read -ra keys < <(in_cluster kvstore ls --model cluster --json 2>"$WORK/cluster.log" \
-        | python3 -c 'import json, sys; print(*(page["prefix_hash"] for page in json.load(sys.stdin)))')
+        | python3 -c 'import json, sys; print(*(page["prefix_hash"] for page in json.load(sys.stdin)["pages"]))')
     in_cluster kvstore get --model cluster "${keys[@]}" >"$WORK/back" 2>"$WORK/cluster.log" \
         || fail "get of ${#keys[@]} pages failed: $(cat "$WORK/cluster.log")"
     (cd "$WORK/pages" && cat "${keys[@]}") | cmp --silent - "$WORK/back" || fail "pages came back with other bytes"

@@ -158,7 +158,7 @@ class Trial:
         self._tick()
         second = int(time.monotonic() - self._start)
         self.seconds += [Second() for _ in range(second + 1 - len(self.seconds))]
-        nbytes = report.bytes_verified + report.pages_stored * report.page_nbytes
+        nbytes = report.verified_nbytes + report.pages_stored * report.page_nbytes
         totals = (report.pages_asked, report.pages_hit, nbytes, self.errors.total())
         asked, hit, moved, errors = (
             new - old for new, old in zip(totals, self._totals, strict=True)

@@ -14,7 +14,7 @@ from local_nodes import Connect, StartNode
 from waiting import wait_until
 
 from kvstore.cli.commands import app
-from kvstore.cli.top import cluster_samples
+from kvstore.cli.top.samples import cluster_samples
 from kvstore.cluster.view import Member, View
 from node.cluster.membership import LostMember
 from node.events import Kind
@@ -81,7 +81,7 @@ def test_events_of_all_members_that_answer(
         json.loads(kvstore("cluster", "events", "--since", "1ms", "--json").stdout)["events"] == []
     )
     for wrong, remedy in (
-        (("--since", "x"), "write for example 90s"),
+        (("--since", "x"), "is not a duration"),
         (("--limit", "-1"), "below 0"),
     ):
         refused = kvstore("cluster", "events", *wrong)
@@ -171,9 +171,9 @@ def test_commands_work_as_with_one_node(
     keys = pages.keys(*range(20))
     pages.put(connect(fleet[1]), keys)
     known = [key.hex() for key in keys]
-    listed = json.loads(kvstore("ls", "--model", pages.namespace.model, "--json").stdout)
+    listed = json.loads(kvstore("ls", "--model", pages.namespace.model, "--json").stdout)["pages"]
     assert [page["prefix_hash"] for page in listed] == sorted(known)
-    owners = json.loads(kvstore("cluster", "owners", *known[:4], "--json").stdout)
+    owners = json.loads(kvstore("cluster", "owners", *known[:4], "--json").stdout)["keys"]
     assert {some for found in owners for some in found["owners"]} <= {"n0", "n1"}
     assert [found["prefix_hash"] for found in owners] == known[:4]
     assert "(127.0.0.1:" in kvstore("cluster", "owners", known[0]).stdout

@@ -38,7 +38,7 @@ def test_hit_rate_is_that_of_the_larger_tier() -> None:
         assert found.hit_rate_ram == lru_hits(CHAINS, ram) / ASKED
         assert found.hit_rate_doubled == lru_hits(CHAINS, max(2 * ram, disk)) / ASKED
         assert found.hit_rate <= found.bound <= made.endless
-        assert found.gpu_seconds_saved == pytest.approx(found.tokens_saved / 1000, abs=0.05)
+        assert found.gpu_saved_s == pytest.approx(found.tokens_saved / 1000, abs=0.05)
 
 
 def test_rates_are_the_mean_and_the_peak_of_windows() -> None:

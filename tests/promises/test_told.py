@@ -1,6 +1,7 @@
 """Commands still print all JSON fields in golden/names/json.json, on which scripts rely."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,3 +40,18 @@ def test_recording_covers_every_command(found: dict[str, list[str]]) -> None:
     assert {name.partition(" of ")[0] for name in found} == set(
         commands(typer.main.get_command(app))
     ) - groups
+
+
+def test_every_command_prints_objects_with_one_vocabulary(found: dict[str, list[str]]) -> None:
+    """Bytes are `nbytes` or `*_nbytes`, times end with `_s` or `_ms`; no output is a bare list."""
+    # The field of a message: calls that were refused after too many bytes.
+    stable = "refused_bytes"
+    for command, names in found.items():
+        assert not [name for name in names if name.startswith("[]")], command
+        words = {part.removesuffix("[]") for name in names for part in name.split(".")}
+        wrong = [
+            word
+            for word in words - {stable}
+            if re.search(r"(^|_)(bytes|seconds|secs|millis|mb|gib)(_|$)", word)
+        ]
+        assert not wrong, command

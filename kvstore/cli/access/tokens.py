@@ -10,7 +10,7 @@ import typer
 
 from kvstore.cli.exits import ExitCode
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.output import emit, note, show
+from kvstore.cli.output import emit, note, show_fitting
 from kvstore.errors import InvalidRequest
 from kvstore.security import identities
 from kvstore.security.identities import Principal, expiry_text
@@ -128,7 +128,7 @@ def list_(run: Invocation, file: FileOption) -> None:
         return
     rows = [_as_dict(kind, some) for kind, some in known]
     if rows:
-        show([name.upper() for name in rows[0]], [list(row.values()) for row in rows])
+        show_fitting([name.upper() for name in rows[0]], [list(row.values()) for row in rows])
     else:
         note(f"{file} names nobody")
     for problem in found.problems:
@@ -166,7 +166,7 @@ def _as_dict(kind: str, some: Principal) -> dict[str, Any]:
         "kind": kind,
         "tenant": some.tenant,
         "role": some.role.name.lower(),
-        "models": ",".join(some.models),
-        "expires": expiry_text(some.expires_s),
         "state": "expired" if some.expires_s <= time.time() else "valid",
+        "expires": expiry_text(some.expires_s),
+        "models": ",".join(some.models),
     }

@@ -1,0 +1,1 @@
+"""`kvstore top`: rates of nodes, live, with keys on a terminal."""
