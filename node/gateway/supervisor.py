@@ -9,6 +9,7 @@ for.
 """
 
 import contextlib
+import dataclasses
 import errno
 import importlib.util
 import logging
@@ -162,12 +163,7 @@ class GatewayProcess:
     """A gateway in a process, with two inherited sockets and few variables."""
 
     def __init__(
-        self,
-        control: socket.socket,
-        door: socket.socket,
-        config: NodeConfig,
-        held: Port,
-        log_level: str,
+        self, control: socket.socket, door: socket.socket, config: NodeConfig, held: Port
     ) -> None:
         fds = (control.fileno(), door.fileno())
         environment = {
@@ -188,7 +184,7 @@ class GatewayProcess:
         ]
         command += ["--port", str(held.number), "--memory-bytes", str(config.grpc_memory_nbytes)]
         command += ["--ipv6"] if ":" in held.numeric_host else []
-        command += ["--log-level", log_level, "--log-format", config.log_format]
+        command += ["--log-level", config.log_level, "--log-format", config.log_format]
         self._process = subprocess.Popen(
             command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL
         )
@@ -254,7 +250,7 @@ class Gateways:
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(missing(package))
         self._config = config
-        self._log_level = config.log_level
+        self._log_level = ""  # set since the start
         self._service = service
         self._certificates = certificates
         self.membership: Membership = service.membership
@@ -283,7 +279,7 @@ class Gateways:
         if self.embedded:
             return GatewayThread(control, door)
         assert self._held is not None, "a node without gRPC starts no gateway"
-        return GatewayProcess(control, door, self._config, self._held, self._log_level)
+        return GatewayProcess(control, door, self._config, self._held)
 
     def open_door(self, name: str, door: socket.socket) -> GatewayDoor:
         """Return the server for connections that the gateway makes through `door`."""
@@ -311,7 +307,7 @@ class Gateways:
     def _state(self) -> dict[str, Any]:
         """Return the state to send to a gateway that has become ready."""
         told: dict[str, Any] = {"health": dict(self._health), "view": self._view_value()}
-        if self._log_level != self._config.log_level:  # it was changed since
+        if self._log_level:
             told["log_level"] = self._log_level
         return {**told, "serve": True} if self._serving else told
 
@@ -390,6 +386,7 @@ class Gateways:
         """Set the level of the gateways' logs."""
         with self._lock:
             self._log_level = level
+            self._config = dataclasses.replace(self._config, log_level=level)
             self._tell(log_level=level)
 
     def look(self) -> None:
