@@ -142,7 +142,7 @@ def events(
         replies = client.events(since_unix_ms)
         view = client.view()
     names = {member.address: member.id for member in view.members} if view else {}
-    found = {names.get(at, ""): reply for at, reply in replies.items()}
+    found = {names.get(at, at) if view else "": reply for at, reply in replies.items()}
     away: Away = {name: reply for name, reply in found.items() if isinstance(reply, KVStoreError)}
     answered = {name: reply for name, reply in found.items() if isinstance(reply, Events)}
     if not answered:
@@ -159,7 +159,7 @@ def events(
                     event["kind"],
                     event["member"] or "-",
                     event["text"],
-                    " ".join(filter(None, event["seen_by"])) or "-",
+                    " ".join(event["seen_by"]) or "-",
                 )
                 for event in merged
             ],

@@ -206,7 +206,7 @@ def merge_events(replies: Mapping[str, Events]) -> list[dict[str, Any]]:
         newest[event.kind, event.member] = {**about, "seen_by": [by]}
         found.append(newest[event.kind, event.member])
     for merged in found:
-        merged["seen_by"].sort()
+        merged["seen_by"] = sorted(filter(None, merged["seen_by"]))
     return found
 
 

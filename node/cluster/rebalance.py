@@ -413,7 +413,13 @@ class Rebalancer:
     def dry(self) -> Report:
         """Return what a run would fetch."""
         view = self._membership.view
-        return self._sweep.run(view, self._membership.member, dry=True) if view else Report(0, 0)
+        if view is None:
+            return Report(0, 0)
+        report = self._sweep.run(view, self._membership.member, dry=True)
+        if report.thin:  # the others take the comparison for the begin of a repair
+            self._missed = max(self._missed, report.thin)
+            self.schedule_in(self.missed_s)
+        return report
 
     def _run(self) -> None:
         while self._wait():

@@ -122,6 +122,9 @@ class ReplicationQueue(Generic[P]):
         self.counts = Counts()
         # Dropped pages by target, until the target knows of them and fetches them
         self.missed: Counter[str] = Counter()
+        # By member: pages of targets that left the view, of which it may be an owner now. It has
+        # compared all pages perhaps before this node put the newest of them.
+        self.suspected: Counter[str] = Counter()
         self.freed: list[P] = []
         self.unsent: list[P] = []  # those of them that no target has
         self._gone = gone
@@ -188,7 +191,9 @@ class ReplicationQueue(Generic[P]):
             under_way = target.under_way.queued_pages if target.under_way else []
             for queued in [*target.waiting, *under_way]:
                 self._lose(queued, name)
-            self.missed.pop(name, None)  # the pages have other owners, who compare all pages
+            self.suspected.pop(name, None)
+            if missed := self.missed.pop(name, 0):
+                self.suspected.update(dict.fromkeys(members, missed))
             if target.under_way is None:
                 del self._targets[name]
 
@@ -263,10 +268,19 @@ class ReplicationQueue(Generic[P]):
         """Ignore the rate limit from now on."""
         self._nbytes_per_s, self._next_at = 0, 0.0
 
-    def settle_missed(self, name: str, count: int) -> None:
-        """Note that a target knows of so many of its missed pages."""
-        if name in self.missed:
-            self.missed[name] -= count
+    @property
+    def under_replicated(self) -> int:
+        """Return how many pages may have too few copies, of which no owner knows yet."""
+        return sum(self.missed.values()) + max(self.suspected.values(), default=0)
+
+    def missed_by(self, name: str) -> int:
+        """Return how many pages a member may lack, so that it compares its pages."""
+        return self.missed[name] + self.suspected[name]
+
+    def settle_missed(self, name: str) -> None:
+        """Note that a member knows that it may lack pages, or compares them now."""
+        self.missed.pop(name, None)
+        self.suspected.pop(name, None)
 
     def clear(self) -> None:
         """Drop everything; batches under way end by `done` or `failed`."""

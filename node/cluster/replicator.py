@@ -144,6 +144,11 @@ class Replicator:
             self._changed.notify_all()
         self._release_freed()
 
+    def settle_missed(self, member: str) -> None:
+        """Note that a member compares its pages with those here."""
+        with self._changed:
+            self._queue.settle_missed(member)
+
     def wait_room(self, nbytes: int, timeout_s: float) -> bool:
         """Wait until the queue has space for so many bytes."""
         with self._changed:
@@ -162,7 +167,7 @@ class Replicator:
             status.queue_nbytes_max = queue.nbytes_max
             status.pages_handed, status.nbytes_handed = counts.pages_handed, counts.nbytes_handed
             status.pages_dropped = counts.pages_dropped
-            status.pages_under_replicated += sum(queue.missed.values())
+            status.pages_under_replicated += queue.under_replicated
 
     def check(self) -> list[str]:
         """Return violated invariants; empty if all is well."""
@@ -306,7 +311,7 @@ class Replicator:
             return False
 
         taken: list[bytes] = []
-        missed = self._queue.missed[batch.target]
+        missed = self._queue.missed_by(batch.target)
         for part in batches(len(keys), nbytes, link.limits):
             request = pb.PutRequest(
                 namespace=group.digest,
@@ -325,9 +330,9 @@ class Replicator:
                 if not taken and not any(map(_gone, pages.values())):
                     raise
                 return taken
-            with self._changed:
-                self._queue.settle_missed(batch.target, missed)
-            missed = 0
+            if missed:
+                missed = 0
+                self.settle_missed(batch.target)
             there = (pb.WRITE, pb.EXISTS)
             taken += [
                 key for key, verdict in zip(keys[part], verdicts, strict=True) if verdict in there

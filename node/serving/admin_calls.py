@@ -89,6 +89,7 @@ class ClusterCalls:
         self._membership = peers.membership
         self._rebalancer = peers.rebalancer
         self._draining = peers.draining
+        self._replicator = peers.replicator
         self._events = peers.events
 
     def list_events(self, request: pb.EventsRequest, caller: object) -> pb.EventsReply:
@@ -136,6 +137,9 @@ class ClusterCalls:
             raise InvalidRequest(
                 f"{request.owner!r} is no member that this node knows of; see `kvstore cluster`"
             )
+
+        if not request.page_token:
+            self._replicator.settle_missed(request.owner)  # it compares its pages now
 
         def owned(hashes: list[bytes]) -> list[bytes]:
             owners = view.owners.owners(request.namespace, hashes)

@@ -101,11 +101,16 @@ def test_full_queue_drops_and_counts_the_oldest_page() -> None:
 def test_dropped_pages_are_missed_until_their_target_knows() -> None:
     waiting = queue(nbytes_max=25)
     offered(waiting, 1, 2, 3, 4, to="bc")
-    assert waiting.missed == {"b": 2, "c": 2}
-    waiting.settle_missed("b", 1)
-    waiting.follow("b")
-    waiting.settle_missed("c", 2)  # it has left meanwhile
-    assert waiting.missed == {"b": 1}
+    assert (waiting.missed, waiting.under_replicated) == ({"b": 2, "c": 2}, 4)
+    waiting.settle_missed("b")
+    waiting.follow("bd")  # c has left, with two pages that it missed and two that wait for it
+    assert (waiting.missed_by("b"), waiting.missed_by("c"), waiting.missed_by("d")) == (4, 0, 4)
+    assert waiting.under_replicated == 4
+    for name in "bd":
+        waiting.settle_missed(name)
+    assert waiting.under_replicated == 0
+    waiting.clear()
+    assert waiting.under_replicated == 0
 
 
 def test_page_larger_than_the_queue_is_sent_alone() -> None:

@@ -286,6 +286,10 @@ def test_owner_fetches_pages_that_could_not_be_handed_to_it(
     assert counts(sender).pages_under_replicated == len(keys)
     text = metrics_text(sender.service)({}, HttpClient("me", ())).body().decode()
     assert f"\nkvstore_pages_under_replicated {float(len(keys))}\n" in text
+    assert connect(owner, direct=True).sweep(dry=True).pages_missing == len(keys)
+    under = counts(sender).pages_under_replicated, counts(owner).pages_under_replicated
+    assert under == (0, len(keys)), "what was only compared is not repaired"
+    sender.peers.replicator._queue.missed["n1"] += len(keys)
     owner.peers.rebalancer.expect(1 << 64)  # a status has no room for more
     assert 0 < counts(owner).pages_under_replicated < 1 << 32
     owner.peers.rebalancer.missed_s = 0.1
