@@ -21,6 +21,7 @@ options     Lines of `kvstore-node --help` that start with an option, but for --
 
 import argparse
 import ast
+import functools
 import json
 import re
 import statistics
@@ -87,9 +88,15 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def functions(found: list[Source]) -> Iterator[Function]:
     """Yield every function and method, nested ones included."""
     for source in found:
-        for node in ast.walk(source.tree):
+        for node in nodes(source.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node
+
+
+@functools.cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """Return all nodes of a file; walking a tree takes longer than parsing it."""
+    return list(ast.walk(tree))
 
 
 def long_functions(found: list[Source]) -> int:
@@ -151,6 +158,7 @@ def documents(root: Path) -> list[Path]:
     return [root / "README.md", *(path for path in found if "decisions" not in path.parts)]
 
 
+@functools.cache
 def members(node: ast.ClassDef) -> set[str]:
     """Return the names of a class's methods and fields, and of what its methods assign."""
     found: set[str] = set()
@@ -180,7 +188,7 @@ def base_names(node: ast.ClassDef) -> list[str]:
 
 def lonely_protocols(found: list[Source]) -> tuple[list[str], int]:
     """Return the Protocols with one implementation, and the count of all Protocols."""
-    classes = [n for s in found for n in ast.walk(s.tree) if isinstance(n, ast.ClassDef)]
+    classes = [n for s in found for n in nodes(s.tree) if isinstance(n, ast.ClassDef)]
     by_name = {node.name: node for node in classes}
 
     def everything(node: ast.ClassDef, seen: frozenset[str] = frozenset()) -> set[str]:
