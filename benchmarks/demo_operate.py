@@ -167,8 +167,11 @@ def kill_node(day: Day) -> list[str]:
         return done.status == 3 and [one["id"] for one in done.as_json()["lost"]] == ["n2"]
 
     until("kvstore cluster says that n2 is lost", lost)
+    events = day.operator.type("kvstore cluster events --json --since 1h").as_json()["events"]
+    if ("lost", "n2") not in {(event["kind"], event["member"]) for event in events}:
+        raise StepFailed("kvstore cluster events does not say that n2 is lost")
     return [
-        "kvstore cluster: n2 is LOST, exit status 3",
+        "kvstore cluster: n2 is LOST, exit status 3; kvstore cluster events has it",
         see_metric(day, "kvstore_peers_lost", 1.0),
         see_console(day),
         see_alert(day, "KVStoreMemberLost"),
@@ -260,11 +263,13 @@ def hang_up(day: Day) -> list[str]:
     for node in day.cluster.nodes.values():
         day.operator.note(f"kill -HUP {node.pid}")
         os.kill(node.pid, signal.SIGHUP)
-    time.sleep(CALM_S)
-    gone = [member for member, node in day.cluster.nodes.items() if not node.running]
-    if gone:
-        raise StepFailed(f"SIGHUP ended {', '.join(gone)}")
-    return ["all nodes serve on, and refuse the revoked token"]
+    nodes = day.cluster.nodes.values()
+    until("each node reloaded", lambda: all("SIGHUP: reloaded" in one.log_text for one in nodes))
+    done = day.operator.type("kvstore status", expect=None, KVSTORE_TOKEN_FILE="guest.token")
+    if "does not know this token" not in done.errors:
+        raise StepFailed(f"a revoked token: exit status {done.status}: {done.errors}")
+    settle(day)
+    return ["all nodes reload, serve on, and refuse the revoked token"]
 
 
 def restart_all(day: Day) -> list[str]:
@@ -291,12 +296,10 @@ def drain_node(day: Day) -> list[str]:
 def add_tenant(day: Day) -> list[str]:
     """Add a tenant with a quota, and let it store more than that."""
     add_token(day, "newcomer", "team-b", "write")
-    line = f"tenant team-b ram={QUOTA_NBYTES >> 20}MiB disk={QUOTA_NBYTES >> 20}MiB"
-    day.operator.note(f"echo '{line}' >> identities")
-    with (day.operator.folder / "identities").open("a") as identities:
-        identities.write(line + "\n")
+    quota = f"{QUOTA_NBYTES >> 20}MiB"
+    day.operator.type(f"kvstore tenants quota team-b --ram {quota} --disk {quota} -f identities")
     time.sleep(CALM_S)
-    load = Load(day.operator, "newcomer.token", "--requests", "120", "--pause-s", "0")
+    load = Load(day.operator, "newcomer.token", "--requests", "80", "--pause-s", "0")
     sums = load.wait()
     stored_nbytes = (sums["pages_asked"] - sums["pages_hit"]) * (16 << 10)
     if sums["errors"] or sums["pages_wrong"]:
@@ -307,6 +310,7 @@ def add_tenant(day: Day) -> list[str]:
         for tenant in day.status(member)["tenants"]
         if tenant["tenant"] == "team-b"
     }
+    day.operator.type("kvstore tenants list")
     if max(used.values()) > QUOTA_NBYTES:
         raise StepFailed(f"team-b uses {used} bytes, above its quota of {QUOTA_NBYTES}")
     return [

@@ -36,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 RULES = HERE.parent / "deploy" / "monitoring" / "alerts.yaml"
 MEMBERS = ("n1", "n2", "n3")
 HOST = "127.0.0.1"
-COMMAND_S = 60.0
+COMMAND_S = 120.0
 WAIT_S = 40.0
 RAM, DISK = "64MiB", "512MiB"
 LEASE_S = 2
@@ -50,11 +50,12 @@ class StepFailed(Exception):
 
 @dataclass
 class Command:
-    """A command as it was typed, its exit status and output."""
+    """A command as it was typed, its exit status and outputs."""
 
     words: str
     status: int
     output: str
+    errors: str
     seconds: float
 
     def as_json(self) -> Any:
@@ -117,7 +118,7 @@ class Operator:
             check=False,
         )
         seconds = time.monotonic() - start
-        found = Command(shown, done.returncode, done.stdout, seconds)
+        found = Command(shown, done.returncode, done.stdout, done.stderr, seconds)
         self.commands.append(found)
         if expect is not None and done.returncode != expect:
             words_last = (done.stderr or done.stdout).strip()[-600:]
@@ -127,7 +128,7 @@ class Operator:
     def note(self, words: str) -> None:
         """Record and show an action that is no `kvstore` command."""
         self._show(words)
-        self.commands.append(Command(words, 0, "", 0.0))
+        self.commands.append(Command(words, 0, "", "", 0.0))
 
     def token(self, file: str) -> str:
         """Return the token in a file."""
