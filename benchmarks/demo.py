@@ -227,6 +227,9 @@ def status_of(run: Callable[[], int], name: str = "demo", *errors: type[Exceptio
     except (KVStoreError, *errors) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; its nodes are stopped", file=sys.stderr)
+        return 130
 
 
 def main(argv: list[str]) -> int:

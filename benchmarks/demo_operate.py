@@ -372,10 +372,12 @@ def shown() -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
         return
     console = Console(stderr=True, highlight=False)
     with console.status("starting") as status:
-        yield (
-            status.update,
-            lambda words: console.print(f"  $ {words}", style="dim", markup=False),
-        )
+
+        def progress(name: str) -> None:
+            console.print(name, style="bold")
+            status.update(name)
+
+        yield progress, lambda words: console.print(f"  $ {words}", style="dim", markup=False)
 
 
 def table(steps: list[Step], load: dict[str, Any]) -> None:

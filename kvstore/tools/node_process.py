@@ -40,7 +40,11 @@ class NodeProcess:
         self._process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._said, text=True
         )
-        ready = _READY.search(_pipe(self._process.stdout).readline())
+        try:
+            ready = _READY.search(_pipe(self._process.stdout).readline())
+        except BaseException:  # an interrupt: nobody else knows the process
+            self.kill()
+            raise
         if ready is None:
             self._process.wait(timeout=10)
             self._close()

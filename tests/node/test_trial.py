@@ -1,5 +1,7 @@
 """Replays during which nodes die: the harness of the demo, benchmarks and fault tests."""
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -8,6 +10,7 @@ from node_fleet import HERE, EtcdProcess, Fleet
 from trial import Event, Trial, plot
 
 from kvstore.errors import ConfigError
+from kvstore.tools.node_process import NodeProcess
 from kvstore.tools.replay import replay_namespace
 from kvstore.tools.trace import TraceRequest, conversations
 
@@ -71,3 +74,21 @@ def test_conversations_go_on() -> None:
 def test_bars() -> None:
     assert plot([0.0, 0.5, 1.0, 2.0, None], 1.0) == "▁▅██ "
     assert plot([0.0], 0.0) == "▁"
+
+
+def test_interrupted_start_of_a_node_leaves_no_process(tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    pid = tmp_path / "pid"
+    hanging = ("sh", "-c", f"echo $$ > {pid}; exec sleep 60")
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        with pytest.raises(KeyboardInterrupt):
+            NodeProcess(inside=hanging)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
