@@ -45,7 +45,8 @@ KEPT_PREFIXES = (
     "PYTEST_CURRENT_",
     "COVERAGE_",
 )
-# Settings of the tests; all other KVSTORE_ variables are settings of the product.
+# Settings of the tests; all other KVSTORE_ variables are settings of the product. The product does
+# not warn of these: OTHER_VARIABLES in kvstore/environment.py.
 OWN = {
     *(
         "KVSTORE_SEED",
