@@ -66,6 +66,7 @@ def cluster(apiserver: str, kubectl: str, helm: str, folder: Path) -> Iterator[C
         f"--service-account-signing-key-file={folder}/key.pem",
         "--service-account-issuer=https://kubernetes.default.svc",
         "--service-cluster-ip-range=10.0.0.0/24",
+        "--allow-privileged=true",  # as clusters have it; Pod Security decides
         # No controller creates the account `default` of a namespace.
         "--disable-admission-plugins=ServiceAccount",
     ]

@@ -72,7 +72,7 @@ def test_restricted_namespace_admits_storage_nodes_and_refuses_near_nodes(api: C
 
 def test_release_is_installed_upgraded_and_removed(api: Cluster, tmp_path: Path) -> None:
     """A release grows, changes and gets a new version without a refused change."""
-    release = ("kvstore", str(CHART), "-n", "kvstore", "--wait=false")
+    release = ("kvstore", str(CHART), "-n", "kvstore")
     api.must("helm", "install", *release)
     api.must("helm", "upgrade", *release, THREE)
     changes = "ram=32GiB,settings.KVSTORE_NODE_LOG_FORMAT=json,priorityClassName="
@@ -81,7 +81,8 @@ def test_release_is_installed_upgraded_and_removed(api: Cluster, tmp_path: Path)
     shutil.copytree(CHART, newer)
     text = (newer / "Chart.yaml").read_text()
     (newer / "Chart.yaml").write_text(text.replace("ersion: 0.1.0", "ersion: 0.2.0"))
-    api.must("helm", "upgrade", "kvstore", str(newer), "-n", "kvstore", "--wait=false", THREE)
+    words = ("kvstore", str(newer), "-n", "kvstore", THREE, "--set", changes)
+    api.must("helm", "upgrade", *words)
     get = ("get", "statefulset", "kvstore", "-n", "kvstore", "-o", "yaml")
     nodes = yaml.safe_load(api.must("kubectl", *get))
     (container,) = nodes["spec"]["template"]["spec"]["containers"]
