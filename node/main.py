@@ -173,12 +173,19 @@ class Reload:
 
     def begin(self) -> None:
         """Start a reload; it waits for one that is running."""
-        threading.Thread(target=self._run, name="reload", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="reload", daemon=True).start()
+        except RuntimeError:
+            log.exception("SIGHUP: nothing is reloaded: no thread can be started")
 
     def _run(self) -> None:
         with self._lock:
             self._notifier.reloading()
-            found = self._reload_config() | self._node.reload()
+            try:
+                found = self._reload_config() | self._node.reload()
+            except Exception as error:  # the supervisor waits for the end of the reload
+                log.exception("SIGHUP: the reload failed")
+                found = {"files": repr(error)}
             done = [what for what, problem in found.items() if not problem]
             failed = [f"{what}: {problem}" for what, problem in found.items() if problem]
             text = f"SIGHUP: reloaded {', '.join(done) or 'nothing'}"

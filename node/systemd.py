@@ -37,7 +37,8 @@ class Notifier:
         """Send states, for example `send(READY=1, STATUS="serves")`."""
         if not self._address:
             return
-        text = "\n".join(f"{name}={value}" for name, value in states.items())
+        values = {name: " ".join(str(value).split("\n")) for name, value in states.items()}
+        text = "\n".join(f"{name}={value}" for name, value in values.items())
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
                 sock.settimeout(SEND_S)

@@ -21,7 +21,7 @@ def systemd() -> Iterator[socket.socket]:
 
 
 def test_states_are_lines_of_one_datagram(systemd: socket.socket) -> None:
-    Notifier("@" + systemd.getsockname()[1:].decode()).send(READY=1, STATUS="serves: all")
+    Notifier("@" + systemd.getsockname()[1:].decode()).send(READY=1, STATUS="serves:\nall")
     assert systemd.recv(4096) == b"READY=1\nSTATUS=serves: all"
     Notifier("").send(READY=1)
 
