@@ -144,8 +144,10 @@ def show_keyed(
         room = out.width - sum(width + GAP for width in widths)
         digits = max(unique_digits(keys), min(room, max(map(len, keys))))
         rows = [(key[:digits], *row[1:]) for key, row in zip(keys, rows, strict=True)]
-    whole = full or fold
-    out.print(table(columns, rows, dense=True) if whole else fitting(columns, rows, out.width))
+    if full:  # the terminal wraps whole lines; folded keys could not be copied
+        _Console(highlight=False, width=PIPE_COLUMNS).print(table(columns, rows, dense=True))
+    else:
+        out.print(table(columns, rows, dense=True) if fold else fitting(columns, rows, out.width))
 
 
 def unique_digits(keys: Sequence[str]) -> int:

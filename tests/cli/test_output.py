@@ -1,7 +1,12 @@
 """Tables that fit a terminal."""
 
+import io
+from typing import Any
+
+import pytest
 from rich.console import Console
 
+from kvstore.cli import output
 from kvstore.cli.output import fitting
 
 COLUMNS = ("MEMBER", ">IDLE", ">RAM", "ZONE")
@@ -29,3 +34,36 @@ def test_control_characters_in_names_are_escaped() -> None:
     assert [line.split() for line in captured.get().splitlines()][2:] == [
         ["\\x1b]0;mine\\x07llama\\nteam-z", "\\u202ená\\r"]
     ]
+
+
+KEYS = ["ab" * 32, "ab" * 10 + "cd" * 22, "ff" * 32]
+
+
+def keyed(
+    monkeypatch: pytest.MonkeyPatch, width: int, full: bool = False, terminal: bool = True
+) -> list[str]:
+    def made(**settings: Any) -> Console:
+        return Console(**{"width": width, **settings}, file=out, force_terminal=terminal)
+
+    out = io.StringIO()
+    monkeypatch.setattr(output, "console", made)
+    monkeypatch.setattr(output, "_Console", made)
+    rows = [(key, "ram+disk", "256.0 KiB") for key in KEYS]
+    output.show_keyed(("KEY", "WHERE", ">SIZE"), rows, full)
+    return [line.split()[0] for line in out.getvalue().splitlines() if "ram" in line]
+
+
+def test_keys_are_cut_to_the_terminal_but_stay_unique(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert keyed(monkeypatch, 60) == [key[: 60 - 8 - 9 - 4] for key in KEYS]
+    assert keyed(monkeypatch, 40) == [key[:21] for key in KEYS]  # the first digit that differs
+    assert keyed(monkeypatch, 100) == KEYS
+
+
+def test_whole_keys_are_on_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert keyed(monkeypatch, 40, full=True) == KEYS
+    assert keyed(monkeypatch, output.PIPE_COLUMNS, terminal=False) == KEYS
+
+
+def test_key_that_begins_another_is_told_apart() -> None:
+    assert output.unique_digits(["ab" * 16, "ab" * 17]) == 33
+    assert output.unique_digits(["ab" * 16]) == output.unique_digits([]) == output.DIGITS_MIN

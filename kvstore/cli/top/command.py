@@ -77,15 +77,15 @@ def _watch(samples: Samples, controls: Controls, as_json: bool, once: bool) -> N
     if as_json:
         for sample in samples():
             emit(_chosen(sample, controls))
-    elif out.is_terminal and sys.stdin is not None and sys.stdin.isatty() and not once:
+    elif once or not out.is_terminal:
+        for sample in samples():
+            out.print(draw(board_of(sample), controls, out))
+    elif sys.stdin is not None and sys.stdin.isatty():
         _Screen(out, controls, samples).run()
-    elif out.is_terminal:  # keys come from elsewhere
+    else:  # no keys can be pressed
         with Live(console=out, auto_refresh=False) as live:
             for sample in samples():
                 live.update(draw(board_of(sample), controls, out), refresh=True)
-    else:
-        for sample in samples():
-            out.print(draw(board_of(sample), controls, out))
 
 
 def _chosen(sample: Sample, controls: Controls) -> dict[str, Any]:
