@@ -122,7 +122,7 @@ export class LookUp {
 }
 
 function factList(facts) {
-  return el("dl", { class: "facts" }, ...facts.map(([name, text]) => el("div", {}, el("dt", { text: name }), el("dd", {}, text))));
+  return el("dl", { class: "facts" }, ...facts.map(([name, text]) => el("div", { class: (text.textContent || text).length > 24 ? "long" : null }, el("dt", { text: name }), el("dd", {}, text))));
 }
 
 function namespaceFacts(namespace) {

@@ -3,6 +3,7 @@
 `make test-console` runs these tests; `PICTURES=docs/pictures` makes the pictures of the documents.
 """
 
+import math
 import os
 import random
 import re
@@ -440,13 +441,14 @@ def test_pictures_of_the_documents_are_made(
     busy = load.near
     time.sleep(HOUR_S)
     load.sampled = False  # stop the fast sampling, which is too much for a page's stream
+    history_of(busy)._recent.taken_s = math.inf  # and the ordinary one, whose clock stands out
     wide, narrow, look = (pictures / f"console-{name}.png" for name in ("wide", "narrow", "page"))
     browser.size(1600, 1000)
     browser.scheme("light")
     live(browser, url(busy))
     time.sleep(8.0)
-    bottom = browser.value("document.getElementById('operations').getBoundingClientRect().bottom")
-    browser.picture(wide, height=bottom + 8, scale=0.8)
+    bottom = browser.value("document.getElementById('members').getBoundingClientRect().bottom")
+    browser.picture(wide, height=bottom + 8, scale=0.75)
     browser.value("document.querySelector('#hot-rows a').click()")
     browser.until("document.querySelectorAll('.plane canvas').length > 3")
     box = browser.value(

@@ -49,6 +49,7 @@ def seeds() -> list[bytes]:
         ("events", ""),
         *(("look-up", f'{{"namespace":"{space}","key":"{key}"}}') for space in (ours, others)),
         ("look-up", f'{{"namespace":"{ours}","key":"{key[:9]}"}}'),
+        *(("look-up", f'{{"namespace":"{space}"}}') for space in (ours, others)),
         *(("bytes", f'{{"namespace":"{space}","key":"{key}",{part}}}') for space in (ours, others)),
         *(
             ("act", f'{{"act":"{act}","namespace":"{others}","key":"{key}"}}')

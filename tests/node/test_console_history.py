@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fleets import small_nodes
+from visits import first, history_of
 
 from kvstore.security.identities import ALL, Principal, Role
 from node.console.history import (
@@ -297,3 +299,16 @@ def test_latencies_of_the_last_minute_and_since_the_start() -> None:
     assert (get["op"], get["count"], get["per_s"]) == ("get", 160, 1.0)
     assert get["recent"]["p50"] == pytest.approx(5.5)
     assert get["since"]["p50"] == pytest.approx(0.8)
+
+
+def test_node_with_a_data_directory_keeps_its_history(tmp_path: Path) -> None:
+    with small_nodes() as start:
+        node = start(data_dir=str(tmp_path))
+        history = history_of(node)
+        for _ in range(3):
+            history._take(history._clock())
+        times = first(node)["history"]["recent"]["times"]
+        node.stop()
+        later = start(data_dir=str(tmp_path))
+        history_of(later)._take(history._clock())
+        assert first(later)["history"]["recent"]["times"][: len(times)] == times
