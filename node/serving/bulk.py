@@ -37,6 +37,7 @@ class Pace:
 
     def __init__(self, nbytes: int, stall_s: float) -> None:
         self._stall_s = stall_s
+        self.nbytes = nbytes
         self.limit_s = nbytes / TRANSFER_NBYTES_PER_S_MIN + stall_s
         self.began_s = time.monotonic()
         self._end = self.began_s + self.limit_s
@@ -148,7 +149,7 @@ class BulkConnection(Connection):
 
     def _receive(self, slots: Sequence[memoryview], pace: Pace) -> Any:
         """Receive the page bytes into the slots, and the commit."""
-        wanted = sum(map(len, slots))
+        wanted = pace.nbytes
         header, payload_nbytes = self._recv(pace)
         if header or payload_nbytes != wanted:
             raise ProtocolError(
