@@ -415,7 +415,9 @@ def test_network_policy_opens_ports_to_engines_members_and_prometheus(
 def test_network_policy_lets_nodes_reach_members_names_and_etcd(composed: Overlay) -> None:
     (policy,) = composed.of_kind("NetworkPolicy")
     members, names, *others = policy["spec"]["egress"]
-    assert members["to"] == [{"podSelector": policy["spec"]["podSelector"]}]
+    nodes = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "kvstore"}}}
+    assert members["to"] == [nodes]
+    assert nodes in policy["spec"]["ingress"][0]["from"]
     assert [port["port"] for port in members["ports"]] == ["grpc", "bulk"]
     assert [port["port"] for port in names["ports"]] == [53, 53]
     cluster = composed.settings.get("KVSTORE_NODE_CLUSTER", "")

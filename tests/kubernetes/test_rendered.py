@@ -142,6 +142,15 @@ def test_every_value_reaches_its_object(everything: list[Manifest]) -> None:
     assert ports == ["grpc", "bulk", 53, 53, 2379, 4318]
 
 
+def test_zone_of_a_release_replaces_that_of_the_pod() -> None:
+    manifests = helm(ALL, "--set", "settings.KVSTORE_NODE_ZONE=east")
+    assert Overlay("zone", manifests).settings["KVSTORE_NODE_ZONE"] == "east"
+    for kind, name in (("StatefulSet", "kvstore"), ("DaemonSet", "kvstore-near")):
+        (found,) = (some for some in of_kind(manifests, kind) if some["metadata"]["name"] == name)
+        (container,) = found["spec"]["template"]["spec"]["containers"]
+        assert "KVSTORE_NODE_ZONE" not in {entry["name"] for entry in container["env"]}
+
+
 def test_changed_settings_restart_pods() -> None:
     def annotations(*values: str) -> Any:
         (nodes,) = of_kind(helm(*values), "StatefulSet")

@@ -120,7 +120,7 @@ KVSTORE_TOKEN_FILE: /etc/kvstore/operator.token
 {{- if and .Values.secrets.encryption (not .Values.disk) }}{{ fail "secrets.encryption needs a disk tier: set disk" }}{{ end -}}
 {{- $pod := "is the pod's" }}{{ $fixed := "is fixed, because services name it" -}}
 {{- $decided := dict "RAM_BYTES" "is set by ram" "DISK_BYTES" "is set by disk" "DATA_DIR" "is set by disk"
-  "CLUSTER" "is set by cluster" "REPLICAS" "is set by cluster.owners" "MEMBER" $pod "ADVERTISE" $pod "ZONE" $pod
+  "CLUSTER" "is set by cluster" "REPLICAS" "is set by cluster.owners" "MEMBER" $pod "ADVERTISE" $pod
   "SHM_SOCKET" "is set by near.enabled" "SHM_TRUST" "is set by near.trust" "TLS_NAME" "is set by tlsName"
   "ENCRYPT_KEY_FILE" "is set by secrets.encryption" "PORT" $fixed "BULK_PORT" $fixed "METRICS_PORT" $fixed -}}
 {{- range $name, $_ := .Values.settings }}

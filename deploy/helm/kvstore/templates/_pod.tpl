@@ -27,9 +27,11 @@ capabilities:
 {{- /* Variables of a member on etcd. A pod knows its zone where Kubernetes labels pods with it (1.35, or
 the feature gate PodTopologyLabelsAdmission). Argument: root. */ -}}
 {{- define "kvstore.of_etcd" -}}
+{{- if not (get .Values.settings "KVSTORE_NODE_ZONE") }}
 - name: KVSTORE_NODE_ZONE
   valueFrom:
     fieldRef: {fieldPath: "metadata.labels['topology.kubernetes.io/zone']"}
+{{- end }}
 - name: KVSTORE_NODE_ETCD_PASSWORD
   valueFrom:
     secretKeyRef:
