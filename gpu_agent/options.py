@@ -22,6 +22,7 @@ from kvstore.config import (
     PageKeyConfig,
     check_settings,
     load,
+    reads_environment,
     setting,
     variables_of,
     warn_unknown_variables,
@@ -32,13 +33,13 @@ from kvstore.layout import PageLayout
 from kvstore.page_hmac import page_keys
 from kvstore.security.secrets import DEFAULT_TENANT, tenant_of
 
-# Limits of one agent. Environment: KVSTORE_AGENT_WORKERS, KVSTORE_AGENT_LOAD_TIMEOUT_S, ...
 
-
+@reads_environment("KVSTORE_AGENT")
 @dataclass(frozen=True)
 class AgentConfig:
-    """Limits of saves and of loads, which run apart from each other.
+    """Limits of one agent's saves and loads, which run apart from each other.
 
+    What is not given comes from the environment: KVSTORE_AGENT_WORKERS, ...
     Memory held from the start: 2 x workers x staging_nbytes (saves and loads), 128 MiB by default.
     """
 
@@ -78,7 +79,7 @@ class AgentConfig:
 
 
 def agent_config(**values: Any) -> AgentConfig:
-    """Build an AgentConfig from explicit values, KVSTORE_AGENT_* and the defaults."""
+    """Build an AgentConfig; values may be text, and None counts as not given."""
     return load(AgentConfig, "KVSTORE_AGENT", values)
 
 

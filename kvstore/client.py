@@ -72,8 +72,8 @@ class Client(Admin):
     def __init__(self, config: ClientConfig | str | None = None) -> None:
         """Prepare a client; it connects at the first call.
 
-        `config`: all settings, or an address, with the other settings from the environment
-        (`KVSTORE_*`). By default the environment gives the address, too. Raises ConfigError.
+        `config`: settings, or an address. What it does not give comes from the environment
+        (`KVSTORE_*`). Raises ConfigError.
         """
         if not isinstance(config, ClientConfig):
             config = client_config(address=config)
@@ -360,7 +360,7 @@ class Client(Admin):
             raise ConfigError(
                 f"namespace {namespace.digest.hex()[:12]} is keyed: its pages are signed "
                 f"with the key {namespace.key_id}, and this client {own}; set "
-                "KVSTORE_PAGE_KEY_FILE to the file with that key"
+                "page_key_file (KVSTORE_PAGE_KEY_FILE) to the file with that key"
             )
         return self._page_keys.key_for(namespace.digest)
 

@@ -7,11 +7,12 @@ and ends the start with ConfigError naming the setting, its value and the range.
 
 import contextlib
 import dataclasses
+import functools
 import ipaddress
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -50,6 +51,11 @@ _URL = re.compile(
     r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<user>[^/?#@]*@)?(?P<place>[^/?#]*).*", re.DOTALL
 )
 _NOT_A_HOST = re.compile(r"[\s/@?#]")
+# Settings of which one replaces the other: a given one hides the other's variable.
+EITHER = {"token": "token_file", "token_file": "token"} | {
+    "page_key": "page_key_file",
+    "page_key_file": "page_key",
+}
 _TRUTHS = {"1": True, "0": False, "true": True, "false": False}
 _LEVELS = {"warn": "WARNING"}  # another usual name of a log level
 
@@ -98,20 +104,48 @@ def load(
     A value of None counts as not given. Text is parsed to the field's type, so values may come from
     a command line as they are. Raises ConfigError.
     """
-    environ = os.environ if environ is None else environ
+    given = {name: value for name, value in values.items() if value is not None}
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        name, value = field.name, values.get(field.name)
-        variable = variable_of(prefix, field.name)
-        if value is None and is_set(variable, environ):
-            name, value = variable, environ[variable]
+        name, value = field.name, given.get(field.name)
         if value is None:
-            value = (defaults or {}).get(field.name)
-        if value is not None:
-            chosen[field.name] = (
-                parse_setting(name, value, field) if isinstance(value, str) else value
-            )
+            name, value = _from_environment(prefix, field.name, given, environ)
+        if value is None:
+            value = (defaults or {}).get(field.name, field.default)
+        chosen[field.name] = parse_setting(name, value, field) if isinstance(value, str) else value
     return cls(**chosen)
+
+
+def _from_environment(
+    prefix: str, name: str, given: Container[str], environ: Mapping[str, str] | None
+) -> tuple[str, str | None]:
+    """Return the variable of a setting and its text; None if it is unset, empty or replaced."""
+    variable, environ = variable_of(prefix, name), os.environ if environ is None else environ
+    there = is_set(variable, environ) and EITHER.get(name) not in given
+    return variable, environ[variable] if there else None
+
+
+def reads_environment(prefix: str) -> Callable[[type[Config]], type[Config]]:
+    """Make a dataclass of settings take what its constructor is not given from the environment."""
+
+    def decorate(cls: type[Config]) -> type[Config]:
+        plain: Any = cls.__init__
+        known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        positional = [name for name, field in known.items() if not field.kw_only]
+
+        @functools.wraps(plain)
+        def init(self: Config, *values: Any, **named: Any) -> None:
+            given = {*positional[: len(values)], *named}
+            for name, field in known.items():
+                variable, text = _from_environment(prefix, name, given, None)
+                if name not in given and text is not None:
+                    named[name] = parse_setting(variable, text, field)
+            plain(self, *values, **named)
+
+        cls.__init__ = init  # type: ignore[method-assign]
+        return cls
+
+    return decorate
 
 
 def in_environment(cls: type[Any], prefix: str) -> frozenset[str]:
@@ -435,11 +469,13 @@ class PageKeyConfig:
     page_key: str = secret("the same secret itself")
 
 
+@reads_environment("KVSTORE")
 @dataclass(frozen=True)
 class ClientConfig(PageKeyConfig):
     """Configuration of a client.
 
-    Environment: KVSTORE_ADDRESS, KVSTORE_WIRE, ...
+    What is not given comes from the environment (KVSTORE_ADDRESS, KVSTORE_WIRE, ...), else from the
+    defaults. A given `token` or `token_file` hides the variables of both, and so for the page key.
     """
 
     address: str = setting(
@@ -493,17 +529,22 @@ class ClientConfig(PageKeyConfig):
                 "a single one"
             )
         if self.token and self.token_file:
-            raise ConfigError("token and token_file are both set; set only one of them")
+            raise ConfigError(
+                "token and token_file are both set; set only one of them (KVSTORE_TOKEN, "
+                "KVSTORE_TOKEN_FILE)"
+            )
         if bool(self.tls_cert) != bool(self.tls_key) or (
             (self.tls_cert or self.tls_name) and not self.tls_ca
         ):
             raise ConfigError(
-                "tls_cert and tls_key are given together; they and tls_name need tls_ca"
+                "tls_cert and tls_key are given together; they and tls_name need tls_ca "
+                "(KVSTORE_TLS_CERT, KVSTORE_TLS_KEY, KVSTORE_TLS_NAME, KVSTORE_TLS_CA)"
             )
         if self.connect_timeout_s > self.timeout_s:
             raise ConfigError(
                 f"connect_timeout_s={self.connect_timeout_s} must not exceed "
-                f"timeout_s={self.timeout_s}: connecting is part of a call"
+                f"timeout_s={self.timeout_s}: connecting is part of a call "
+                "(KVSTORE_CONNECT_TIMEOUT_S, KVSTORE_TIMEOUT_S)"
             )
 
     def _check_wire(self, address: str, scheme: str) -> None:
@@ -515,7 +556,7 @@ class ClientConfig(PageKeyConfig):
             )
             raise ConfigError(
                 f"wire={self.wire} is not to be had at address={address}; write {instead} of the "
-                "node"
+                "node, or set another wire (KVSTORE_WIRE)"
             )
 
     @property
@@ -525,7 +566,7 @@ class ClientConfig(PageKeyConfig):
 
 
 def client_config(**values: Any) -> ClientConfig:
-    """Build a ClientConfig from explicit values, the environment (KVSTORE_*) and the defaults.
+    """Build a ClientConfig; values may be text, and None counts as not given.
 
     Variables that set nothing are logged once in each process.
     """
@@ -539,3 +580,8 @@ def warn_unknown_client_variables() -> None:
 
 
 CLIENT_VARIABLES = variables_of(ClientConfig, "KVSTORE") | IDENTITY_VARIABLES
+
+
+def explicit_config(**values: Any) -> ClientConfig:
+    """Build a ClientConfig from these values and the defaults, without the environment."""
+    return load(ClientConfig, "KVSTORE", values, environ={})

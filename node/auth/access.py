@@ -43,7 +43,8 @@ ITSELF = Principal("the node itself", ALL, Role.ADMIN)
 def refuse_anonymous() -> Principal:
     """Raise Unauthenticated for a caller without credentials."""
     raise Unauthenticated(
-        "this node requires authentication: set a token (KVSTORE_TOKEN) or a client certificate"
+        "this node requires authentication: set token_file (KVSTORE_TOKEN_FILE), or a client "
+        "certificate"
     )
 
 

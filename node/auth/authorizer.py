@@ -165,9 +165,9 @@ class Authorizer:
         if not principal.owns(tenant, "") and tenant != principal.tenant:
             raise Forbidden(
                 f"{principal.name} belongs to tenant {principal.tenant}, the namespace to tenant "
-                f"{tenant[:TENANT_NBYTES_MAX]!r}, which does not share it: set "
-                f"KVSTORE_TENANT={principal.tenant} or unset it; in a program use "
-                "Namespace(tenant=client.tenant)"
+                f"{tenant[:TENANT_NBYTES_MAX]!r}, which does not share it: make it with "
+                f"Namespace(tenant={principal.tenant!r}); for an engine or a command, set tenant "
+                f"(KVSTORE_TENANT) to {principal.tenant}, or leave it unset"
             )
         raise Forbidden(f"{principal.name} reaches models {', '.join(principal.models)} only")
 

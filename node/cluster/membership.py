@@ -18,6 +18,7 @@ from kvstore.config import (
     BULK_SCHEME,
     ClientConfig,
     check_no_url,
+    explicit_config,
     is_loopback,
     parse_address,
     split_address,
@@ -226,7 +227,7 @@ def check_address(
     while True:
         pulse()
         try:
-            found = _instance_at(ClientConfig(address=address, **(peer_credentials or {})))
+            found = _instance_at(explicit_config(address=address, **(peer_credentials or {})))
             break
         except KVStoreError as error:
             if isinstance(error, (ProtocolError, ConfigError)) or time.monotonic() >= end:
@@ -244,7 +245,7 @@ def instance_at(address: str, peer_credentials: Mapping[str, Any]) -> bytes:
     `peer_credentials` as above.
     """
     try:
-        return _instance_at(ClientConfig(address=address, **peer_credentials))
+        return _instance_at(explicit_config(address=address, **peer_credentials))
     except KVStoreError:
         return b""
 

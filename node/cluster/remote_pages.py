@@ -19,7 +19,7 @@ from kvstore.cluster.calls import batch_pages_max, key_seeds, look_up
 from kvstore.cluster.fan_out import routes
 from kvstore.cluster.routing import try_owners
 from kvstore.cluster.view import View
-from kvstore.config import ClientConfig
+from kvstore.config import explicit_config
 from kvstore.deadline import Deadline
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.keys import Namespace
@@ -57,7 +57,7 @@ def peer_credentials(config: NodeConfig) -> dict[str, Any]:
         "token_file": config.token_file,
         "insecure": config.insecure,
     }
-    token_of(ClientConfig(**known))
+    token_of(explicit_config(**known))
     if config.tls_cert:
         known |= {
             "tls_ca": config.members_ca,
@@ -100,7 +100,7 @@ class PeerLinks:
                 raise Unavailable(f"{member} is no other member of the cluster")
             link = self._links.get(member)
             if link is None:
-                config = ClientConfig(
+                config = explicit_config(
                     address=address,
                     direct=True,
                     wire="bulk",

@@ -23,7 +23,7 @@ def test_token_gives_access_to_pages_of_its_tenant(
     with NodeProcess("--identities", str(file), "--ram-bytes", "64MiB") as node:
         at = ("-a", node.address)
         refused = kvstore("status", *at)
-        assert (refused.code, "set a token (KVSTORE_TOKEN)" in refused.stderr) == (2, True)
+        assert (refused.code, "set token_file (KVSTORE_TOKEN_FILE)" in refused.stderr) == (2, True)
         monkeypatch.setenv("KVSTORE_TOKEN", token)
         put = kvstore("put", str(page), key, "--create-opaque", "m", *at)
         assert put.code == 0, put.stderr

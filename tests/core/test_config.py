@@ -2,21 +2,26 @@
 
 import pathlib
 import re
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import hermetic
 import pytest
 
-from kvstore import ClientConfig, ConfigError, client_config, environment
+from gpu_agent.options import AgentConfig, agent_config
+from kvstore import Client, ClientConfig, ConfigError, client_config, environment
 from kvstore.config import (
     CLIENT_VARIABLES,
     Address,
+    explicit_config,
     load,
     parse_address,
     split_address,
     variables_of,
 )
 from kvstore.environment import OTHER_VARIABLES, log_unknown
+from kvstore.security.secrets import tenant_of
 from kvstore.units import format_nbytes, parse_nbytes
 from node.config import NodeConfig
 
@@ -37,6 +42,39 @@ def test_explicit_values_override_environment_and_defaults() -> None:
 def test_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_ADDRESS", "node-7:1234")
     assert client_config().address == "node-7:1234"
+
+
+def test_settings_that_are_not_given_come_from_the_environment_everywhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`Client()`, `Client("h")`, `Client(ClientConfig("h"))` and agents read the same variables.
+
+    Regression: `ClientConfig(address=...)` ignored them, and errors told to set what was set.
+    """
+    token = tmp_path / "token"
+    token.write_text("team-a.of-a-file")
+    token.chmod(0o600)
+    monkeypatch.setenv("KVSTORE_ADDRESS", "node-7:1234")
+    monkeypatch.setenv("KVSTORE_TIMEOUT_S", "7")
+    monkeypatch.setenv("KVSTORE_TOKEN_FILE", str(token))
+    monkeypatch.setenv("KVSTORE_AGENT_WORKERS", "5")
+    configs = [ClientConfig("h:1"), ClientConfig(address="h:1"), client_config(address="h:1")]
+    with Client() as client:
+        assert client.config == replace(configs[0], address="node-7:1234")
+    for made in (Client("h:1"), *map(Client, configs)):
+        with made as client:
+            assert client.config == configs[0]
+            assert (client.config.timeout_s, client.tenant) == (7.0, "team-a")
+    assert AgentConfig(hashers=1).workers == agent_config(hashers=1).workers == 5
+    assert ClientConfig("h:1", timeout_s=3.0, connect_timeout_s=1.0).timeout_s == 3.0
+    own = ClientConfig(token="team-b.own")
+    assert tenant_of(own) == tenant_of(replace(own, wire="bulk")) == "team-b"
+    assert explicit_config(address="h:1") == ClientConfig(
+        **{**asdict(configs[0]), "timeout_s": 5.0, "token_file": ""}
+    )
+    monkeypatch.setenv("KVSTORE_TIMEOUT_S", "soon")
+    with pytest.raises(ConfigError, match="KVSTORE_TIMEOUT_S='soon' is no number"):
+        ClientConfig()
 
 
 @pytest.mark.parametrize(

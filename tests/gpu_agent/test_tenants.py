@@ -185,7 +185,7 @@ def test_tenant_that_differs_from_the_tokens_is_refused_with_both_names(
         ) as refused:
             other.lookup(Namespace("m", opaque_layout(4096), tenant=other.tenant), [KEY])
     # Both remedies that it names work.
-    assert f"set KVSTORE_TENANT={TENANT} or unset it" in str(refused.value)
+    assert f"set tenant (KVSTORE_TENANT) to {TENANT}, or leave it unset" in str(refused.value)
     monkeypatch.setenv("KVSTORE_TENANT", TENANT)
     with Client() as configured:
         assert (

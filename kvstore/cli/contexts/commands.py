@@ -10,7 +10,7 @@ from kvstore.cli.contexts import store
 from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import emit, note, show_fitting
-from kvstore.config import ClientConfig
+from kvstore.config import explicit_config
 from kvstore.errors import InvalidRequest
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the context.")]
@@ -38,7 +38,7 @@ def add(
         raise InvalidRequest(f"a context can not have --{min(refused)}")
     if not settings:
         raise InvalidRequest("give at least one connection option, such as --address or --tls-ca")
-    ClientConfig(**settings)  # checks values and their combination
+    explicit_config(**settings)  # checks values and their combination
     with store.changed() as contexts:
         replaced = name in contexts.by_name
         if replaced and not force:
