@@ -142,7 +142,7 @@ def reads_environment(prefix: str) -> Callable[[type[Config]], type[Config]]:
                     named[name] = parse_setting(variable, text, field)
             plain(self, *values, **named)
 
-        cls.__init__ = init  # type: ignore[method-assign]
+        cls.__init__ = init  # type: ignore[method-assign,assignment]
         return cls
 
     return decorate

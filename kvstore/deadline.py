@@ -21,9 +21,13 @@ class Deadline:
         """Return whether the deadline has passed."""
         return time.monotonic() >= self._end
 
+    def left(self) -> float:
+        """Return the seconds left, zero or less if the deadline has passed."""
+        return self._end - time.monotonic()
+
     def remaining(self) -> float:
         """Return the seconds left, more than zero. Raises DeadlineExceeded if there are none."""
-        left = self._end - time.monotonic()
+        left = self.left()
         if left <= 0:
             raise DeadlineExceeded(f"the deadline of {self.seconds:g} s passed")
         return left

@@ -76,6 +76,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("admin.py",),
         ("client.py",),
         ("__init__.py",),
+        ("aio/",),
         ("tools/",),
         ("doctor/",),
         ("cli/",),

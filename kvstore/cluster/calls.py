@@ -1,5 +1,7 @@
 """Make a call at one node in batches that keep the node's limits on keys, bytes and ranges.
 
+The calls are written as steps, for threads and for asyncio (`kvstore.steps`).
+
 A chain of several batches is touched as a whole afterwards, so that its end is evicted before its
 head.
 """
@@ -19,6 +21,7 @@ from kvstore.layout import ByteRange, check_ranges
 from kvstore.page_hmac import PageHmacs, SignedRanges
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import ACK_ALL, Keep, PutOutcome
+from kvstore.steps import Steps, Stepwise
 from kvstore.transports.channel import NodeConnection
 
 # A node stops waiting for the disk at least this long before the caller's deadline.
@@ -30,6 +33,7 @@ NEAR_SHARE = 0.8  # share of the remaining time that a near node may spend on ca
 SCRATCH_NBYTES = 64 << 20
 
 
+@Stepwise
 def look_up(
     link: NodeConnection,
     namespace: Namespace,
@@ -37,7 +41,7 @@ def look_up(
     touch: bool,
     deadline: Deadline,
     near: bool = False,
-) -> list[bool]:
+) -> Steps[list[bool]]:
     """Return whether each page is stored; `near`: at this node or, if it is near, at others.
 
     Several batches go tail first: touching must end with the head, and after a transfer in batches
@@ -50,7 +54,8 @@ def look_up(
         request = pb.LookupRequest(namespace=namespace.digest, prefix_hashes=hashes, touch=touch)
         if near:
             request.near, request.wait_ms = True, near_wait_ms(deadline)
-        present = _call(link, "lookup", request, len(found) * step, deadline).present[:]
+        reply = yield from _call(link, "lookup", request, len(found) * step, deadline)
+        present = reply.present[:]
         if len(present) != len(hashes):
             raise ProtocolError(
                 f"the node answered a lookup of {len(hashes)} keys for {len(present)}"
@@ -59,6 +64,7 @@ def look_up(
     return list(itertools.chain.from_iterable(reversed(found)))
 
 
+@Stepwise
 def keyed_replies(
     link: NodeConnection,
     op: str,
@@ -66,7 +72,7 @@ def keyed_replies(
     namespace: Namespace,
     prefix_hashes: Sequence[bytes],
     deadline: Deadline,
-) -> list[Any]:
+) -> Steps[list[Any]]:
     """Return the replies to a request about each key, one for each batch.
 
     `message` makes the request.
@@ -77,17 +83,19 @@ def keyed_replies(
         request = message(
             namespace=namespace.digest, prefix_hashes=prefix_hashes[start : start + step]
         )
-        replies.append(_call(link, op, request, start, deadline))
+        replies.append((yield from _call(link, op, request, start, deadline)))
     return replies
 
 
-def _call(link: NodeConnection, op: str, request: Any, answered: int, deadline: Deadline) -> Any:
+def _call(
+    link: NodeConnection, op: str, request: Any, answered: int, deadline: Deadline
+) -> Steps[Any]:
     """Make the call of one batch, after other calls whose answers have as many keys.
 
     If its time ends, the batch was too large for it: Exhausted, which is no failure of the node.
     """
     try:
-        return link.wire.call(op, request, deadline)
+        return (yield link.wire.call(op, request, deadline))
     except DeadlineExceeded as error:
         if not answered:
             raise
@@ -186,6 +194,7 @@ def check_lengths(prefix_hashes: Sequence[bytes], pages: Sequence[Pieces]) -> No
         raise InvalidRequest(f"{len(prefix_hashes)} prefix hashes for {len(pages)} buffers")
 
 
+@Stepwise
 def put_pages(
     link: NodeConnection,
     namespace: Namespace,
@@ -194,7 +203,7 @@ def put_pages(
     keep: Keep,
     deadline: Deadline,
     key: bytes | None = None,
-) -> list[PutOutcome]:
+) -> Steps[list[PutOutcome]]:
     """Send pages; return an outcome per key.
 
     `key`: of a keyed namespace.
@@ -207,17 +216,17 @@ def put_pages(
     for part in parts:
         hashes = prefix_hashes[part]
         if outcomes:  # these pages are the newest now: a chain that is too long loses its end
-            look_up(link, namespace, prefix_hashes[: part.start], True, deadline)
+            yield from look_up.steps(link, namespace, prefix_hashes[: part.start], True, deadline)
         request = put_request(namespace, hashes, keep, deadline)
         try:
-            verdicts = link.wire.put(request, pages[part], deadline, seals)
+            verdicts = yield link.wire.put(request, pages[part], deadline, seals)
         except Exhausted:
             if not outcomes or keep.needs_ack:
                 raise
             verdicts = [pb.FULL] * len(hashes)
         outcomes.extend(put_outcomes(verdicts))
     if len(parts) > 1:
-        look_up(link, namespace, prefix_hashes, True, deadline)
+        yield from look_up.steps(link, namespace, prefix_hashes, True, deadline)
     return outcomes
 
 
@@ -252,6 +261,7 @@ class GetResult(NamedTuple):
     forged: list[bytes]
 
 
+@Stepwise
 def get_pages(
     link: NodeConnection,
     namespace: Namespace,
@@ -259,25 +269,31 @@ def get_pages(
     pages: Sequence[Pieces],
     options: GetOptions,
     deadline: Deadline,
-) -> GetResult:
+) -> Steps[GetResult]:
     """Read pages into buffers; return which of them existed and were intact."""
     page_nbytes = namespace.layout.page_nbytes
     whole = options.ranges == (ByteRange(0, page_nbytes),)
     ranges = tuple((part.offset, part.nbytes) for part in options.ranges)
     if options.key is None:
-        return _get(
-            link,
-            namespace,
-            prefix_hashes,
-            pages,
-            _NodeGet(() if whole else ranges),
-            options,
-            deadline,
+        return (
+            yield from _get(
+                link,
+                namespace,
+                prefix_hashes,
+                pages,
+                _NodeGet(() if whole else ranges),
+                options,
+                deadline,
+            )
         )
     if whole:
         asked = _NodeGet((), PageHmacs(options.key, page_nbytes))
-        return _get(link, namespace, prefix_hashes, pages, asked, options, deadline)
-    return _get_sealed_ranges(link, namespace, prefix_hashes, pages, ranges, options, deadline)
+        return (yield from _get(link, namespace, prefix_hashes, pages, asked, options, deadline))
+    return (
+        yield from _get_sealed_ranges(
+            link, namespace, prefix_hashes, pages, ranges, options, deadline
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -299,7 +315,7 @@ def _get(
     asked: _NodeGet,
     options: GetOptions,
     deadline: Deadline,
-) -> GetResult:
+) -> Steps[GetResult]:
     stored_nbytes, ranges = namespace.stored_nbytes, asked.ranges
     messages = [pb.ByteRange(offset=offset, nbytes=nbytes) for offset, nbytes in ranges]
     # Bytes that the node hashes for the ranges; at least as many as it sends.
@@ -318,13 +334,13 @@ def _get(
             wait_ms=near_wait_ms(deadline) if options.near else 0,
         )
         seeds = key_seeds(namespace, hashes)
-        found, damaged = link.wire.get(request, pages[part], seeds, deadline, asked.seals)
+        found, damaged = yield link.wire.get(request, pages[part], seeds, deadline, asked.seals)
         hits.extend(found)
         corrupt.extend(hashes[place] for place in damaged)
         if options.prefix and not all(found):
             break
     if len(parts) > 1:
-        look_up(link, namespace, prefix_hashes[: len(hits)], True, deadline)
+        yield from look_up.steps(link, namespace, prefix_hashes[: len(hits)], True, deadline)
     length = leading(hits) if options.prefix else len(hits)
     forged = asked.seals.forged if asked.seals else []
     return GetResult(hits[:length] + [False] * (len(pages) - length), corrupt, forged)
@@ -338,7 +354,7 @@ def _get_sealed_ranges(
     ranges: Sequence[tuple[int, int]],
     options: GetOptions,
     deadline: Deadline,
-) -> GetResult:
+) -> Steps[GetResult]:
     """Read whole parts and their HMACs into temporary memory, and copy the verified ranges out."""
     assert options.key is not None
     page_nbytes = namespace.layout.page_nbytes
@@ -353,7 +369,9 @@ def _get_sealed_ranges(
         asked = _NodeGet(
             (*sealed.runs, behind), PageHmacs(options.key, page_nbytes, sealed.numbers)
         )
-        some = _get(link, namespace, hashes, scratch[: len(hashes)], asked, options, deadline)
+        some = yield from _get(
+            link, namespace, hashes, scratch[: len(hashes)], asked, options, deadline
+        )
         for hit, page, (parts,) in zip(
             some.hits, pages[start : start + step], scratch, strict=False
         ):
@@ -363,5 +381,5 @@ def _get_sealed_ranges(
             found.hits + some.hits, found.corrupt + some.corrupt, found.forged + some.forged
         )
     if step < len(pages):
-        look_up(link, namespace, prefix_hashes, True, deadline)
+        yield from look_up.steps(link, namespace, prefix_hashes, True, deadline)
     return found

@@ -19,6 +19,7 @@ from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolErro
 from kvstore.page_hmac import PageHmacs, receive_buffers, with_hmacs
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.security.secrets import token_of
+from kvstore.steps import Steps, run
 from kvstore.transports.connections import ConnectionPool, common_version, exchange, greeting
 from kvstore.transports.frames import FrameSocket
 from kvstore.transports.parallel import ParallelTransfer, split, stream_count
@@ -57,6 +58,11 @@ class BulkConnector:
         self._port = port
         self._config = config
         self._tls = tls or client_tls(config, host)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the connections have no TLS."""
+        return self._tls is None
 
     def connect(
         self, limit: Deadline, only_asks: bool = False
@@ -231,27 +237,7 @@ class BulkWire:
     ) -> list[int]:
         while True:
             with self._pool.attempt(deadline) as connection:
-                verdicts = list(exchange(connection, "put", request)[0].verdicts)
-                if len(verdicts) != len(pages):
-                    raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
-                wanted = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
-                if not wanted:
-                    return verdicts
-                # The leaves follow the bytes, in the commit: each chunk is hashed right after it
-                # was sent, while it is in the cache.
-                connection.send_frame(
-                    b"", sum(segments_nbytes(pages[i]) + _nbytes(seals) for i in wanted)
-                )
-                leaves = [
-                    _send_page(connection, with_hmacs(pages[i], request.prefix_hashes[i], seals))
-                    for i in wanted
-                ]
-                sent = zip(wanted, leaves, strict=True)
-                unchanged = [good(request.prefix_hashes[i], of) for i, of in sent] if good else []
-                if not all(unchanged):
-                    raise InvalidRequest("a page's bytes changed in memory while it was sent")
-                exchange(connection, "commit", pb.CommitRequest(leaves=leaves))
-                return verdicts
+                return run(put_steps(PageStream(connection), request, pages, seals, good))
 
     def get(
         self,
@@ -262,9 +248,7 @@ class BulkWire:
         seals: PageHmacs | None = None,
     ) -> tuple[list[bool], list[int]]:
         """Read pages into the buffers and verify them; see `Wire.get`."""
-        found = self.fetch(request, buffers, seeds, deadline, seals)
-        hits = [page is not None and bool(page.leaves) for page in found]
-        return hits, [i for i, page in enumerate(found) if page is not None and not page.leaves]
+        return hits_of(self.fetch(request, buffers, seeds, deadline, seals))
 
     def fetch(
         self,
@@ -331,28 +315,7 @@ class BulkWire:
     ) -> list[Arrived | None]:
         while True:
             with self._pool.attempt(deadline) as connection:
-                reply, payload_nbytes = exchange(connection, "get", request)
-                hits = list(reply.hits)
-                found = [i for i, hit in enumerate(hits) if hit]
-                if (
-                    len(hits) != len(buffers)
-                    or payload_nbytes
-                    != sum(segments_nbytes(buffers[i]) + _nbytes(seals) for i in found)
-                    or len(reply.checksums) != len(found)
-                    or len(reply.ttls_ms) not in (0, len(found))
-                ):
-                    raise ProtocolError("the reply to a get does not fit its request")
-                arrived: list[Arrived | None] = [None] * len(hits)
-                ttls_ms = reply.ttls_ms or [0] * len(found)
-                for i, expected, ttl_ms in zip(found, reply.checksums, ttls_ms, strict=True):
-                    target = receive_buffers(buffers[i], seals)
-                    leaves = _recv_page(connection, target)
-                    intact = root(leaves, seeds[i]) == expected
-                    if not (intact and seals) or seals.verify(
-                        request.prefix_hashes[i], target[:-1], target[-1]
-                    ):
-                        arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)
-                return arrived
+                return run(get_steps(PageStream(connection), request, buffers, seeds, seals))
 
     def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
         """Return the cluster's views from now on, for so many seconds.
@@ -364,6 +327,23 @@ class BulkWire:
         return FrameViews(
             self._pool.separate(deadline), number, seconds, deadline, self._pool.raise_named
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether the connections have no TLS."""
+        return self._connector.is_plain
+
+    def single_stream(self, pages: Sequence[Pieces]) -> bool:
+        """Return whether a batch of these pages is best sent over one connection."""
+        return len(self._streams(pages)) == 1
+
+    def raise_named(self, error: BaseException, deadline: Deadline) -> None:
+        """Raise a connection's failure as a KVStoreError; return if it is one already."""
+        self._pool.raise_named(error, deadline)
+
+    def separate(self, deadline: Deadline) -> FrameSocket:
+        """Open a connection beside those of the pool, which the caller closes."""
+        return self._pool.separate(deadline)
 
     def _connect(self, deadline: Deadline) -> FrameSocket:
         connection, hello = self._connector.connect(deadline.sooner(self._config.connect_timeout_s))
@@ -380,6 +360,95 @@ class BulkWire:
         """Close idle connections; those in use close when their call ends."""
         self._pool.close()
         self._threads.close()
+
+
+class PageStream(NamedTuple):
+    """Requests and pages on a connection; the I/O of the steps below."""
+
+    connection: FrameSocket
+
+    def exchange(self, op: str, request: Any) -> Any:
+        """Send a request; return (reply, bytes of the payload behind it)."""
+        return exchange(self.connection, op, request)
+
+    def begin_payload(self, nbytes: int) -> Any:
+        """Announce a payload of so many bytes, which follows."""
+        self.connection.send_frame(b"", nbytes)
+
+    def send_page(self, page: Pieces) -> Any:
+        """Send a page; return the leaves of the sent bytes."""
+        return _send_page(self.connection, page)
+
+    def recv_page(self, page: Pieces) -> Any:
+        """Receive a page; return the leaves of the received bytes."""
+        return _recv_page(self.connection, page)
+
+
+def put_steps(
+    stream: Any,
+    request: pb.PutRequest,
+    pages: Sequence[Pieces],
+    seals: PageHmacs | None,
+    good: Good | None = None,
+) -> Steps[list[int]]:
+    """Put pages on one connection; `stream` is a `PageStream`, or one with coroutines."""
+    reply, _ = yield stream.exchange("put", request)
+    verdicts = list(reply.verdicts)
+    if len(verdicts) != len(pages):
+        raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
+    wanted = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
+    if not wanted:
+        return verdicts
+    # The leaves follow the bytes, in the commit: each chunk is hashed right after it was sent,
+    # while it is in the cache.
+    yield stream.begin_payload(sum(segments_nbytes(pages[i]) + _nbytes(seals) for i in wanted))
+    leaves = []
+    for i in wanted:
+        page = with_hmacs(pages[i], request.prefix_hashes[i], seals)
+        leaves.append((yield stream.send_page(page)))
+    sent = zip(wanted, leaves, strict=True)
+    unchanged = [good(request.prefix_hashes[i], of) for i, of in sent] if good else []
+    if not all(unchanged):
+        raise InvalidRequest("a page's bytes changed in memory while it was sent")
+    yield stream.exchange("commit", pb.CommitRequest(leaves=leaves))
+    return verdicts
+
+
+def get_steps(
+    stream: Any,
+    request: pb.GetRequest,
+    buffers: Sequence[Pieces],
+    seeds: Sequence[int],
+    seals: PageHmacs | None,
+) -> Steps[list[Arrived | None]]:
+    """Get pages on one connection into the buffers and verify them; `stream` as in `put_steps`."""
+    reply, payload_nbytes = yield stream.exchange("get", request)
+    hits = list(reply.hits)
+    found = [i for i, hit in enumerate(hits) if hit]
+    if (
+        len(hits) != len(buffers)
+        or payload_nbytes != sum(segments_nbytes(buffers[i]) + _nbytes(seals) for i in found)
+        or len(reply.checksums) != len(found)
+        or len(reply.ttls_ms) not in (0, len(found))
+    ):
+        raise ProtocolError("the reply to a get does not fit its request")
+    arrived: list[Arrived | None] = [None] * len(hits)
+    ttls_ms = reply.ttls_ms or [0] * len(found)
+    for i, expected, ttl_ms in zip(found, reply.checksums, ttls_ms, strict=True):
+        target = receive_buffers(buffers[i], seals)
+        leaves = yield stream.recv_page(target)
+        intact = root(leaves, seeds[i]) == expected
+        if not (intact and seals) or seals.verify(
+            request.prefix_hashes[i], target[:-1], target[-1]
+        ):
+            arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)
+    return arrived
+
+
+def hits_of(found: Sequence[Arrived | None]) -> tuple[list[bool], list[int]]:
+    """Return a hit per page, and the positions of pages that failed their checksum."""
+    hits = [page is not None and bool(page.leaves) for page in found]
+    return hits, [i for i, page in enumerate(found) if page is not None and not page.leaves]
 
 
 def _part_of(request: Request, part: slice) -> Request:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import kvstore.tracing as tracing
 from kvstore.config import MEMBERS_VERSION, ClientConfig
@@ -39,6 +39,7 @@ from kvstore.errors import (
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.steps import Steps, run
 from kvstore.sync import LeaseTable, NoThread, run_in_helper_thread, start_thread
 from kvstore.transports.connections import check_process
 from kvstore.transports.negotiation import Negotiated, Negotiation
@@ -314,6 +315,19 @@ class NodeChannel:
         node, or if the node does not know the namespace any more. A new connection that fails is
         not retried.
         """
+        steps = self.steps(self._connected, NodeConnection.open, work, namespace, deadline)
+        result: Result = run(steps)
+        return result
+
+    def steps(
+        self,
+        connect: Callable[[Deadline], Any],
+        open_namespace: Callable[[NodeConnection, Namespace, Deadline], Any],
+        work: Callable[[NodeConnection, Deadline], Any],
+        namespace: Namespace | None,
+        deadline: Deadline,
+    ) -> Steps[Any]:
+        """Yield the steps of `run`; asyncio passes coroutine functions (`kvstore.steps`)."""
         with tracing.span("kvstore.call", "client", address=self.address):
             deadline.remaining()  # a caller that comes too late says nothing about the node
             # First: in a child of a fork, a thread of the parent may hold the lock
@@ -325,11 +339,11 @@ class NodeChannel:
             while True:
                 lease: ConnectionLease | None = None
                 try:
-                    lease = self._connected(deadline)
+                    lease = yield connect(deadline)
                     link = lease.link
                     if namespace is not None and namespace.digest not in link.opened:
-                        link.open(namespace, deadline)
-                    result = work(link, deadline)
+                        yield open_namespace(link, namespace, deadline)
+                    result = yield work(link, deadline)
                     self._breaker.success()
                     return result
                 except KVStoreError as error:
@@ -342,6 +356,25 @@ class NodeChannel:
                 finally:
                     if lease is not None:
                         lease.leave()
+
+    @property
+    def connection(self) -> NodeConnection | None:
+        """Return the connection; None without one."""
+        return self._link
+
+    def lease_now(self) -> ConnectionLease | None:
+        """Return a lease on the connection; None if one must be made."""
+        # read without the lock: a connection that was retired meanwhile refuses the call
+        link = self._link
+        if link is None or not (lease := link.enter()):
+            return None
+        if self._clock() >= link.retry_at:
+            self._try_better(link)
+        return lease
+
+    def connect(self, deadline: Deadline) -> ConnectionLease:
+        """Return a lease on the connection, which may be new; `ConnectionLease.leave` ends it."""
+        return self._connected(deadline)
 
     def _drop_broken(self, link: NodeConnection, error: KVStoreError, deadline: Deadline) -> None:
         """Drop the connection if the error shows that it is dead or out of step."""
@@ -384,11 +417,7 @@ class NodeChannel:
 
     def _connected(self, deadline: Deadline) -> ConnectionLease:
         """Return a lease on the connection, which may be new."""
-        # read without the lock: a connection that was retired meanwhile refuses the call
-        link = self._link
-        if link is not None and (lease := link.enter()):
-            if self._clock() >= link.retry_at:
-                self._try_better(link)
+        if lease := self.lease_now():
             return lease
         try:
             return run_in_helper_thread(partial(self._made, deadline))

@@ -315,6 +315,13 @@ class FrameSocket:
         if not left_s / 2 <= self._timeout_s <= left_s:
             self._set_timeouts(left_s)
 
+    def detach(self) -> socket.socket:
+        """Return the socket, set not to block. Raises ProtocolError for early bytes."""
+        if self._early.nbytes:
+            raise ProtocolError("the peer sent more than it was asked for")
+        self._sock.setblocking(False)
+        return self._sock
+
     def fileno(self) -> int:
         """Return the socket's descriptor."""
         return self._sock.fileno()

@@ -1,0 +1,500 @@
+"""The asyncio client: bulk TCP on the event loop, everything else on a few threads.
+
+    await client.get --> a single node by bulk TCP without TLS: sockets of the event loop
+                     --> otherwise: the synchronous client on a thread
+
+Routing, retries, the circuit breaker, batches and the protocol are those of `kvstore.Client`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import kvstore
+from kvstore.admin import FORGET_TIMEOUT_S, PREFIX_HASHES_MAX, RECOVER_TIMEOUT_S
+from kvstore.aio.connections import AsyncBulkWire
+from kvstore.buffers import Pieces, page_segments
+from kvstore.cluster.calls import (
+    GetOptions,
+    GetResult,
+    check_lengths,
+    get_pages,
+    leading,
+    look_up,
+    put_pages,
+)
+from kvstore.cluster.routing import Away
+from kvstore.cluster.view import View
+from kvstore.config import ClientConfig
+from kvstore.deadline import Deadline
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
+from kvstore.keys import Namespace, check_prefix_hashes
+from kvstore.layout import ByteRange
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import (
+    KEEP_WHILE_SPACE,
+    ClientStats,
+    DrainProgress,
+    Events,
+    ForgetResult,
+    Keep,
+    LookupResult,
+    NamespaceInfo,
+    NodeStatus,
+    PageStat,
+    PushedIdentities,
+    PutOutcome,
+    Recorded,
+    ScrubResult,
+    SweepResult,
+    VerifyResult,
+)
+from kvstore.steps import run_async
+from kvstore.threads import ThreadPool
+from kvstore.tracing import carried
+from kvstore.transports.bulk import BulkWire
+from kvstore.transports.channel import ConnectionLease, NodeChannel, NodeConnection
+from kvstore.transports.frames import FrameSocket
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+LIST_AT_ONCE = 256  # pages of a list that one visit to a thread fetches
+
+
+class NativeLink(NamedTuple):
+    """What the calls of `kvstore.cluster.calls` need of a node, with coroutines."""
+
+    wire: AsyncBulkWire
+    limits: pb.Limits
+
+
+class Client:
+    """A connection to the store for asyncio, with the methods of `kvstore.Client`.
+
+    Make one per process, and use it in one event loop at a time: `async with Client() as client`.
+
+    Gets, puts and lookups of a single node over bulk TCP without TLS use the event loop's own
+    sockets. Clusters, shared memory, gRPC, TLS, very large batches and all other calls use at most
+    `connections_max` threads.
+
+    A call that is cancelled does not touch its buffers any more after it has raised. On the event
+    loop it ends at once, and its connection is closed. On a thread it ends when the synchronous
+    call ends, by its deadline at the latest; a call that waits for a thread ends at once. A page of
+    a cancelled `put` may be stored or not.
+    """
+
+    def __init__(self, config: ClientConfig | str | None = None) -> None:
+        """Prepare a client; see `kvstore.Client`. Raises ConfigError."""
+        self.sync = kvstore.Client(config)
+        self._threads = ThreadPool(self.config.connections_max, "kvstore-aio")
+        self._native: AsyncBulkWire | None = None
+
+    @property
+    def config(self) -> ClientConfig:
+        """Return the client's configuration."""
+        return self.sync.config
+
+    @property
+    def stats(self) -> ClientStats:
+        """Return the client's counters of calls, failures and corrupt pages."""
+        return self.sync.stats
+
+    @property
+    def key_id(self) -> str:
+        """Return the id of the key that this client signs pages with; empty without a key."""
+        return self.sync.key_id
+
+    @property
+    def tenant(self) -> str:
+        """Return the tenant for this client's `Namespace`s; see `kvstore.Client.tenant`."""
+        return self.sync.tenant
+
+    @property
+    def wire_name(self) -> str:
+        """Return the transport in use: 'shm', 'bulk', 'grpc', 'none' or 'mixed'."""
+        return self.sync.wire_name
+
+    async def close(self) -> None:
+        """Close idle connections now, and those in use when their call ends."""
+        if self._native is not None:
+            self._native.close()
+        self.sync.close()
+        self._threads.shutdown(wait=False)
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # ---- pages ---------------------------------------------------------------------------
+
+    async def lookup(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        touch: bool = False,
+        timeout_s: float | None = None,
+    ) -> LookupResult:
+        """Return which of these pages are stored; see `kvstore.Client.lookup`."""
+        check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
+        deadline = self._deadline(timeout_s)
+        channel = await self._single_node(deadline)
+        if channel is None:
+            return await self._thread(deadline, self.sync.lookup, namespace, prefix_hashes, touch)
+
+        async def ask(link: NativeLink) -> list[bool]:
+            return await run_async(look_up.steps(link, namespace, prefix_hashes, touch, deadline))  # type: ignore[arg-type]
+
+        present = await self._run(channel, ask, namespace, deadline)
+        return LookupResult(leading(present), tuple(present))
+
+    async def put(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        pages: Sequence[Any],
+        keep: Keep = KEEP_WHILE_SPACE,
+        timeout_s: float | None = None,
+    ) -> list[PutOutcome]:
+        """Store pages; return one outcome per key; see `kvstore.Client.put`.
+
+        Do not change the pages until the call has returned or raised.
+        """
+        check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
+        views = page_segments(pages, namespace.layout.page_nbytes)
+        check_lengths(prefix_hashes, views)
+        key = self.sync.page_key(namespace)
+        deadline = self._deadline(timeout_s)
+        channel = await self._single_node(deadline, views)
+        if channel is None:
+            return await self._thread(
+                deadline, self.sync.put, namespace, prefix_hashes, pages, keep
+            )
+
+        async def ask(link: NativeLink) -> list[PutOutcome]:
+            steps = put_pages.steps(link, namespace, prefix_hashes, views, keep, deadline, key)  # type: ignore[arg-type]
+            return await run_async(steps)
+
+        outcomes: list[PutOutcome] = await self._run(channel, ask, namespace, deadline)
+        return outcomes
+
+    async def get(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        buffers: Sequence[Any],
+        prefix: bool = False,
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Read pages into the caller's buffers; see `kvstore.Client.get`."""
+        whole = (ByteRange(0, namespace.layout.page_nbytes),)
+        options = GetOptions(whole, prefix, key=self.sync.page_key(namespace))
+        call = partial(self.sync.get, namespace, prefix_hashes, buffers, prefix)
+        return await self._get(namespace, prefix_hashes, buffers, options, timeout_s, call)
+
+    async def get_ranges(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        ranges: Sequence[ByteRange],
+        buffers: Sequence[Any],
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Read parts of each page; see `kvstore.Client.get_ranges`."""
+        if not ranges:
+            raise InvalidRequest("ranges is empty; use get for whole pages")
+        options = GetOptions(tuple(ranges), False, key=self.sync.page_key(namespace))
+        call = partial(self.sync.get_ranges, namespace, prefix_hashes, ranges, buffers)
+        return await self._get(namespace, prefix_hashes, buffers, options, timeout_s, call)
+
+    async def _get(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        buffers: Sequence[Any],
+        options: GetOptions,
+        timeout_s: float | None,
+        call: Callable[..., list[bool]],
+    ) -> list[bool]:
+        check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
+        views = page_segments(buffers, options.nbytes, writable=True)
+        check_lengths(prefix_hashes, views)
+        deadline = self._deadline(timeout_s)
+        channel = await self._single_node(deadline, views)
+        if channel is None:
+            return await self._thread(deadline, call)
+
+        async def ask(link: NativeLink) -> GetResult:
+            steps = get_pages.steps(link, namespace, prefix_hashes, views, options, deadline)  # type: ignore[arg-type]
+            return await run_async(steps)
+
+        found: GetResult = await self._run(channel, ask, namespace, deadline)
+        if found.corrupt or found.forged:
+            await self._in_thread(
+                channel.run,
+                lambda link, limit: self.sync.report_corruption(found, link, namespace, limit),
+                namespace,
+                deadline,
+            )
+        return found.hits
+
+    # ---- administration ------------------------------------------------------------------
+
+    async def open(self, namespace: Namespace, timeout_s: float | None = None) -> None:
+        """Register the namespace now; see `kvstore.Client.open`."""
+        await self._thread(self._deadline(timeout_s), self.sync.open, namespace)
+
+    async def verify(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        timeout_s: float | None = None,
+        away: Away | None = None,
+    ) -> VerifyResult:
+        """Make nodes verify their copies of these pages and drop corrupt ones."""
+        return await self._thread(
+            self._deadline(timeout_s), self.sync.verify, namespace, prefix_hashes, away=away
+        )
+
+    async def remove(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        timeout_s: float | None = None,
+        away: Away | None = None,
+    ) -> list[bool]:
+        """Remove pages, pinned ones too; return True for each that existed."""
+        return await self._thread(
+            self._deadline(timeout_s), self.sync.remove, namespace, prefix_hashes, away=away
+        )
+
+    async def pin(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        ttl_s: float,
+        timeout_s: float | None = None,
+    ) -> list[bool]:
+        """Protect pages from eviction for `ttl_s` seconds; return True for each page."""
+        return await self._thread(
+            self._deadline(timeout_s), self.sync.pin, namespace, prefix_hashes, ttl_s
+        )
+
+    async def unpin(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        timeout_s: float | None = None,
+        away: Away | None = None,
+    ) -> list[bool]:
+        """Unpin all copies of pages; return True for each page that was pinned."""
+        return await self._thread(
+            self._deadline(timeout_s), self.sync.unpin, namespace, prefix_hashes, away=away
+        )
+
+    async def stat(
+        self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
+    ) -> list[PageStat]:
+        """Return one PageStat per key; `present` is False for a miss."""
+        return await self._thread(
+            self._deadline(timeout_s), self.sync.stat, namespace, prefix_hashes
+        )
+
+    async def namespaces(
+        self, timeout_s: float | None = None
+    ) -> list[tuple[Namespace, NamespaceInfo]]:
+        """Return all namespaces and their counters, summed over the members that answer."""
+        return await self._thread(self._deadline(timeout_s), self.sync.namespaces)
+
+    async def view(self, timeout_s: float | None = None) -> View | None:
+        """Return the newest view of the cluster; None for a node without a cluster."""
+        return await self._thread(self._deadline(timeout_s), self.sync.view)
+
+    async def node_status(self, timeout_s: float | None = None) -> NodeStatus:
+        """Return the node's own status: state, memory, namespaces, counters, limits."""
+        return await self._thread(self._deadline(timeout_s), self.sync.node_status)
+
+    async def statuses(
+        self, timeout_s: float | None = None
+    ) -> dict[str, NodeStatus | KVStoreError]:
+        """Return each node's own status, or the error of the call, by address."""
+        return await self._thread(self._deadline(timeout_s), self.sync.statuses)
+
+    async def events(
+        self, since_unix_ms: int = 0, limit: int = 0, timeout_s: float | None = None
+    ) -> dict[str, Events | KVStoreError]:
+        """Return the newest events that each node keeps, or the error of the call, by address."""
+        return await self._thread(self._deadline(timeout_s), self.sync.events, since_unix_ms, limit)
+
+    async def remove_namespace(self, namespace: Namespace, timeout_s: float | None = None) -> int:
+        """Remove a namespace and all its pages; return how many entries were removed."""
+        return await self._thread(self._deadline(timeout_s), self.sync.remove_namespace, namespace)
+
+    async def flush(self, timeout_s: float | None = None, away: Away | None = None) -> int:
+        """Wait until all visible pages survive power loss; return the pages on disk."""
+        return await self._thread(self._deadline(timeout_s), self.sync.flush, away=away)
+
+    async def scrub(
+        self, cursor: bytes = b"", nbytes_max: int = 0, timeout_s: float | None = None
+    ) -> ScrubResult:
+        """Make the node verify a part of its disk; continue with `next_cursor`."""
+        return await self._thread(self._deadline(timeout_s), self.sync.scrub, cursor, nbytes_max)
+
+    async def drain(self, end: bool = False, timeout_s: float | None = None) -> DrainProgress:
+        """Drain the named member, or cancel that; return the progress."""
+        return await self._thread(self._deadline(timeout_s), self.sync.drain, end)
+
+    async def sweep(self, dry: bool = False, timeout_s: float | None = None) -> SweepResult:
+        """Make the named member fetch owned pages that it lacks; `dry` only counts them."""
+        return await self._thread(self._deadline(timeout_s), self.sync.sweep, dry)
+
+    async def forget_member(self, member: str, timeout_s: float | None = None) -> None:
+        """No longer miss a lost member: it will not return."""
+        await self._thread(self._deadline(timeout_s), self.sync.forget_member, member)
+
+    async def record(
+        self,
+        seconds: float = 0.0,
+        recording: bytes = b"",
+        end: bool = False,
+        timeout_s: float | None = None,
+    ) -> Recorded:
+        """Record the node's requests for some seconds, or fetch the newly recorded ones."""
+        deadline = self._deadline(timeout_s)
+        return await self._thread(deadline, self.sync.record, seconds, recording, end)
+
+    async def push_identities(
+        self,
+        content: bytes,
+        force: bool = False,
+        check: bool = False,
+        timeout_s: float | None = None,
+    ) -> PushedIdentities:
+        """Replace the identities file of the named member; `check` only validates the content."""
+        deadline = self._deadline(timeout_s)
+        return await self._thread(deadline, self.sync.push_identities, content, force, check)
+
+    async def forget(
+        self, tenant: str, timeout_s: float = FORGET_TIMEOUT_S, away: Away | None = None
+    ) -> ForgetResult:
+        """Erase everything that a tenant stores; see `kvstore.Client.forget`."""
+        return await self._thread(self._deadline(timeout_s), self.sync.forget, tenant, away=away)
+
+    async def recover(self, timeout_s: float = RECOVER_TIMEOUT_S) -> None:
+        """Make the node use its failed disk again."""
+        await self._thread(self._deadline(timeout_s), self.sync.recover)
+
+    async def list_pages(
+        self, namespace: Namespace, key_prefix: bytes = b"", limit: int = 0, after: bytes = b""
+    ) -> AsyncIterator[PageStat]:
+        """Yield a namespace's pages, ordered by prefix hash; see `kvstore.Client.list_pages`."""
+        pages = self.sync.list_pages(namespace, key_prefix, limit, after)
+        while some := await self._in_thread(lambda: list(islice(pages, LIST_AT_ONCE))):
+            for page in some:
+                yield page
+
+    # ---- one call ------------------------------------------------------------------------
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return self.sync.deadline(timeout_s)
+
+    async def _single_node(
+        self, deadline: Deadline, pages: Sequence[Pieces] = ()
+    ) -> NodeChannel | None:
+        """Return the channel to a node that the event loop's sockets reach; None for threads.
+
+        The first call connects, on a thread.
+        """
+        channel = self.sync.single_node()
+        if channel is None or channel.connection is None:
+            channel = await self._in_thread(self.sync.single_node, deadline)
+        link = channel.connection if channel else None
+        if link is None or not isinstance(link.wire, BulkWire):
+            return None
+        native = link.wire.is_plain and (not pages or link.wire.single_stream(pages))
+        return channel if native else None
+
+    async def _run(
+        self,
+        channel: NodeChannel,
+        ask: Callable[[NativeLink], Any],
+        namespace: Namespace,
+        deadline: Deadline,
+    ) -> Any:
+        """Run a call on the event loop, under the channel's breaker and with its retry."""
+
+        async def connect(limit: Deadline) -> ConnectionLease:
+            lease = channel.lease_now()
+            if lease is None:
+                lease = await self._in_thread(channel.connect, limit)
+            return lease
+
+        async def work(link: NodeConnection, limit: Deadline) -> Any:
+            return await ask(NativeLink(self._wire(link), link.limits))
+
+        async def opened(link: NodeConnection, space: Namespace, limit: Deadline) -> None:
+            await self._in_thread(link.open, space, limit)
+
+        return await run_async(channel.steps(connect, opened, work, namespace, deadline))
+
+    def _wire(self, link: NodeConnection) -> AsyncBulkWire:
+        """Return the event loop's wire beside the channel's own, which is made with it."""
+        wire = link.wire
+        if not isinstance(wire, BulkWire):  # the channel has found a better one meanwhile
+            raise Unavailable("the connection changed during the call; try again")
+        if self._native is None or self._native.wire is not wire:
+            if self._native is not None:
+                self._native.close()
+
+            async def connect(deadline: Deadline) -> FrameSocket:
+                frames: FrameSocket = await self._in_thread(
+                    wire.separate, deadline, lost=FrameSocket.close
+                )
+                return frames
+
+            self._native = AsyncBulkWire(wire, connect, self.config.connections_max)
+        return self._native
+
+    async def _thread(
+        self, deadline: Deadline, call: Callable[..., Result], *args: Any, **named: Any
+    ) -> Result:
+        """Run a call of the synchronous client on a thread, with the time left for it."""
+
+        def run() -> Result:
+            return call(*args, timeout_s=deadline.remaining(), **named)
+
+        return await self._in_thread(run)
+
+    async def _in_thread(
+        self,
+        call: Callable[..., Result],
+        *args: Any,
+        lost: Callable[[Result], object] | None = None,
+    ) -> Result:
+        """Run a function on a thread; if this is cancelled, raise when the function has ended.
+
+        It may use the caller's buffers until then. `lost` receives the result of such a function.
+        """
+        done = self._threads.submit(carried(partial(call, *args)))
+        waiting = asyncio.wrap_future(done)
+        cancelled = None
+        while True:
+            try:
+                result = await asyncio.shield(waiting)
+                break
+            except asyncio.CancelledError as error:
+                cancelled = error
+                if done.cancel():
+                    raise
+            except BaseException:
+                if cancelled is not None:
+                    raise cancelled from None
+                raise
+        if cancelled is not None:
+            if lost is not None:
+                lost(result)
+            raise cancelled
+        return result

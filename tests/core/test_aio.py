@@ -1,0 +1,233 @@
+"""The asyncio client: the sync client's answers, under concurrency, deadlines and cancellation."""
+
+import asyncio
+import inspect
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from known_pages import Pages
+
+import kvstore
+from kvstore import (
+    ByteRange,
+    ClientConfig,
+    DeadlineExceeded,
+    Exhausted,
+    PutOutcome,
+    Unavailable,
+)
+from kvstore.aio import Client
+from kvstore.aio.connections import AsyncBulkWire
+from kvstore.tools.node_process import NodeProcess
+
+PAGE_NBYTES = 192 << 10  # more than a socket's buffers hold, so that gets are cut in mid-page
+SYNC_ONLY = {"open_put", "open_get", "batch_pages_max", "maps_arena"}  # the node's own memory
+
+
+def run(node: NodeProcess, body: Callable[[Client], Awaitable[Any]], **settings: Any) -> Any:
+    async def main() -> Any:
+        async with Client(ClientConfig(node.address, **{"wire": "bulk", **settings})) as client:
+            return await body(client)
+
+    return asyncio.run(main())
+
+
+def test_aio_client_has_the_methods_and_arguments_of_the_sync_client() -> None:
+    for name, method in inspect.getmembers(kvstore.Client):
+        if name.startswith("_") or name in SYNC_ONLY or not callable(method):
+            continue
+        if name in ("single_node", "deadline", "page_key", "report_corruption"):  # for the client
+            continue
+        other = getattr(Client, name)
+        assert list(inspect.signature(other).parameters.items()) == list(
+            inspect.signature(method).parameters.items()
+        ), name
+
+
+@pytest.mark.parametrize("wire", ["bulk", "auto", "grpc"])
+def test_pages_put_by_aio_are_got_by_the_sync_client_and_back(
+    shared_node: NodeProcess, wire: str
+) -> None:
+    chain = Pages(f"aio-{wire}", page_nbytes=PAGE_NBYTES)
+    keys = chain.keys(*range(6))
+
+    async def body(client: Client) -> None:
+        pages = [chain.content(key) for key in keys]
+        assert await client.put(chain.namespace, keys[:4], pages[:4]) == [PutOutcome.STORED] * 4
+        assert await client.put(chain.namespace, keys[3:5], pages[3:5]) == [
+            PutOutcome.EXISTS,
+            PutOutcome.STORED,
+        ]
+        assert (await client.lookup(chain.namespace, keys)).prefix_pages == 5
+        buffers = [bytearray(PAGE_NBYTES) for _ in keys]
+        assert await client.get(chain.namespace, keys, buffers) == [True] * 5 + [False]
+        assert buffers[:5] == pages[:5]
+        part = bytearray(100)
+        ranges = [ByteRange(7, 60), ByteRange(70_000, 40)]
+        assert await client.get_ranges(chain.namespace, keys[2:3], ranges, [part]) == [True]
+        assert bytes(part) == pages[2][7:67] + pages[2][70_000:70_040]
+        listed = [page.prefix_hash async for page in client.list_pages(chain.namespace)]
+        assert listed == sorted(keys[:5])
+        assert (await client.stat(chain.namespace, keys[:1]))[0].present
+        assert await client.remove(chain.namespace, keys[4:]) == [True, False]
+        assert (await client.node_status()).state == "SERVING"
+        assert client.wire_name == (wire if wire != "auto" else "shm")
+
+    run(shared_node, body, wire=wire)
+    with kvstore.Client(shared_node.address) as client:
+        assert chain.get(client, keys) == [True] * 4 + [False] * 2
+
+
+def test_many_concurrent_calls_share_few_connections(shared_node: NodeProcess) -> None:
+    chain = Pages("aio-many", page_nbytes=4096)
+    keys = chain.keys(*range(64))
+
+    async def body(client: Client) -> None:
+        await client.put(chain.namespace, keys, [chain.content(key) for key in keys])
+        before = (await client.node_status()).session_count
+
+        async def one(key: bytes) -> bool:
+            buffer = bytearray(4096)
+            (hit,) = await client.get(chain.namespace, [key], [buffer])
+            return hit and bytes(buffer) == chain.content(key)
+
+        assert all(await asyncio.gather(*map(one, keys * 4)))
+        assert (await client.node_status()).session_count - before <= 2
+        assert client._native is not None
+        assert client._native._count <= 3
+
+    run(shared_node, body, connections_max=3)
+
+
+def test_cancelled_calls_leave_buffers_and_connections_alone(shared_node: NodeProcess) -> None:
+    """Random cancellations: no later call reads another's bytes, no buffer changes afterwards.
+
+    Each buffer of a cancelled get is filled with a mark at once, and must keep it.
+    """
+    chain = Pages("aio-storm", page_nbytes=PAGE_NBYTES)
+    keys = chain.keys(*range(8))
+    contents = [chain.content(key) for key in keys]
+    rng = random.Random(7)
+    ends = {"hit": 0, "cancelled": 0}
+
+    async def read(client: Client) -> None:
+        some = rng.sample(range(8), 3)
+        buffers = [bytearray(PAGE_NBYTES) for _ in some]
+        get = client.get(chain.namespace, [keys[i] for i in some], buffers)
+        task = asyncio.ensure_future(get)
+        if rng.random() < 0.6:
+            await asyncio.sleep(rng.random() * 0.004)
+            task.cancel()
+        try:
+            hits = await task
+        except asyncio.CancelledError:
+            ends["cancelled"] += 1
+            marks = [b"M" * PAGE_NBYTES] * 3
+            for buffer, mark in zip(buffers, marks, strict=True):
+                buffer[:] = mark
+            await asyncio.sleep(0.01)
+            assert buffers == marks, "a cancelled get wrote into its buffer"
+            return
+        ends["hit"] += 1
+        assert hits == [True] * 3
+        assert buffers == [contents[i] for i in some], "a get returned other bytes"
+
+    async def write(client: Client, number: int) -> None:
+        (key,) = chain.keys(100 + number)
+        put = client.put(chain.namespace, [key], [chain.content(key)])
+        task = asyncio.ensure_future(put)
+        await asyncio.sleep(rng.random() * 0.002)
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            ends["cancelled"] += 1
+        buffer = bytearray(PAGE_NBYTES)
+        (hit,) = await client.get(chain.namespace, [key], [buffer])
+        assert not hit or bytes(buffer) == chain.content(key), "a cancelled put stored other bytes"
+
+    async def body(client: Client) -> None:
+        await client.put(chain.namespace, keys, contents)
+        for start in range(0, 120, 12):
+            calls: list[Awaitable[None]] = [read(client) for _ in range(12)]
+            calls += [write(client, start + i) for i in range(4)]
+            await asyncio.gather(*calls)
+
+    for wire in ("bulk", "grpc"):
+        run(shared_node, body, connections_max=4, wire=wire, timeout_s=20.0)
+    assert ends["cancelled"] > 20, ends
+    assert ends["hit"] > 20, ends
+    with kvstore.Client(shared_node.address) as client:
+        assert client.node_status().ram.writing_count == 0, "a cancelled put keeps its slots"
+        assert client.stats.corrupt_pages == 0
+
+
+def test_late_calls_raise_by_their_deadline_and_the_next_ones_work(
+    shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = Pages("aio-late", page_nbytes=4096)
+    (key,) = chain.keys(1)
+
+    async def body(client: Client) -> None:
+        await client.put(chain.namespace, [key], [chain.content(key)])
+        assert client._native is not None
+        held = [await client._native._lease(client._deadline(1.0)) for _ in range(2)]
+        with pytest.raises(Exhausted, match="connections_max"):
+            await client.lookup(chain.namespace, [key], timeout_s=0.2)
+        for _, lent in held:
+            client._native._return(lent, in_step=True)
+
+        async def nothing(self: object, view: memoryview) -> None:
+            """Send nothing: the node never answers."""
+
+        with monkeypatch.context() as patch:
+            patch.setattr("kvstore.aio.connections.AsyncConnection._send", nothing)
+            with pytest.raises(DeadlineExceeded):
+                await client.lookup(chain.namespace, [key], timeout_s=0.09)
+        assert (await client.lookup(chain.namespace, [key])).prefix_pages == 1
+
+    run(shared_node, body, connections_max=2)
+
+
+def test_idle_connection_that_the_node_closed_is_replaced(shared_node: NodeProcess) -> None:
+    chain = Pages("aio-closed", page_nbytes=4096)
+    (key,) = chain.keys(1)
+
+    async def body(client: Client) -> None:
+        await client.lookup(chain.namespace, [key])
+        assert client._native is not None
+        client._native._idle[0]._sock.shutdown(2)
+        assert not (await client.lookup(chain.namespace, [key])).prefix_pages
+
+    run(shared_node, body)
+
+
+def test_unreachable_node_is_an_error_of_the_same_kind() -> None:
+    async def main() -> None:
+        chain = Pages("aio-none")
+        config = ClientConfig("bulk://127.0.0.1:1", timeout_s=1.0, connect_timeout_s=0.5)
+        async with Client(config) as client:
+            with pytest.raises(Unavailable):
+                await client.node_status()
+            with pytest.raises(Unavailable, match="next try in"):
+                await client.lookup(chain.namespace, chain.keys(1))
+
+    asyncio.run(main())
+
+
+def test_connections_of_a_closed_wire_are_closed_when_their_call_ends() -> None:
+    wire = AsyncBulkWire(None, None, 1)  # type: ignore[arg-type]
+
+    class Connection:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    connection = Connection()
+    wire._count = 1
+    wire.close()
+    wire._return(connection, in_step=True)  # type: ignore[arg-type]
+    assert (connection.closed, wire._count) == (True, 0)
