@@ -19,7 +19,7 @@ from kvstore import (
     Unavailable,
 )
 from kvstore.aio import Client
-from kvstore.aio.connections import AsyncBulkWire
+from kvstore.aio.connections import AsyncBulkWire, AsyncConnection
 from kvstore.tools.node_process import NodeProcess
 
 PAGE_NBYTES = 192 << 10  # more than a socket's buffers hold, so that gets are cut in mid-page
@@ -162,6 +162,59 @@ def test_cancelled_calls_leave_buffers_and_connections_alone(shared_node: NodePr
     with kvstore.Client(shared_node.address) as client:
         assert client.node_status().ram.writing_count == 0, "a cancelled put keeps its slots"
         assert client.stats.corrupt_pages == 0
+
+
+@pytest.mark.parametrize("call", ["get", "put"])
+def test_call_cancelled_at_any_wait_closes_its_connection(
+    shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Cancel a call at its first wait, its second, and so on, until it ends before the wait."""
+    chain = Pages(f"aio-waits-{call}", page_nbytes=2 << 20)
+    keys = chain.keys(*range(1, 200))
+    monkeypatch.setattr("kvstore.aio.connections.TURN_NBYTES", 32 << 10)
+    left = -1
+    wait, moved = AsyncConnection._ready, AsyncConnection._moved
+
+    def count() -> None:
+        nonlocal left
+        left -= 1
+        task = asyncio.current_task()
+        if left == 0 and task is not None:
+            task.cancel()
+
+    async def counted_wait(self: AsyncConnection, doing: str) -> None:
+        count()
+        await wait(self, doing)
+
+    async def counted_move(self: AsyncConnection, nbytes: int) -> None:
+        if self._unyielded + nbytes >= 32 << 10:
+            count()
+        await moved(self, nbytes)
+
+    async def body(client: Client) -> int:
+        nonlocal left
+        for number, key in enumerate(keys, 1):
+            content, buffer = chain.content(key), bytearray(chain.nbytes)
+            if call == "get":
+                await client.put(chain.namespace, [key], [content])
+                task = asyncio.ensure_future(client.get(chain.namespace, [key], [buffer]))
+            else:
+                task = asyncio.ensure_future(client.put(chain.namespace, [key], [content]))
+            left = number
+            await asyncio.wait([task])
+            left = -1
+            native = client._native
+            if not task.cancelled():
+                return number
+            assert native is not None
+            assert (native._count, native._idle) == (0, []), "it could be reused in mid-frame"
+            assert await client.get(chain.namespace, [key], [buffer]) in ([True], [False])
+            assert call == "put" or bytes(buffer) == content
+        raise AssertionError("the call has more waits than keys")
+
+    monkeypatch.setattr(AsyncConnection, "_ready", counted_wait)
+    monkeypatch.setattr(AsyncConnection, "_moved", counted_move)
+    assert run(shared_node, body) > 3
 
 
 def test_late_calls_raise_by_their_deadline_and_the_next_ones_work(
