@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 
-from kvstore import Client, ClientConfig, LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
+from kvstore import Client, LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
 
 PAGE_TOKENS, LAYERS, HEADS, HEAD_SIZE = 16, 4, 2, 8
 UNIT = (HEADS, HEAD_SIZE)  # shape of one token in one layer
@@ -24,10 +24,10 @@ def main(address: str) -> int:
         np.random.default_rng(number).standard_normal(LAYOUT.page_nbytes // 2).astype(np.float16)
         for number in range(len(hashes))
     ]
-    with Client(ClientConfig(address=address)) as writer:
+    with Client(address) as writer:
         namespace = Namespace("numpy-example", LAYOUT, tenant=writer.tenant)
         writer.put(namespace, hashes, pages)
-    with Client(ClientConfig(address=address)) as reader:
+    with Client(address) as reader:
         found = reader.lookup(namespace, hashes).prefix_pages
         arrays = [np.empty_like(page) for page in pages[:found]]
         hits = reader.get(namespace, hashes[:found], arrays, prefix=True)

@@ -13,7 +13,7 @@ import sys
 import torch
 
 from gpu_agent import Agent, KVPool
-from kvstore import Client, ClientConfig, LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
+from kvstore import Client, LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
 
 BLOCK_TOKENS, BLOCKS, LAYERS, HEADS, HEAD_SIZE = 16, 64, 4, 2, 8
 UNIT = (HEADS, HEAD_SIZE)
@@ -67,7 +67,7 @@ def slots_of(blocks: list[int]) -> torch.Tensor:
 def main(address: str) -> tuple[int, int, bool]:
     """Return how many tokens each engine computed, and whether their KV is equal."""
     prompt, first, second = list(range(7, 107)), [3, 9, 4, 1, 12, 5, 8], [20, 2, 31, 7, 40, 6, 11]
-    with Client(ClientConfig(address=address)) as client:
+    with Client(address) as client:
         one, two = Engine(client), Engine(client)
         computed = one.prefill(prompt, first), two.prefill(prompt, second)
         equal = torch.equal(one.kv(prompt, first), two.kv(prompt, second))
