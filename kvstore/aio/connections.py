@@ -151,7 +151,8 @@ class AsyncConnection:
         ready: asyncio.Future[None] = loop.create_future()
         sending = doing == "send"
         (loop.add_writer if sending else loop.add_reader)(self._sock, _wake, ready)
-        timer = loop.call_later(self.deadline.left(), _late, ready, doing)
+        late = TimeoutError(f"the deadline passed while trying to {doing}")
+        timer = loop.call_later(self.deadline.left(), _fail, ready, late)
         try:
             await ready
         finally:
@@ -165,9 +166,9 @@ def _wake(ready: "asyncio.Future[None]") -> None:
         ready.set_result(None)
 
 
-def _late(ready: "asyncio.Future[None]", doing: str) -> None:
-    if not ready.done():
-        ready.set_exception(TimeoutError(f"the deadline passed while trying to {doing}"))
+def _fail(waiting: "asyncio.Future[Any]", error: Exception) -> None:
+    if not waiting.done():
+        waiting.set_exception(error)
 
 
 class AsyncBulkWire:
@@ -182,7 +183,9 @@ class AsyncBulkWire:
         self._count_max = count_max
         self._count = 0  # connections that are in use, idle or being made
         self._idle: list[AsyncConnection] = []
-        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._waiting: collections.deque[asyncio.Future[AsyncConnection | None]] = (
+            collections.deque()
+        )
         self._closed = False
 
     async def call(self, op: str, request: Any, deadline: Deadline) -> Any:
@@ -253,7 +256,6 @@ class AsyncBulkWire:
 
     async def _lease(self, deadline: Deadline) -> tuple[bool, AsyncConnection]:
         """Return (whether it is new, a connection)."""
-        loop = asyncio.get_running_loop()
         while True:
             while self._idle:
                 connection = self._idle.pop()
@@ -262,47 +264,58 @@ class AsyncBulkWire:
                 self._return(connection, in_step=False)
             if self._count < self._count_max:
                 break
-            place: asyncio.Future[None] = loop.create_future()
-            self._waiting.append(place)
-            timer = loop.call_later(deadline.left(), _wake, place)
-            try:
-                await place
-            except BaseException:
-                if place.done() and not place.cancelled():
-                    self._wake_next()
-                raise
-            finally:
-                timer.cancel()
-                with contextlib.suppress(ValueError):
-                    self._waiting.remove(place)
-            if deadline.passed:
-                self._wake_next()
-                raise Exhausted(
-                    f"all {self._count_max} connections (connections_max) stayed busy for "
-                    f"{deadline.seconds:g} s"
-                )
+            handed = await self._wait(deadline)
+            if handed is not None:
+                return False, handed
         self._count += 1
         try:
             return True, AsyncConnection(await self._connect(deadline))
         except BaseException:
             self._count -= 1
-            self._wake_next()
+            self._hand_over(None)
             raise
+
+    async def _wait(self, deadline: Deadline) -> AsyncConnection | None:
+        """Wait for a connection that another call returns; None if one may be made instead."""
+        loop = asyncio.get_running_loop()
+        place: asyncio.Future[AsyncConnection | None] = loop.create_future()
+        self._waiting.append(place)
+        busy = Exhausted(
+            f"all {self._count_max} connections (connections_max) stayed busy for "
+            f"{deadline.seconds:g} s"
+        )
+        timer = loop.call_later(deadline.left(), _fail, place, busy)
+        try:
+            return await place
+        except asyncio.CancelledError:
+            # It may have been handed over just before: the next call has it
+            if place.done() and not place.cancelled() and place.exception() is None:
+                handed = place.result()
+                if handed is None:
+                    self._hand_over(None)
+                else:
+                    self._return(handed, in_step=True)
+            raise
+        finally:
+            timer.cancel()
 
     def _return(self, connection: AsyncConnection, in_step: bool) -> None:
         if in_step and not self._closed:
-            self._idle.append(connection)
+            if not self._hand_over(connection):
+                self._idle.append(connection)
         else:
             connection.close()
             self._count -= 1
-        self._wake_next()
+            self._hand_over(None)
 
-    def _wake_next(self) -> None:
+    def _hand_over(self, connection: AsyncConnection | None) -> bool:
+        """Give a connection, or the right to make one, to the call that waits longest."""
         while self._waiting:
             place = self._waiting.popleft()
             if not place.done():
-                place.set_result(None)
-                return
+                place.set_result(connection)
+                return True
+        return False
 
     def close(self) -> None:
         """Close idle connections now, and those in use when their call ends."""

@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -195,11 +195,13 @@ def test_call_cancelled_at_any_wait_closes_its_connection(
         nonlocal left
         for number, key in enumerate(keys, 1):
             content, buffer = chain.content(key), bytearray(chain.nbytes)
+            cancelled: Coroutine[Any, Any, Any]
             if call == "get":
                 await client.put(chain.namespace, [key], [content])
-                task = asyncio.ensure_future(client.get(chain.namespace, [key], [buffer]))
+                cancelled = client.get(chain.namespace, [key], [buffer])
             else:
-                task = asyncio.ensure_future(client.put(chain.namespace, [key], [content]))
+                cancelled = client.put(chain.namespace, [key], [content])
+            task = asyncio.ensure_future(cancelled)
             left = number
             await asyncio.wait([task])
             left = -1
