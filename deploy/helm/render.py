@@ -33,12 +33,12 @@ def _is_monitoring(path: Path) -> bool:
     return path.parent == CHART / "files"
 
 
-def template(helm: str, *arguments: str, namespace: str = "kvstore") -> str:
+def template(helm: str, *arguments: str) -> str:
     """Return what `helm template` prints for these arguments.
 
     Raise ValueError with Helm's message.
     """
-    command = [helm, "template", "kvstore", str(CHART), "--namespace", namespace, *arguments]
+    command = [helm, "template", "kvstore", str(CHART), "--namespace=kvstore", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(done.stderr)
@@ -48,12 +48,9 @@ def template(helm: str, *arguments: str, namespace: str = "kvstore") -> str:
 def rendered(helm: str, name: str) -> str:
     """Return the text of `deploy/kubernetes/NAME.yaml`."""
     files = [f"--values={HERE / 'examples' / file}" for file in RELEASES[name]]
-    lines = template(helm, *files).splitlines()
     head = f"# Rendered from deploy/helm ({digest()}) by `make manifests`. Do not edit."
-    return (
-        "\n".join([head, *(line.rstrip() for line in lines if not line.startswith("# Source"))])
-        + "\n"
-    )
+    lines = [head, *template(helm, *files).splitlines()]
+    return "".join(f"{line.rstrip()}\n" for line in lines if not line.startswith("# Source"))
 
 
 def main(helm: str = "helm") -> None:
