@@ -125,6 +125,7 @@ class SlotAllocator:
         for start in range(len(self._blocks) - (1 << self.level_max), -1, -(1 << self.level_max)):
             self._free[-1][start] = None
         self._closed: set[int] = set()  # units
+        self.withheld: set[int] = set()  # numbers of free extents that may not be used
         self._kinds: dict[int, SizeClass] = {}  # of the sizes that have blocks
         self.used_nbytes = 0
 
@@ -350,6 +351,34 @@ class SlotAllocator:
             if self._blocks[unit] is None:
                 self._give(unit, 0)
 
+    # ---- extents that may not be used ----------------------------------------------------------
+
+    def extent(self, number: int) -> range:
+        """Return the units of an extent."""
+        return range(number << self.level_max, (number + 1) << self.level_max)
+
+    def free_extents(self) -> list[int]:
+        """Return the numbers of wholly free extents, the next one to be used last."""
+        return [start >> self.level_max for start in self._free[-1]]
+
+    def withhold(self, number: int) -> bool:
+        """Stop using an extent until `supply`; return False if it is not wholly free."""
+        if number << self.level_max not in self._free[-1]:
+            return False
+        del self._free[-1][number << self.level_max]
+        self.withheld.add(number)
+        return True
+
+    def supply(self, number: int) -> None:
+        """Use a withheld extent again."""
+        self.withheld.remove(number)
+        self._free[-1][number << self.level_max] = None
+
+    @property
+    def usable_nbytes(self) -> int:
+        """Return the size of the region without withheld extents."""
+        return self.region_nbytes - len(self.withheld) * self.extent_nbytes
+
     # ---- start ---------------------------------------------------------------------------
 
     def claim(self, slot_nbytes: int, offset: int, owner: Any) -> bool:
@@ -440,6 +469,9 @@ class SlotAllocator:
                     covered[unit] += 1
                 if level < self.level_max and start ^ (1 << level) in free:
                     wrong.append(f"free blocks at unit {start} and its other half are not one")
+        for number in self.withheld:
+            for unit in self.extent(number):
+                covered[unit] += 1
         found: dict[int, list[int]] = {}
         for block in self.blocks():
             kind = block.kind

@@ -17,18 +17,22 @@ import resource
 import shlex
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.errors import ConfigError
-from node.disk.extents import ExtentFiles, FileLayer
-from node.disk.rows import Rows
+from node.disk.directory import FileSystem
+from node.disk.extents import ExtentFiles, FileLayer, empty_last
+from node.disk.rows import Rows, is_full, write_buffer_nbytes
 
 log = logging.getLogger(__name__)
 
 OTHER_FILES = 512  # sockets, rows, libraries: other files that a process has open
 # for the I/O process of a killed node, which ends with its current disk call
 LOCK_WAIT_S = 20.0
+# Kept free for the rows, in write buffers: the log, the file made of it, and merged files
+ROWS_BUFFERS = 4
+EMPTIED_MAX = 8  # extents emptied until the rows of a full file system can be opened
 _LOCK_STEP_S = 0.02
 
 
@@ -61,8 +65,16 @@ class DataDir:
             make_directory(path, layer)
             self._lock = take_lock(path / "keeper.lock", LOCK_WAIT_S)
             undo.callback(release_lock, self._lock)
+            self._path, self._layer = path, layer
+            buffer_nbytes = write_buffer_nbytes(min(disk_nbytes, layer.space(path)[1]))
+            self.reserve_nbytes = ROWS_BUFFERS * buffer_nbytes
             # First: they have the size of the extents
-            self.rows = Rows(path / "rows", extent_nbytes, keep_own_extents, key_mark)
+            self.rows = open_rows(
+                path,
+                lambda: Rows(
+                    path / "rows", extent_nbytes, keep_own_extents, key_mark, buffer_nbytes
+                ),
+            )
             undo.callback(self.rows.close)
             self.extent_nbytes = self.rows.extent_nbytes
             self.extent_count = disk_nbytes // self.extent_nbytes
@@ -73,7 +85,12 @@ class DataDir:
                 )
             allow_open_files(self.extent_count)
             self.files = ExtentFiles(
-                path / "extents", self.extent_nbytes, self.extent_count, self._view, layer
+                path / "extents",
+                self.extent_nbytes,
+                self.extent_count,
+                self._view,
+                layer,
+                self.reserve_nbytes,
             )
             layer.sync_directory(path)  # rows and extents survive a power loss
             undo.pop_all()
@@ -94,6 +111,23 @@ class DataDir:
     def revive(self) -> None:
         """Do nothing: there is no process to restart."""
 
+    def restart(self) -> None:
+        """Do nothing: there is no process to restart."""
+
+    def trial(self) -> None:
+        """Write, sync and read a test file and a row. Raises OSError."""
+        self.files.trial()
+        self.rows.trial()
+
+    def space(self) -> FileSystem:
+        """Return the space of the file system."""
+        return FileSystem(
+            *self._layer.space(self._path),
+            self.reserve_nbytes,
+            self.rows.failed,
+            frozenset(self.files.empty),
+        )
+
     def _view(self, offset: int, nbytes: int) -> memoryview:
         return self._arena[offset : offset + nbytes]
 
@@ -113,6 +147,17 @@ class DataDir:
             self._unmap()
 
 
+def open_rows(path: Path, open_once: Callable[[], Rows]) -> Rows:
+    """Open the rows; on a full file system extents are emptied until there is enough space."""
+    for _ in range(EMPTIED_MAX):
+        try:
+            return open_once()
+        except OSError as error:
+            if not is_full(error) or not empty_last(path / "extents"):
+                raise
+    return open_once()
+
+
 @contextlib.contextmanager
 def refused(path: Path) -> Iterator[None]:
     """Translate system errors at a node's start to ConfigError."""
@@ -124,7 +169,8 @@ def refused(path: Path) -> Iterator[None]:
             "node has ended, its I/O process still waits for the disk"
         ) from error
     except OSError as error:
-        raise ConfigError(f"data_dir={path} can not be used: {error}") from error
+        remedy = "; free some of its file system, or name another" if is_full(error) else ""
+        raise ConfigError(f"data_dir={path} can not be used: {error}{remedy}") from error
 
 
 def make_directory(path: Path, layer: FileLayer) -> None:

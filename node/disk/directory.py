@@ -6,10 +6,24 @@ process (the I/O process, or a test). All methods raise OSError for a failure of
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from node.disk.extents import Slot
 from node.disk.rows import PageRow
+
+
+class FileSystem(NamedTuple):
+    """The space of the file system that has a data directory, in bytes.
+
+    `reserve_nbytes` must stay free for the rows. `rows_failed`: RocksDB may take no more writes
+    until it is reopened. `empty`: numbers of extents that have no blocks yet.
+    """
+
+    free_nbytes: int = 0
+    total_nbytes: int = 0
+    reserve_nbytes: int = 0
+    rows_failed: bool = False
+    empty: frozenset[int] = frozenset()
 
 
 class RowStore(Protocol):
@@ -55,8 +69,8 @@ class PageFiles(Protocol):
     def sync(self) -> None:
         """Make all written pages durable."""
 
-    def trial(self) -> None:
-        """Write, sync and read a test file. Raises OSError."""
+    def release(self, number: int) -> None:
+        """Return an extent's blocks to the file system. No page of it may be in use."""
 
 
 class Directory(Protocol):
@@ -80,7 +94,16 @@ class Directory(Protocol):
         """Return a context in which calls to another process raise OSError after a time limit."""
 
     def revive(self) -> None:
-        """Restart the process that does the I/O, if there is one."""
+        """Restart the process that does the I/O, if there is one and it has ended."""
+
+    def restart(self) -> None:
+        """Reopen the rows in another process, if a process has them."""
+
+    def trial(self) -> None:
+        """Write, sync and read a test file and a row. Raises OSError."""
+
+    def space(self) -> FileSystem:
+        """Return the space of the file system."""
 
     def close(self) -> None:
         """Close rows, files and process."""

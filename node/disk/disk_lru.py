@@ -237,7 +237,6 @@ class DiskLru:
         self._pinned: LazyHeap[int] = LazyHeap()  # records by the end of their pin, s
         self._pinned_blocks: dict[int, int] = {}  # by start: number of pinned records
         self.pinned_nbytes = 0  # bytes of those blocks, which serve no other size
-        self.pinned_nbytes_max = int(slots.region_nbytes * PINNED_SHARE)
         self._place = 0  # the block that was tried last
         self._area_pool = self.accounts.shared
 
@@ -340,6 +339,11 @@ class DiskLru:
     def _nbytes(self, block: Block) -> int:
         return self._slots.unit_nbytes << block.kind.level
 
+    @property
+    def pinned_nbytes_max(self) -> int:
+        """Return how many bytes pinned pages may occupy: a share of what is usable."""
+        return int(self._slots.usable_nbytes * PINNED_SHARE)
+
     def check_pins(self, records: Iterable[int]) -> None:
         """Raise Exhausted if these records of one tenant cannot be pinned, too."""
         some = set(records)
@@ -353,7 +357,7 @@ class DiskLru:
         if nbytes > max(self.pinned_nbytes, self.pinned_nbytes_max):
             raise Exhausted(
                 f"with these, pinned pages would occupy more than {self.pinned_nbytes_max} bytes "
-                "of the disk (half of disk_nbytes); unpin some, or wait until their pins end"
+                "of the disk (half of what it may use); unpin some, or wait until their pins end"
             )
         if new := [record for record in some if record not in self._pinned]:
             self._owner(new[0]).check_pins(len(new))
@@ -444,6 +448,26 @@ class DiskLru:
         self._area = area if may_all_go and len(records) > VICTIMS else range(0)
         self._area_pool = pool
         return records[:VICTIMS] if may_all_go else []
+
+    def coldest_extent(self) -> range | None:
+        """Return the units of an extent with some of the oldest pages and no pinned ones.
+
+        None if the search, which is bounded, finds none.
+        """
+        self._links.left = LOOKED_AT
+        level = self._slots.level_max
+        found: dict[int, range] = {}
+        for pool in self._pools.values():
+            for size in pool.older_sizes(None, but=0, count=SIZES_TRIED):
+                found.update((area.start, area) for area in self._areas(pool, size, level))
+        return min(
+            (area for area in found.values() if not self._has_pins(area)),
+            key=self._slots.mean_use,
+            default=None,
+        )
+
+    def _has_pins(self, area: range) -> bool:
+        return any(block.start in self._pinned_blocks for block in self._slots.blocks_in(area))
 
     # ---- quotas --------------------------------------------------------------------------
 

@@ -142,8 +142,8 @@ class Durability:
         if not self.disk.writer.flush(wait.left_s, wait.gone):
             self._check(wait)
             raise Exhausted(
-                "the disk tier stopped, or the node ran out of memory or descriptors, before the "
-                "pages were safe; see its status and its log"
+                "the disk tier stopped, its file system is full, or the node ran out of memory or "
+                "descriptors, before the pages were safe; see its status and its log"
             )
 
     def _check(self, wait: Wait) -> None:

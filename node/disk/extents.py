@@ -5,7 +5,8 @@ the serving process. Offsets and lengths are multiples of 4 KiB, as slots are. R
 release the GIL.
 
 Every extent's file is open from the start, empty until its first page comes: so the disk never
-lacks descriptors later.
+lacks descriptors later. The last bytes of the file system are left to the rows: an extent that
+would take them fails as on a full file system.
 """
 
 import errno
@@ -44,6 +45,11 @@ class FileLayer:
     def open(self, path: Path, flags: int) -> int:
         """Open a file."""
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def space(self, path: Path) -> tuple[int, int]:
+        """Return the bytes of a file system that are free for its users, and all of its bytes."""
+        about = os.statvfs(path)
+        return about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Allocate a file's blocks."""
@@ -120,11 +126,27 @@ class OpenExtents:
         self._fds.clear()
 
 
+def empty_last(directory: Path) -> bool:
+    """Empty the last extent that has bytes; return False if none has any.
+
+    Its pages are lost. It makes room on a full file system for rows that can not be opened.
+    """
+    if not directory.is_dir():
+        return False
+    numbered = (path for path in directory.iterdir() if path.name.isascii() and path.name.isdigit())
+    full = [path for path in numbered if path.stat().st_blocks]
+    if not full:
+        return False
+    os.truncate(max(full), 0)
+    log.warning("the file system is full: emptied extent %s for the rows", max(full).name)
+    return True
+
+
 class ExtentFiles:
     """A region of bytes laid over files of `extent_nbytes`.
 
     Thread-safe, but only one thread may write. Raises OSError. `view(offset, nbytes)` is the
-    arena's memory.
+    arena's memory. New extents leave `reserve_nbytes` of the file system free.
     """
 
     def __init__(
@@ -134,8 +156,10 @@ class ExtentFiles:
         count: int,
         view: Callable[[int, int], memoryview],
         layer: FileLayer | None = None,
+        reserve_nbytes: int = 0,
     ) -> None:
         self._directory = directory
+        self._reserve_nbytes = reserve_nbytes
         self._extent_nbytes = extent_nbytes
         self._view = view
         self._layer = layer or FileLayer()
@@ -145,14 +169,13 @@ class ExtentFiles:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = os.stat(directory)
         self._identity = (about.st_dev, about.st_ino)
-        self._no_room = False  # the last extent could not be allocated
         self._drop_from(count)
         self._direct = os.O_DIRECT if self._direct_works() else 0
         flags = os.O_RDWR | os.O_CREAT | self._direct
         self._open = OpenExtents(directory, extent_nbytes, count, flags, self._layer)
-        self._allocated = {
-            n for n in range(count) if os.fstat(self._open.fd(n)).st_size == extent_nbytes
-        }
+        nbytes = [os.fstat(self._open.fd(number)).st_size for number in range(count)]
+        self._allocated = {number for number in range(count) if nbytes[number] == extent_nbytes}
+        self.empty = {number for number in range(count) if not nbytes[number]}
         # An earlier run may have been killed before it synced its files: the first sync covers all.
         self._unsynced |= self._allocated
         self._layer.sync_directory(directory)
@@ -249,15 +272,27 @@ class ExtentFiles:
     def _allocate(self, number: int, fd: int) -> None:
         """Allocate all blocks of an extent, so that it cannot run out of space later."""
         had_nbytes = os.fstat(fd).st_size
+        free_nbytes, _ = self._layer.space(self._directory)
+        if free_nbytes - self._extent_nbytes < self._reserve_nbytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"No space left for an extent of {self._extent_nbytes} bytes: {free_nbytes} are "
+                f"free, of which {self._reserve_nbytes} are kept for the rows",
+            )
         try:
             self._layer.allocate(fd, self._extent_nbytes)
         except OSError:
-            self._no_room = True
             # Return half an extent to a full file system
             os.ftruncate(fd, had_nbytes)
             raise
-        self._no_room = False
         self._allocated.add(number)
+        self.empty.discard(number)
+
+    def release(self, number: int) -> None:
+        """Return an extent's blocks to the file system. No page of it may be in use."""
+        os.ftruncate(self._open.fd(number), 0)
+        self._allocated.discard(number)
+        self.empty.add(number)
 
     def sync(self) -> None:
         """Make everything written before durable."""
@@ -279,16 +314,11 @@ class ExtentFiles:
             raise OSError(errno.ENOENT, f"{self._directory} was replaced by another directory")
 
     def trial(self) -> None:
-        """Write, sync and read 4 KiB beside the extents. Raises OSError if that fails.
-
-        If the last extent did not fit, there must be room for one now.
-        """
+        """Write, sync and read 4 KiB beside the extents. Raises OSError if that fails."""
         self._check_directory()
         path = self._directory / "trial"
         fd = self._layer.open(path, os.O_RDWR | os.O_CREAT | self._direct)
         try:
-            if self._no_room:
-                self._layer.allocate(fd, self._extent_nbytes)
             with mmap.mmap(-1, 4096) as memory, memoryview(memory) as view:
                 written = os.urandom(4096)
                 view[:] = written

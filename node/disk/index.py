@@ -280,6 +280,7 @@ class DiskIndex:
         self.gone = Tombstones()
         self._dropped: Counter[str] = Counter()  # rows at the start, by cause
         self.medium = SyncTracker()
+        self.empty_extents: frozenset[int] = frozenset()  # at the start
 
     # ---- start ---------------------------------------------------------------------------
 
@@ -294,6 +295,10 @@ class DiskIndex:
             self._dropped["damaged"] += 1
         elif row.namespace not in self.spaces.values:
             self._dropped["of an unknown namespace"] += 1
+        elif row.offset // self.records.slots.extent_nbytes in self.empty_extents:
+            self._dropped[
+                "in an extent without blocks (the file system was full, or it is gone)"
+            ] += 1
         elif not row.is_expired(now_s):
             if self.records.restore(row if row.used_s <= now_s else row._replace(used_s=now_s)):
                 self.spaces.counts[row.namespace] += 1

@@ -31,9 +31,10 @@ from node.disk.data_dir import (
     take_lock,
     warn_if_open,
 )
+from node.disk.directory import FileSystem
 from node.disk.extents import FileLayer, OpenExtents, Slot
 from node.disk.io_protocol import Broken, Channel, Kind, Opened, Outcome, Pair, Task
-from node.disk.rows import PageRow, numbered, page_at, pairs
+from node.disk.rows import PageRow, numbered, os_error, page_at, pairs
 
 log = logging.getLogger(__name__)
 
@@ -309,6 +310,11 @@ class ProcessStorage:
         """Return how the process ended; empty while it runs."""
         return self.process.trouble()
 
+    @property
+    def is_replacing(self) -> bool:
+        """Return whether another process is being started."""
+        return self._turn.locked()
+
     def order(self, kind: Kind, body: bytes = b"") -> bytes:
         """Let the process carry an order out and return the result.
 
@@ -341,6 +347,24 @@ class ProcessStorage:
             if self.process.trouble():
                 self._revive()
 
+    def restart(self) -> None:
+        """Replace the process, so that the rows are reopened. Raises OSError.
+
+        What it wrote is in the host's memory at least: the new process syncs all of it.
+        """
+        with self._turn:
+            self._check_open()
+            self.process.kill()
+            self._revive()
+
+    def trial(self) -> None:
+        """Write, sync and read a test file and a row. Raises OSError."""
+        self.order(Kind.TRIAL)
+
+    def space(self) -> FileSystem:
+        """Return the space of the file system. Raises OSError."""
+        return io_protocol.unpack_space(self.order(Kind.SPACE))
+
     def _check_open(self) -> None:
         if self._closed:
             raise OSError("the node stops")
@@ -349,7 +373,7 @@ class ProcessStorage:
         try:
             fresh = IoProcess(self._task, Timeouts(RECOVER_S, self._check_open))
         except ConfigError as error:
-            raise OSError(str(error)) from error
+            raise os_error(str(error)) from error
         if fresh.opened != self.process.opened:
             fresh.abandon()
             raise OSError(f"{self._task.path} was replaced by another directory; restart the node")
@@ -432,9 +456,14 @@ class ProcessRows:
 
     def _some(self, nbytes: int, start: bytes) -> list[Pair]:
         """Return rows from the key `start` on, at least one if there is one."""
+        process = self._directory.process
         try:
             question = io_protocol.pack_question(nbytes, start)
-            piece = self._directory.process.questions.ask(Kind.SOME_ROWS, question, QUESTION_S)
+            piece = process.questions.ask(Kind.SOME_ROWS, question, QUESTION_S)
+        except OSError as error:
+            if self._directory.is_replacing or process is not self._directory.process:
+                raise Exhausted("the rows are being reopened; try again later") from error
+            raise
         except NotAnswering as error:
             raise Exhausted(
                 f"the disk has not answered for {QUESTION_S:g} s; try again later"
@@ -462,6 +491,6 @@ class ProcessFiles:
         """Make all written pages durable."""
         self._directory.order(Kind.SYNC_PAGES)
 
-    def trial(self) -> None:
-        """Write, sync and read a test file. Raises OSError."""
-        self._directory.order(Kind.TRIAL)
+    def release(self, number: int) -> None:
+        """Return an extent's blocks to the file system. No page of it may be in use."""
+        self._directory.order(Kind.RELEASE, io_protocol.pack_counts(number))

@@ -12,6 +12,8 @@
     ALL_ROWS      first byte of their keys                  pairs
     SOME_ROWS     nbytes u32 | first key                    pairs, about nbytes; empty: the end
     PURGE_ROWS    0 u32 | needles, as keys to delete        number of files that contain one
+    SPACE                                                   4 numbers | numbers of empty extents
+    RELEASE       number of an extent
     CLOSE                                                   then the process ends
 
     slot := offset on disk | offset in the arena | nbytes | key number, 0 for none | key mark
@@ -31,6 +33,7 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
+from node.disk.directory import FileSystem
 from node.disk.encryption import MARK_NBYTES, PAGE_KEY_NBYTES, DiskLocation, PageEncryption
 from node.disk.extents import Slot
 
@@ -61,6 +64,8 @@ class Kind(IntEnum):
     SOME_ROWS = 7
     CLOSE = 8
     PURGE_ROWS = 9
+    SPACE = 10
+    RELEASE = 11
 
 
 class Outcome(IntEnum):
@@ -242,6 +247,17 @@ def unpack_counts(body: bytes) -> list[int]:
     if len(body) % 8:
         raise Broken(f"numbers in {len(body)} bytes")
     return array.array("Q", body).tolist()
+
+
+def pack_space(space: FileSystem) -> bytes:
+    """Serialise the space of a file system."""
+    return pack_counts(*map(int, space[:-1]), *sorted(space.empty))
+
+
+def unpack_space(body: bytes) -> FileSystem:
+    """Parse the space of a file system. Raises Broken."""
+    free, total, reserve, failed, *empty = unpack_counts(body)
+    return FileSystem(free, total, reserve, bool(failed), frozenset(empty))
 
 
 def pack_pairs(pairs: Iterable[Pair]) -> bytes:

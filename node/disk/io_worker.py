@@ -48,7 +48,8 @@ class IoWorker:
             Kind.WRITE_ROWS: lambda body: directory.rows.put(*io_protocol.unpack_rows(body)),
             Kind.SYNC_PAGES: lambda _: directory.files.sync(),
             Kind.SYNC_ROWS: lambda _: directory.rows.sync(),
-            Kind.TRIAL: lambda _: directory.files.trial(),
+            Kind.TRIAL: lambda _: directory.trial(),
+            Kind.RELEASE: lambda body: directory.files.release(*io_protocol.unpack_counts(body)),
             Kind.CLOSE: lambda _: directory.close(),
         }
 
@@ -90,6 +91,8 @@ class IoWorker:
             yield io_protocol.pack_counts(
                 self._directory.rows.purge(io_protocol.unpack_rows(body)[1])
             )
+        elif kind == Kind.SPACE:
+            yield io_protocol.pack_space(self._directory.space())
         else:
             self._calls[kind](body)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvstore.checksum import CHECKSUM_NBYTES
@@ -226,6 +227,7 @@ class DiskCounters:
     pages_refused: int = 0
     pages_scrubbed: int = 0
     rows_damaged: int = 0
+    no_space_errors: int = 0  # writes that found the file system full
     nbytes_written: int = 0
     nbytes_read: int = 0
 
@@ -450,6 +452,17 @@ class PageTable:
         If no slot is free afterwards, call it again.
         """
         return self._order.victims(self.account_of(namespace), slot_nbytes, now_s)
+
+    def coldest_extent(self) -> range | None:
+        """Return the units of an extent whose pages are old and unpinned; None without one."""
+        return self._order.coldest_extent()
+
+    def published_in(self, area: range, count_max: int) -> list[int]:
+        """Return some records that can be found, with slots in an area."""
+        owners = (
+            record for block in self.slots.blocks_in(area) for record in block.owners if record
+        )
+        return list(islice(filter(self.can_be_found, owners), count_max))
 
     # ---- quotas --------------------------------------------------------------------------
 

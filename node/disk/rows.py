@@ -13,6 +13,7 @@ A page counts as stored only when its row exists. Rows of one batch appear toget
 holds the GIL while RocksDB works, so a node opens its rows in its I/O process only.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -49,6 +50,9 @@ _EXTENT = re.compile("[1-9][0-9]{3,14}")
 
 LOG_S = 10.0  # between two lines about a shortage, which affects every page
 CODES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of shortages
+FULL_CODES = (errno.ENOSPC, errno.EDQUOT)  # of a full file system or quota
+WRITE_BUFFER_NBYTES = 16 << 20  # of rows in memory and in the log, until a file is made of them
+WRITE_BUFFER_NBYTES_MIN = 1 << 20
 _NO_THREAD = "can't start new thread"  # Python's whole message
 
 
@@ -186,7 +190,12 @@ class Rows:
     """
 
     def __init__(
-        self, directory: Path, extent_nbytes: int, keep_own: bool = False, key_mark: str = ""
+        self,
+        directory: Path,
+        extent_nbytes: int,
+        keep_own: bool = False,
+        key_mark: str = "",
+        write_buffer_nbytes: int = WRITE_BUFFER_NBYTES,
     ) -> None:
         """Open the database.
 
@@ -196,10 +205,11 @@ class Rows:
         options = Options(raw_mode=True)
         options.create_if_missing(True)
         options.set_compression_type(DBCompressionType.none())
-        options.set_write_buffer_size(16 << 20)
+        options.set_write_buffer_size(write_buffer_nbytes)
         options.set_max_open_files(64)
         options.set_keep_log_file_num(2)
         self._directory = directory
+        self._failed = False
         with _DiskErrors():
             self._db = Rdict(str(directory), options)
             found = self._db.get(b"F")
@@ -225,13 +235,38 @@ class Rows:
         for key, value in new:
             batch.put(key, value)
         if batch.len():
-            with _DiskErrors():
+            with self._noting_failure():
                 self._db.write(batch)
 
     def sync(self) -> None:
         """Make everything written before durable."""
-        with _DiskErrors():
+        with self._noting_failure():
             self._db.flush_wal(True)
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            with _DiskErrors():
+                yield
+        except OSError as error:
+            self._failed |= not is_shortage(error)
+            raise
+
+    @property
+    def failed(self) -> bool:
+        """Return whether a write or merge failed: RocksDB may take no more until reopened."""
+        with _DiskErrors():
+            return self._failed or bool(self._db.property_int_value("rocksdb.background-errors"))
+
+    def trial(self) -> None:
+        """Write and sync the format row again, and read it. Raises OSError if that fails."""
+        with _DiskErrors():
+            value = cast(bytes, self._db.get(b"F"))
+        self.put([(b"F", value)], [])
+        self.sync()
+        with _DiskErrors():
+            if self._db.get(b"F") != value:
+                raise OSError(errno.EIO, "rows: a trial row can not be read back")
 
     def purge(self, needles: Sequence[bytes]) -> int:
         """Rewrite everything without deleted data and old logs.
@@ -339,10 +374,7 @@ class _DiskErrors:
             and kind.__module__ in ("builtins", "rocksdict")
             and type(error) is Exception
         ):
-            code = code_in(str(error))
-            raise (
-                OSError(code, f"rows: {error}") if code else OSError(f"rows: {error}")
-            ) from error
+            raise os_error(f"rows: {error}") from error
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -357,9 +389,20 @@ def is_shortage(error: BaseException) -> bool:
     )
 
 
-def code_in(text: str) -> int | None:
-    """Return the error code of the shortage that RocksDB describes in words."""
-    return next((code for code in CODES if os.strerror(code) in text), None)
+def is_full(error: BaseException) -> bool:
+    """Return whether an error says that the file system, or a quota of it, is full."""
+    return isinstance(error, OSError) and error.errno in FULL_CODES
+
+
+def os_error(text: str) -> OSError:
+    """Return an OSError, with the code of a shortage or full file system if the text names one."""
+    code = next((code for code in (*CODES, *FULL_CODES) if os.strerror(code) in text), None)
+    return OSError(code, text) if code else OSError(text)
+
+
+def write_buffer_nbytes(room_nbytes: int) -> int:
+    """Return the rows' write buffer for a disk of this size: a small one has few rows."""
+    return max(WRITE_BUFFER_NBYTES_MIN, min(room_nbytes // 64, WRITE_BUFFER_NBYTES))
 
 
 class Shortages:

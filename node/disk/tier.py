@@ -5,9 +5,11 @@
 
 A page can be found only after its row is written; a row is deleted no later than in the batch that
 reuses its slot. An error of the disk stops the tier: nothing is found or written any
-more, RAM still serves, and the status has the reason, until `recover` or a restart.
+more, RAM still serves, and the status has the reason, until `recover` or a restart. A full file
+system stops nothing: the tier goes on with the space that it has (`space`).
 """
 
+import errno
 import heapq
 import logging
 import threading
@@ -25,7 +27,8 @@ from node.disk.encryption import PLAIN, Vault
 from node.disk.index import AGAIN, DiskIndex
 from node.disk.page_table import PageTable
 from node.disk.reads import Reading
-from node.disk.rows import Shortages, hashes_of, is_shortage, page_key
+from node.disk.rows import Shortages, hashes_of, is_full, is_shortage, page_key
+from node.disk.space import SpaceLimit
 from node.disk.writer import DiskWriter
 from node.memory.lower_tier import Load, LocalTier, LowerTierInfo, Query, Source
 from node.memory.page import Page, Space, State
@@ -34,6 +37,7 @@ from node.memory.tenant_usage import Limits, Use
 
 log = logging.getLogger(__name__)
 
+SPACE_TRIES = 3  # attempts to make room on a full file system for one batch
 SYNC_PAGES = 4096  # stored between two syncs at most, however busy the writer is
 RECOVER_WAIT_S = 10.0  # for the writer's current disk call
 PULSE_ROWS = 4096  # restored between two checks whether the node is to stop: some 20 ms
@@ -81,6 +85,7 @@ class DiskTier(LocalTier):
         self._io = threading.Lock()
         self._index = DiskIndex(records, vault)
         self.counters = self._index.counters
+        self.space = SpaceLimit(directory, self._index, self._lock)
         self.reading = Reading(self._lock, self._index, directory, view, self._find, self.on_error)
         self.writer = DiskWriter(
             self.counters,
@@ -105,6 +110,8 @@ class DiskTier(LocalTier):
             for number, message in self.rows.namespaces()
         ]
         now_s = self._clock_s()
+        file_system = self._directory.space()
+        self._index.empty_extents = file_system.empty
         for count, (key, value) in enumerate(self.rows.all_pages()):
             if count % PULSE_ROWS == 0:
                 pulse()
@@ -113,6 +120,7 @@ class DiskTier(LocalTier):
             log.error("%s", problem)
         if dropped := self._index.dropped_rows():
             log.warning("rows of pages were dropped at the start: %s", dropped)
+        self.space.restored(file_system)
         self._restored = True
 
     # ---- find ----------------------------------------------------------------------------
@@ -339,6 +347,13 @@ class DiskTier(LocalTier):
             self.check_io_process()
         if self.stop_reason:
             return False
+        if self.space.is_due():
+            with self._io:
+                self.space.look()
+        if self.space.rows_closed:
+            if pages or is_barrier:
+                raise OSError(errno.ENOSPC, self.space.reason)
+            return False
         if pages or self.gone_count:
             self.store(pages)
         if is_barrier and self.gone_count:  # pages removed while they were written have rows
@@ -357,6 +372,17 @@ class DiskTier(LocalTier):
             self._store(pages)
 
     def _store(self, pages: Sequence[Page]) -> None:
+        """Store pages, with a few attempts on a full file system."""
+        for left in range(SPACE_TRIES, -1, -1):
+            try:
+                self._store_once(pages)
+            except OSError as error:
+                if not left or not is_full(error) or not self.space.make_room(error):
+                    raise
+            else:
+                return
+
+    def _store_once(self, pages: Sequence[Page]) -> None:
         now_s = self._clock_s()
         reserved: list[tuple[Page, int]] = []
         with self._lock:
@@ -444,7 +470,11 @@ class DiskTier(LocalTier):
         except OSError as error:  # any kind: a sync that ran out of memory has lost writes, too
             with self._lock:
                 medium.fail_sync()
-            raise OSError(f"sync: {error}") from error
+            if not is_full(error):
+                raise OSError(f"sync: {error}") from error
+            with self._lock:  # the tier goes on, without the pages that may not be on the medium
+                self._index.forget_doubtful()
+            raise OSError(error.errno, f"sync: {error}") from error
         with self._lock:
             safe = medium.end_sync(mark)
         while safe:  # freed one by one: freeing millions at once would hold the GIL
@@ -465,6 +495,9 @@ class DiskTier(LocalTier):
         """Stop the tier for an error of the disk, but not for a shortage of the node."""
         if is_shortage(error):
             self._shortages.report(doing, error)
+        elif is_full(error):
+            self.space.report(error)
+            self.space.look_soon()
         elif isinstance(error, OSError):
             self.stop_after_error(f"{doing} failed: {error}")
         else:
@@ -477,13 +510,14 @@ class DiskTier(LocalTier):
         The writer calls it when it is idle.
         """
         trouble = self._directory.trouble()
-        if trouble:
+        if trouble and not self.space.rows_closed:
             self.stop_after_error(trouble)
 
     def recover(self) -> None:
-        """Use the disk again, after a trial.
+        """Use the disk again, after a trial: a file and a row are written, synced and read.
 
-        Raises OSError, and stays stopped, if it fails.
+        Raises OSError, and stays stopped, if it fails. A tier that only found its file system full
+        is not stopped by that.
         """
         if not self._restored:  # a page might overwrite one that is not known
             raise OSError("the rows could not be read at the start; restart the node")
@@ -494,7 +528,8 @@ class DiskTier(LocalTier):
             with self._directory.limited():
                 forgotten = self._recover()
         except OSError as error:
-            self.stop_after_error(f"recover: {error}")
+            if not is_full(error):
+                self.stop_after_error(f"recover: {error}")
             raise
         finally:
             self._io.release()
@@ -510,13 +545,23 @@ class DiskTier(LocalTier):
             with self._lock:
                 self._index.medium.fail_sync()  # a pending sync died with the process
         self._directory.revive()
-        self.files.trial()
+        self._try_disk()
         with self._lock:
             forgotten = self._index.forget_doubtful()
         self._sync()
+        self.space.look()
         with self._lock:
             self.stop_reason = ""
         return forgotten
+
+    def _try_disk(self) -> None:
+        """Write, sync and read a trial, once more if there is room to make for it."""
+        try:
+            self._directory.trial()
+        except OSError as error:
+            if not is_full(error) or not self.space.make_room(error):
+                raise
+            self._directory.trial()
 
     # ---- status --------------------------------------------------------------------------------
 

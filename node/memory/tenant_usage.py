@@ -276,7 +276,7 @@ class TenantUsage(Generic[Pool]):
         yield self.shared
         if not asking.nbytes_max:
             return
-        if self.promised_nbytes <= self._slots.region_nbytes:
+        if self.promised_nbytes <= self._slots.usable_nbytes:
             yield asking.pool  # the others have a guarantee that can be kept
             return
         for account in self._graded_from(GRADES, asking.grade + 1):
