@@ -52,6 +52,8 @@ class Kind(enum.Enum):
     REPAIRED = "repaired"
     DISK_STOPPED = "disk-stopped"
     DISK_RECOVERED = "disk-recovered"
+    DISK_LIMITED = "disk-limited"  # its file system has no space for more
+    DISK_GREW = "disk-grew"
     CERTIFICATE = "certificate"  # near its end, or expired
 
 

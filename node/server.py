@@ -328,6 +328,9 @@ class Node:
                 self._on_disk_health(False)
             else:
                 self.grpc.set_disk_healthy(True)
+            self.disk.space.on_change = self._on_disk_space
+            if self.disk.space.reason:
+                self._on_disk_space(True, self.disk.space.reason)
             self.disk.writer.start(self.tier)
             self.scrubber.start()
         if self.registry is not None:
@@ -351,6 +354,9 @@ class Node:
             self.events.add(Kind.DISK_RECOVERED, "", "the disk tier serves again")
         else:
             self.events.add(Kind.DISK_STOPPED, "", self.disk.stop_reason)
+
+    def _on_disk_space(self, limited: bool, text: str) -> None:
+        self.events.add(Kind.DISK_LIMITED if limited else Kind.DISK_GREW, "", text)
 
     def _join(self, registry: Registry) -> None:
         """Register this node and tell the others.

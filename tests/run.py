@@ -203,6 +203,13 @@ def test_cluster() -> None:
 
 
 @target_in_venv
+def test_full_disk() -> None:
+    """nodes on small file systems that they and others fill (2 minutes; root)"""
+    need("mkfs.ext4", hint="mkfs.ext4; on Debian: apt-get install e2fsprogs")
+    pytest("tests/full_disk", KVSTORE_FULL_DISK="1")
+
+
+@target_in_venv
 def test_clients() -> None:
     """the client in examples/nodejs against a node and the golden bytes (Node.js, npm)"""
     need("npm", hint="Node.js 18 or newer with npm")

@@ -342,6 +342,8 @@ def troubles(view: View, statuses: Statuses) -> list[str]:
         if not isinstance(status, NodeStatus):
             said[f"{member.id}: {status or 'not asked yet'}"] = None
             continue
+        if status.disk and status.disk.limit:
+            said[f"{member.id}: DISK LIMITED: {status.disk.limit}"] = None
         if status.disk and status.disk.state != "SERVING":
             said[
                 f"{member.id}: DISK STOPPED: {status.disk.reason}; repair it, then: kvstore recover"

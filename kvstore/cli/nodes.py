@@ -181,6 +181,8 @@ def _disk_lines(disk: DiskStatus) -> list[str]:
         f"{disk.pages_read_in_part:,}  evicted {disk.pages_evicted:,}  kept in RAM only "
         f"{disk.pages_refused:,}  damaged {disk.pages_corrupt:,}  verified {disk.pages_scrubbed:,}",
     ]
+    if disk.limit:
+        lines.append(f"DISK LIMITED: {disk.limit}; free space there, or lower --disk-bytes")
     if disk.state != "SERVING":
         lines.append(
             f"DISK STOPPED: {disk.reason}. RAM still serves; repair it, then: kvstore recover"

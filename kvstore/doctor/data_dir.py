@@ -114,7 +114,7 @@ def free_space(where: Path) -> Finding:
         return fail(
             "room",
             said,
-            "free some, or name another --data-dir: a full disk stops the disk tier",
+            "free some, or name another --data-dir: a node there stores few pages",
         )
     if about.f_files and about.f_favail < INODES_FEW:
         return warn("room", f"{said}, but only {about.f_favail:,} files", "free some inodes")

@@ -124,6 +124,8 @@ def disk(status: NodeStatus) -> Finding:
             f"STOPPED, RAM still serves: {told.reason}",
             "repair the cause, then: kvstore recover",
         )
+    if told.limit:
+        return warn("disk", f"{said}; {told.limit}", "free space there, or lower --disk-bytes")
     if told.pages_corrupt:
         remedy = (
             "the medium or the memory corrupts data: replace it; kvstore scrub reads "

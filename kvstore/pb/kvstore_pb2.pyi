@@ -612,7 +612,7 @@ class RamStatus(_message.Message):
     def __init__(self, capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., extent_nbytes: _Optional[int] = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., page_count: _Optional[int] = ..., writing_count: _Optional[int] = ..., held_count: _Optional[int] = ..., pinned_count: _Optional[int] = ..., size_classes: _Optional[_Iterable[_Union[SizeClass, _Mapping]]] = ..., huge_nbytes: _Optional[int] = ...) -> None: ...
 
 class DiskStatus(_message.Message):
-    __slots__ = ("state", "reason", "data_dir", "capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes", "queue_nbytes_max", "direct_io", "extent_count", "extent_free_count", "pages_written", "pages_read", "pages_evicted", "pages_corrupt", "pages_refused", "pages_scrubbed", "rows_damaged", "nbytes_written", "nbytes_read", "pages_read_in_part")
+    __slots__ = ("state", "reason", "data_dir", "capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes", "queue_nbytes_max", "direct_io", "extent_count", "extent_free_count", "pages_written", "pages_read", "pages_evicted", "pages_corrupt", "pages_refused", "pages_scrubbed", "rows_damaged", "nbytes_written", "nbytes_read", "pages_read_in_part", "no_space_errors", "usable_nbytes", "limit", "filesystem_free_nbytes", "filesystem_nbytes")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DATA_DIR_FIELD_NUMBER: _ClassVar[int]
@@ -634,6 +634,11 @@ class DiskStatus(_message.Message):
     NBYTES_WRITTEN_FIELD_NUMBER: _ClassVar[int]
     NBYTES_READ_FIELD_NUMBER: _ClassVar[int]
     PAGES_READ_IN_PART_FIELD_NUMBER: _ClassVar[int]
+    NO_SPACE_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    USABLE_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    FILESYSTEM_FREE_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    FILESYSTEM_NBYTES_FIELD_NUMBER: _ClassVar[int]
     state: str
     reason: str
     data_dir: str
@@ -655,7 +660,12 @@ class DiskStatus(_message.Message):
     nbytes_written: int
     nbytes_read: int
     pages_read_in_part: int
-    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., data_dir: _Optional[str] = ..., capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., page_count: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., direct_io: bool = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., pages_written: _Optional[int] = ..., pages_read: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., pages_corrupt: _Optional[int] = ..., pages_refused: _Optional[int] = ..., pages_scrubbed: _Optional[int] = ..., rows_damaged: _Optional[int] = ..., nbytes_written: _Optional[int] = ..., nbytes_read: _Optional[int] = ..., pages_read_in_part: _Optional[int] = ...) -> None: ...
+    no_space_errors: int
+    usable_nbytes: int
+    limit: str
+    filesystem_free_nbytes: int
+    filesystem_nbytes: int
+    def __init__(self, state: _Optional[str] = ..., reason: _Optional[str] = ..., data_dir: _Optional[str] = ..., capacity_nbytes: _Optional[int] = ..., used_nbytes: _Optional[int] = ..., page_count: _Optional[int] = ..., queue_nbytes: _Optional[int] = ..., queue_nbytes_max: _Optional[int] = ..., direct_io: bool = ..., extent_count: _Optional[int] = ..., extent_free_count: _Optional[int] = ..., pages_written: _Optional[int] = ..., pages_read: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., pages_corrupt: _Optional[int] = ..., pages_refused: _Optional[int] = ..., pages_scrubbed: _Optional[int] = ..., rows_damaged: _Optional[int] = ..., nbytes_written: _Optional[int] = ..., nbytes_read: _Optional[int] = ..., pages_read_in_part: _Optional[int] = ..., no_space_errors: _Optional[int] = ..., usable_nbytes: _Optional[int] = ..., limit: _Optional[str] = ..., filesystem_free_nbytes: _Optional[int] = ..., filesystem_nbytes: _Optional[int] = ...) -> None: ...
 
 class ShmStatus(_message.Message):
     __slots__ = ("socket", "client_count", "orphan_count", "orphan_page_count")

@@ -357,7 +357,8 @@ class DiskLru:
         if nbytes > max(self.pinned_nbytes, self.pinned_nbytes_max):
             raise Exhausted(
                 f"with these, pinned pages would occupy more than {self.pinned_nbytes_max} bytes "
-                "of the disk (half of what it may use); unpin some, or wait until their pins end"
+                "of the disk (half of disk_nbytes, or of what its file system has space for); "
+                "unpin some, or wait until their pins end"
             )
         if new := [record for record in some if record not in self._pinned]:
             self._owner(new[0]).check_pins(len(new))

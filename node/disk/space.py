@@ -53,7 +53,7 @@ class SpaceLimit:
         self.file_system = FileSystem()
         self.reason = ""
         self.rows_closed = False  # they could not be opened again
-        self.on_change: Callable[[str, str], None] = lambda kind, text: None
+        self.on_change: Callable[[bool, str], None] = lambda limited, text: None
 
     @property
     def usable_nbytes(self) -> int:
@@ -72,6 +72,11 @@ class SpaceLimit:
     def look_soon(self) -> None:
         """Make the next look due."""
         self._look_at = 0.0
+
+    def trust(self) -> None:
+        """Look, and believe the file system again that it has space. Raises OSError."""
+        self._retry_at = self._restart_at = 0.0
+        self.look()
 
     def look(self) -> None:
         """Compare the limit with the free space, and open rows that failed. Raises OSError."""
@@ -95,7 +100,7 @@ class SpaceLimit:
         self.report(error)
         if self.rows_closed:
             return False
-        file_system = self._directory.space()
+        self.file_system = file_system = self._directory.space()
         if self._growth(file_system) > 0:
             self._retry_at = time.monotonic() + RETRY_S  # the numbers are wrong: a quota
         was_nbytes = self._slots.usable_nbytes
@@ -133,6 +138,8 @@ class SpaceLimit:
 
     def _fit(self, file_system: FileSystem) -> None:
         """Withhold extents that would find no space, or use some of them again."""
+        if len(file_system.empty) < len(self.file_system.empty):
+            self._retry_at = 0.0  # an extent got blocks since
         self.file_system = file_system
         is_retry = self._retry_at and time.monotonic() >= self._retry_at
         growth = 0 if self._retry_at and not is_retry else self._growth(file_system)
@@ -171,11 +178,11 @@ class SpaceLimit:
             log.warning(
                 "disk tier limited: %s; free space there, or lower --disk-bytes", self.reason
             )
-            self.on_change("disk limited", self.reason)
+            self.on_change(True, self.reason)
         else:
             text = f"its file system has space for all of {slots.region_nbytes // MIB:,} MiB again"
             log.warning("disk tier: %s", text)
-            self.on_change("disk grew", text)
+            self.on_change(False, text)
 
     # ---- space for the rows --------------------------------------------------------------------
 

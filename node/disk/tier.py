@@ -509,9 +509,14 @@ class DiskTier(LocalTier):
 
         The writer calls it when it is idle.
         """
-        trouble = self._directory.trouble()
-        if trouble and not self.space.rows_closed:
-            self.stop_after_error(trouble)
+        if not self._directory.trouble() or not self._io.acquire(blocking=False):
+            return
+        try:  # it is not being replaced now
+            trouble = self._directory.trouble()
+            if trouble and not self.space.rows_closed:
+                self.stop_after_error(trouble)
+        finally:
+            self._io.release()
 
     def recover(self) -> None:
         """Use the disk again, after a trial: a file and a row are written, synced and read.
@@ -549,7 +554,7 @@ class DiskTier(LocalTier):
         with self._lock:
             forgotten = self._index.forget_doubtful()
         self._sync()
-        self.space.look()
+        self.space.trust()
         with self._lock:
             self.stop_reason = ""
         return forgotten

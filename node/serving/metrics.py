@@ -47,7 +47,16 @@ _PLAIN = {
     "put_bytes": "nbytes_put",
     "get_bytes": "nbytes_got",
 }
-_DISK_GAUGES = ("capacity_nbytes", "used_nbytes", "page_count", "queue_nbytes", "queue_nbytes_max")
+_DISK_GAUGES = (
+    "capacity_nbytes",
+    "usable_nbytes",
+    "used_nbytes",
+    "page_count",
+    "queue_nbytes",
+    "queue_nbytes_max",
+    "filesystem_free_nbytes",
+    "filesystem_nbytes",
+)
 _DISK_COUNTERS = (
     "pages_written",
     "pages_read",
@@ -56,6 +65,7 @@ _DISK_COUNTERS = (
     "pages_corrupt",
     "pages_refused",
     "pages_scrubbed",
+    "no_space_errors",
     "nbytes_written",
     "nbytes_read",
 )

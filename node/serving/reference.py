@@ -49,10 +49,13 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Disk": {
         "kvstore_disk_serving": "0 while the disk tier is stopped",
         "kvstore_disk_capacity_bytes": "Size of the disk tier",
+        "kvstore_disk_usable_bytes": "Part of it for which the file system has space",
         "kvstore_disk_used_bytes": "Bytes of slots that hold a page",
         "kvstore_disk_pages": "Pages on disk",
         "kvstore_disk_queue_bytes": "Bytes in RAM that wait to be written",
         "kvstore_disk_queue_bytes_max": "Capacity of that queue, --disk-queue-bytes",
+        "kvstore_disk_filesystem_free_bytes": "Free bytes of the file system of --data-dir",
+        "kvstore_disk_filesystem_bytes": "Size of that file system",
         "kvstore_disk_pages_written_total": "Pages written",
         "kvstore_disk_bytes_written_total": "Bytes of pages written",
         "kvstore_disk_pages_read_total": "Whole pages read into RAM",
@@ -63,6 +66,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "kvstore_disk_pages_refused_total": "Pages that stayed in RAM only, because the queue or "
         "the disk was full",
         "kvstore_disk_pages_scrubbed_total": "Pages that the background check verified",
+        "kvstore_disk_no_space_errors_total": "Writes that found that file system full",
     },
     "Cluster": {
         "kvstore_peers_lost": "members that left without a drain and did not return",

@@ -16,7 +16,7 @@ from disk_nodes import FaultyLayer, Nodes, Pages
 from kvstore import Client, ClientConfig, PutOutcome
 from kvstore.errors import Exhausted
 from kvstore.tools.node_process import NodeProcess
-from node.disk.rows import _DiskErrors, is_shortage
+from node.disk.rows import _DiskErrors, is_full, is_shortage
 
 STORED = PutOutcome.STORED
 
@@ -171,11 +171,12 @@ def test_rocksdb_shortage_errors_are_recognized(code: int) -> None:
             f"IO error: {os.strerror(code)}: While open a file for appending: rows/000012.log"
         )
     assert is_shortage(caught.value)
-    with pytest.raises(OSError, match=r"^rows: IO error: No space") as other, _DiskErrors():
+    with pytest.raises(OSError, match=r"rows: IO error: No space") as other, _DiskErrors():
         raise Exception(
             "IO error: No space left on device: While appending to file: rows/000012.log"
         )
     assert not is_shortage(other.value)
+    assert is_full(other.value)
 
 
 def test_idle_connections_on_all_descriptors_do_not_stop_the_disk(tmp_path: Path) -> None:

@@ -79,24 +79,6 @@ def test_trial_refuses_a_disk_that_returns_other_bytes(tmp_path: Path, layer: Fa
     files.close()
 
 
-def test_trial_after_a_full_file_system_needs_room_for_an_extent(
-    tmp_path: Path, layer: FaultyLayer
-) -> None:
-    """Regression: `kvstore recover` said that a full disk was in use again."""
-    files = extent_files(tmp_path, layer)
-    layer.fail["allocate"] = errno.ENOSPC
-    with pytest.raises(OSError, match="No space"):
-        files.write_all([Slot(0, 4096, DiskLocation(0, None))])
-    with pytest.raises(OSError, match="No space"):
-        files.trial()
-    layer.heal()
-    files.trial()
-    files.write_all([Slot(0, 4096, DiskLocation(0, None))])
-    layer.fail["allocate"] = errno.ENOSPC
-    files.trial()
-    files.close()
-
-
 @pytest.mark.parametrize("made_anew", [False, True])
 def test_sync_and_trial_fail_in_a_removed_directory(
     tmp_path: Path, layer: FaultyLayer, made_anew: bool

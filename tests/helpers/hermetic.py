@@ -54,6 +54,7 @@ OWN = {
         "KVSTORE_MODEL_STEPS",
         "KVSTORE_STORM_EVENTS",
         "KVSTORE_CLUSTER_FAULTS",
+        "KVSTORE_FULL_DISK",
     ),
     *(
         "KVSTORE_DIST_PYTHON",
