@@ -240,7 +240,9 @@ class DiskStatus(Reply):
 
     `state`: SERVING, or POISONED with the `reason`. `queue_nbytes`: bytes that wait to be written.
     `pages_corrupt`: damaged on disk and dropped. `pages_refused`: stayed in RAM only.
-    `pages_read_in_part`: read for ranges of them, not into RAM.
+    `pages_read_in_part`: read for ranges of them, not into RAM. `usable_nbytes`: the part of the
+    capacity for which its file system has space; `limit` says why it is less. `no_space_errors`:
+    writes that found the file system full. `filesystem_nbytes` 0: not known.
     """
 
     state: str = ""
@@ -264,6 +266,11 @@ class DiskStatus(Reply):
     nbytes_written: int = 0
     nbytes_read: int = 0
     pages_read_in_part: int = 0
+    no_space_errors: int = 0
+    usable_nbytes: int = 0
+    limit: str = ""
+    filesystem_free_nbytes: int = 0
+    filesystem_nbytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -557,14 +557,7 @@ def gpu_engine(name: str, version: str) -> None:
         f"cupy, torch, {name}, rocksdict, pytest, xdist", f"and in {sys.executable}: {packages}"
     )
     # One worker runs a whole file, because its tests share a node.
-    parallel = (
-        "-p",
-        "no:benchmark",
-        "--numprocesses",
-        "4",
-        "--dist",
-        "loadfile",
-    )
+    parallel = ("-p", "no:benchmark", "--numprocesses", "4", "--dist", "loadfile")
     on_gpu(sys.executable, "-m", "pytest", *parallel, f"tests/engines/{name}/gpu", *words("ARGS"))
 
 

@@ -87,8 +87,9 @@ def scrub(run: Invocation) -> int:
 def recover(run: Invocation) -> int:
     """Use a disk again that failed, once its cause is gone.
 
-    A node stops using a disk that fails or is full; `kvstore status` says why. This tries the disk
-    and, if it works, continues with the pages on it. Exit 4 if it still fails. In a cluster, it
+    A node stops using a disk that fails; `kvstore status` says why. This writes, syncs and reads a
+    test file and a row, and then continues with the pages on it. On a full file system it looks
+    again for free space. Exit 4 if it still fails. In a cluster, it
     tries each stopped disk; exit 3 if a member does not answer.
 
     \b

@@ -11,7 +11,7 @@ from disk_nodes import FaultyLayer, Nodes, Pages
 
 from kvstore import Client, PutOutcome
 from kvstore.errors import Exhausted
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import DiskStatus
 from node.disk import space
 from node.disk.data_dir import open_rows
 from node.events import Kind
@@ -22,7 +22,7 @@ EXTENT = 64 << 10
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def serving(client: Client) -> pb.DiskStatus:
+def serving(client: Client) -> DiskStatus:
     status = client.node_status()
     assert (status.state, status.disk.state, status.disk.reason) == ("SERVING", "SERVING", "")
     return status.disk

@@ -3,6 +3,7 @@
 Each hit is compared byte by byte, and no call may fail. Set `SEEDS=1000` for a longer run.
 """
 
+import contextlib
 import os
 import random
 import shutil
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_nodes import Nodes, Pages
+from disk_nodes import FaultyLayer, Nodes, Pages
 
+from kvstore import PutOutcome
+from kvstore.errors import ConfigError
 from node.server import Node
 
 SEEDS = int(os.environ.get("SEEDS", "2"))
@@ -114,3 +117,46 @@ def test_directory_mixed_from_backups_gives_right_bytes_or_misses(
         storm.ask(node)
         nodes.stop(node)
     assert hits, "without a hit this test shows nothing"
+
+
+def test_copy_of_a_running_nodes_directory_gives_right_bytes_or_is_refused(
+    nodes: Nodes, layer: FaultyLayer, tmp_path: Path, pages: Pages
+) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    stored = pages.keys(*range(60))
+    pages.put(client, stored, durable=True)
+    copying = Copying(nodes.data_dir, tmp_path / "copy")
+    for number in range(60, 260):
+        pages.put(client, pages.keys(number), durable=True)
+        if copying.step():
+            break
+    copying.finish()
+    other = Nodes(tmp_path / "copy", layer)
+    with contextlib.suppress(ConfigError):
+        twin = other.start()
+        pages.get(other.connect(twin), pages.keys(*range(260)))
+        assert pages.put(other.connect(twin), pages.keys(999)) == [PutOutcome.STORED]
+    other.close()
+    assert any(pages.get(client, stored))
+
+
+class Copying:
+    """Copy a directory file by file, while it changes."""
+
+    def __init__(self, folder: Path, to: Path) -> None:
+        self._folder, self._to = folder, to
+        self._left = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
+    def step(self) -> bool:
+        """Copy the next file; return whether it was the last one."""
+        path = self._left.pop()
+        target = self._to / path.relative_to(self._folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(path, target)
+        return not self._left
+
+    def finish(self) -> None:
+        while self._left:
+            self.step()

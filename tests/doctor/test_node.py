@@ -226,6 +226,7 @@ def test_disk_findings() -> None:
     assert state_of(direct_io=False) is FindingState.WARN
     assert state_of(queue_nbytes=95) is FindingState.WARN
     assert state_of(pages_corrupt=1) is FindingState.WARN
+    assert state_of(limit="its file system has no space") is FindingState.WARN
     assert state_of(state="POISONED", reason="no space left") is FindingState.FAIL
     assert disk(NodeStatus()).state is FindingState.SKIPPED
 

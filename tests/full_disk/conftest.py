@@ -25,12 +25,12 @@ def small(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     mount, image = tmp_path / "small", tmp_path / "image"
     mount.mkdir()
     if request.param == "tmpfs":
-        command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_NBYTES}", "kvstore", mount]
+        command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_NBYTES}", "kvstore", str(mount)]
     else:
         with open(image, "wb") as file:
             file.truncate(SIZE_NBYTES)
         subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
-        command = ["mount", "-o", "loop", image, mount]
+        command = ["mount", "-o", "loop", str(image), str(mount)]
     if subprocess.run(command, check=False).returncode:
         pytest.skip(f"can not mount a {request.param} here")
     yield mount

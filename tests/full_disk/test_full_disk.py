@@ -16,7 +16,7 @@ from known_pages import Pages
 
 from kvstore import Client, ClientConfig
 from kvstore.errors import Exhausted
-from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import DiskStatus
 from kvstore.tools.node_process import NodeProcess
 
 MIB = 1 << 20
@@ -68,7 +68,7 @@ def read(client: Client, pages: Pages, numbers: list[int]) -> int:
     )
 
 
-def wait_for(client: Client, holds: Callable[[pb.DiskStatus], bool]) -> pb.DiskStatus:
+def wait_for(client: Client, holds: Callable[[DiskStatus], bool]) -> DiskStatus:
     end = time.monotonic() + 60.0
     while not holds(disk := client.node_status().disk):
         assert time.monotonic() < end, disk
@@ -76,7 +76,7 @@ def wait_for(client: Client, holds: Callable[[pb.DiskStatus], bool]) -> pb.DiskS
     return disk
 
 
-def assert_serving(client: Client) -> pb.DiskStatus:
+def assert_serving(client: Client) -> DiskStatus:
     disk = client.node_status().disk
     assert (disk.state, disk.reason, disk.pages_corrupt) == ("SERVING", "", 0)
     return disk
