@@ -444,7 +444,7 @@ class Admin:
             for address, reply in replies.items()
         }
 
-    def single_node(self, deadline: Deadline | None = None) -> NodeChannel | None:
+    def _single_node(self, deadline: Deadline | None = None) -> NodeChannel | None:
         """Return the channel to the only node; None for a cluster.
 
         Without a connection yet, make one within the deadline; without that, return the channel
@@ -454,10 +454,6 @@ class Admin:
         if deadline is not None and nodes.found(deadline) is None and nodes.only.connection is None:
             nodes.only.open(None, deadline)
         return nodes.only if nodes.view is None else None
-
-    def deadline(self, timeout_s: float | None) -> Deadline:
-        """Return the deadline of a call. Raises InvalidRequest after a fork."""
-        return self._deadline(timeout_s)
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
         # Checked before any lock: after a fork, a thread of the parent may hold it for ever.

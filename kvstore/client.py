@@ -182,7 +182,7 @@ class Client(Admin):
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         views = page_segments(pages, namespace.layout.page_nbytes)
         check_lengths(prefix_hashes, views)
-        key = self.page_key(namespace)
+        key = self._page_key(namespace)
 
         def ask(indices: Indices, link: NodeConnection, limit: Deadline) -> list[PutOutcome]:
             link.check_asks_others()
@@ -225,7 +225,7 @@ class Client(Admin):
         This is the path without a near node, or after the near node failed to give the
         acknowledgement.
         """
-        key = self.page_key(namespace)
+        key = self._page_key(namespace)
         # By key: the error of an owner that has no space or could not acknowledge.
         full: dict[int, Exhausted] = {}
 
@@ -273,7 +273,7 @@ class Client(Admin):
         `prefix` stops at the first miss.
         """
         whole = (ByteRange(0, namespace.layout.page_nbytes),)
-        options = GetOptions(whole, prefix, key=self.page_key(namespace))
+        options = GetOptions(whole, prefix, key=self._page_key(namespace))
         return self._get(namespace, prefix_hashes, buffers, options, timeout_s)
 
     def get_ranges(
@@ -292,7 +292,7 @@ class Client(Admin):
         """
         if not ranges:
             raise InvalidRequest("ranges is empty; use get for whole pages")
-        options = GetOptions(tuple(ranges), False, key=self.page_key(namespace))
+        options = GetOptions(tuple(ranges), False, key=self._page_key(namespace))
         return self._get(namespace, prefix_hashes, buffers, options, timeout_s)
 
     def _get(
@@ -348,7 +348,7 @@ class Client(Admin):
         length = leading(hits) if options.prefix else len(hits)
         return hits[:length] + [False] * (len(views) - length)
 
-    def page_key(self, namespace: Namespace) -> bytes | None:
+    def _page_key(self, namespace: Namespace) -> bytes | None:
         """Return the key that the namespace's pages are signed with; None for an unkeyed namespace.
 
         Raises ConfigError if the namespace was made with another key than this client's.
@@ -364,7 +364,7 @@ class Client(Admin):
             )
         return self._page_keys.key_for(namespace.digest)
 
-    def report_corruption(
+    def _report_corruption(
         self, found: GetResult, link: NodeConnection, namespace: Namespace, deadline: Deadline
     ) -> None:
         """Count, log and report the corrupt and forged pages of a result."""

@@ -3,7 +3,8 @@
     await client.get --> a single node by bulk TCP without TLS: sockets of the event loop
                      --> otherwise: the synchronous client on a thread
 
-Routing, retries, the circuit breaker, batches and the protocol are those of `kvstore.Client`.
+Routing, retries, the circuit breaker, batches and the protocol are those of `kvstore.Client`,
+whose internal methods this file calls.
 """
 
 import asyncio
@@ -166,7 +167,7 @@ class Client:
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
         views = page_segments(pages, namespace.layout.page_nbytes)
         check_lengths(prefix_hashes, views)
-        key = self.sync.page_key(namespace)
+        key = self.sync._page_key(namespace)
         deadline = self._deadline(timeout_s)
         channel = await self._single_node(deadline, views)
         if channel is None:
@@ -191,7 +192,7 @@ class Client:
     ) -> list[bool]:
         """Read pages into the caller's buffers; see `kvstore.Client.get`."""
         whole = (ByteRange(0, namespace.layout.page_nbytes),)
-        options = GetOptions(whole, prefix, key=self.sync.page_key(namespace))
+        options = GetOptions(whole, prefix, key=self.sync._page_key(namespace))
         call = partial(self.sync.get, namespace, prefix_hashes, buffers, prefix)
         return await self._get(namespace, prefix_hashes, buffers, options, timeout_s, call)
 
@@ -206,7 +207,7 @@ class Client:
         """Read parts of each page; see `kvstore.Client.get_ranges`."""
         if not ranges:
             raise InvalidRequest("ranges is empty; use get for whole pages")
-        options = GetOptions(tuple(ranges), False, key=self.sync.page_key(namespace))
+        options = GetOptions(tuple(ranges), False, key=self.sync._page_key(namespace))
         call = partial(self.sync.get_ranges, namespace, prefix_hashes, ranges, buffers)
         return await self._get(namespace, prefix_hashes, buffers, options, timeout_s, call)
 
@@ -235,7 +236,7 @@ class Client:
         if found.corrupt or found.forged:
             await self._in_thread(
                 channel.run,
-                lambda link, limit: self.sync.report_corruption(found, link, namespace, limit),
+                lambda link, limit: self.sync._report_corruption(found, link, namespace, limit),
                 namespace,
                 deadline,
             )
@@ -399,7 +400,7 @@ class Client:
     # ---- one call ------------------------------------------------------------------------
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
-        return self.sync.deadline(timeout_s)
+        return self.sync._deadline(timeout_s)
 
     async def _single_node(
         self, deadline: Deadline, pages: Sequence[Pieces] = ()
@@ -408,9 +409,9 @@ class Client:
 
         The first call connects, on a thread.
         """
-        channel = self.sync.single_node()
+        channel = self.sync._single_node()
         if channel is None or channel.connection is None:
-            channel = await self._in_thread(self.sync.single_node, deadline)
+            channel = await self._in_thread(self.sync._single_node, deadline)
         link = channel.connection if channel else None
         if link is None or not isinstance(link.wire, BulkWire):
             return None
@@ -478,7 +479,10 @@ class Client:
 
         It may use the caller's buffers until then. `lost` receives the result of such a function.
         """
-        done = self._threads.submit(carried(partial(call, *args)))
+        try:
+            done = self._threads.submit(carried(partial(call, *args)))
+        except RuntimeError as error:
+            raise Unavailable(f"no thread for this call: {error}") from error
         waiting = asyncio.wrap_future(done)
         cancelled = None
         while True:

@@ -38,8 +38,6 @@ def test_aio_client_has_the_methods_and_arguments_of_the_sync_client() -> None:
     for name, method in inspect.getmembers(kvstore.Client):
         if name.startswith("_") or name in SYNC_ONLY or not callable(method):
             continue
-        if name in ("single_node", "deadline", "page_key", "report_corruption"):  # for the client
-            continue
         other = getattr(Client, name)
         assert list(inspect.signature(other).parameters.items()) == list(
             inspect.signature(method).parameters.items()
@@ -268,6 +266,8 @@ def test_unreachable_node_is_an_error_of_the_same_kind() -> None:
                 await client.node_status()
             with pytest.raises(Unavailable, match="next try in"):
                 await client.lookup(chain.namespace, chain.keys(1))
+        with pytest.raises(Unavailable):
+            await client.node_status()
 
     asyncio.run(main())
 
