@@ -139,12 +139,10 @@ def settle(day: Day, members: int = len(MEMBERS)) -> None:
 
     def settled() -> bool:
         done = day.operator.type("kvstore cluster --json", expect=None)
+        if done.status:
+            return False
         statuses = [member["status"] for member in done.as_json()["members"]]
-        return (
-            done.status == 0
-            and len(statuses) == members
-            and not any(status["peers"]["sweeping"] for status in statuses)
-        )
+        return len(statuses) == members and not any(one["peers"]["sweeping"] for one in statuses)
 
     until("all members serve, and none rebalances", settled)
 

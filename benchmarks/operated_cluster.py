@@ -63,7 +63,7 @@ class Command:
         try:
             return json.loads(self.output)
         except ValueError as error:
-            raise StepFailed(f"{self.words} printed no JSON: {self.output[-400:]}") from error
+            raise StepFailed(f"{self.words} printed no JSON: {self.errors[-400:]}") from error
 
 
 def until(what: str, look: Callable[[], Result], wait_s: float = WAIT_S) -> Result:
