@@ -22,6 +22,8 @@ import math
 import os
 import re
 import secrets
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -39,6 +41,7 @@ LINES_MAX = 100_000
 MODE_NEW = 0o640  # mode of a new file
 SECRET_NBYTES = 32  # random bytes in a token
 FILE_NBYTES_MAX = 16 << 20
+LOCK_S = 10.0  # wait for another writer; who may read the directory can hold its lock
 
 
 class Role(enum.IntEnum):
@@ -368,7 +371,11 @@ def set_quota(path: Path, tenant: str, fields: Mapping[str, str] | None) -> dict
     except ConfigError as error:
         raise InvalidRequest(str(error)) from error
     with _replaced(path) as lines:
-        at = [i for i, line in enumerate(lines) if line.split()[:2] == ["tenant", tenant]]
+        at = [
+            i
+            for i, line in enumerate(lines)
+            if line.partition("#")[0].split()[:2] == ["tenant", tenant]
+        ]
         known: dict[str, str] = {}
         for index in at[:1]:
             known = _fields(lines[index].partition("#")[0].split()[2:])
@@ -376,17 +383,31 @@ def set_quota(path: Path, tenant: str, fields: Mapping[str, str] | None) -> dict
         line = " ".join(["tenant", tenant, *(f"{name}={value}" for name, value in left.items())])
         if at:
             comment = lines[at[0]].partition("#")[1:]
-            lines[at[0] : at[0] + 1] = [" ".join([line, "".join(comment)]).rstrip()] if left else []
+            for index in reversed(at):  # a node uses the first one, and would then use the next
+                del lines[index]
+            lines[at[0] : at[0]] = [" ".join([line, "".join(comment)]).rstrip()] if left else []
         elif left:
             lines.append(line)
     return left
 
 
-def replace(path: Path, content: bytes) -> None:
+def replace(path: Path, content: bytes, lock_s: float = LOCK_S) -> None:
     """Replace the whole file, with its former mode and owner. Raises ConfigError."""
-    with _locked(path) as (target, _), _writing(target):
+    with _locked(path, lock_s) as (target, _), _writing(target):
         about = os.stat(target)
         write_whole(target, content, about.st_mode & 0o7777, (about.st_uid, about.st_gid))
+
+
+def check_replaceable(path: Path, content: bytes) -> None:
+    """Raise ConfigError if `replace` could not write this content beside the file."""
+    path = Path(os.path.realpath(path))
+    with _writing(path):
+        about = os.stat(path)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as file:
+            file.write(content)
+            file.flush()
+            if (about.st_uid, about.st_gid) != (os.geteuid(), os.getegid()):
+                os.fchown(file.fileno(), about.st_uid, about.st_gid)
 
 
 def _text(path: Path) -> str:
@@ -413,7 +434,7 @@ def _replaced(path: Path) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[tuple[Path, bool]]:
+def _locked(path: Path, lock_s: float = LOCK_S) -> Iterator[tuple[Path, bool]]:
     """Yield the file behind symbolic links, and whether it exists, to one writer at a time."""
     path = Path(os.path.realpath(path))
     try:
@@ -422,11 +443,26 @@ def _locked(path: Path) -> Iterator[tuple[Path, bool]]:
         raise ConfigError(f"{path.parent} can not be opened: {error.strerror}") from error
     try:
         with _writing(path):
-            fcntl.flock(directory, fcntl.LOCK_EX)
+            _lock(directory, path, lock_s)
             there = path.exists()
         yield path, there
     finally:
         os.close(directory)
+
+
+def _lock(directory: int, path: Path, lock_s: float) -> None:
+    end_s = time.monotonic() + lock_s
+    while True:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= end_s:
+                raise ConfigError(
+                    f"{path} can not be written: another process has locked its directory for "
+                    f"{lock_s:g} s; `fuser {path.parent}` names it"
+                ) from None
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from kvstore.security.identities import (
     Identities,
     Principal,
     Role,
+    check_replaceable,
     parse,
     replace,
     share_of,
@@ -33,6 +34,7 @@ from node.auth.quotas import tenant_of
 log = logging.getLogger(__name__)
 
 EVERY_S = 1.0  # between two polls of the files
+LOCK_S = 3.0  # of a push, for another writer; polls wait meanwhile
 
 
 # principal of everybody at a node without authentication
@@ -241,7 +243,7 @@ class Access:
     def push(
         self, content: bytes, caller: Principal, force: bool = False, check: bool = False
     ) -> tuple[Identities, set[str], set[str]]:
-        """Replace the file and put it in force; with `check`, only validate the content.
+        """Replace the file and put it in force; with `check`, only try whether that can be done.
 
         Return the new identities, and the names that it adds and removes. Raises
         InvalidRequest at a node that does not allow it, for a file with an invalid line, or,
@@ -262,9 +264,12 @@ class Access:
             if not force:
                 _check_rights(now, new, caller)
             added, removed = new.names - now.names, now.names - new.names
-            if not check:
-                replace(Path(path_of(self._file)), content)
-                self._signature = self._looked()
+            path = Path(path_of(self._file))
+            if check:
+                check_replaceable(path, content)
+            else:
+                replace(path, content, LOCK_S)
+                self._signature = ()  # read again: another writer may have changed it since
                 self._take(new)
                 log.warning(
                     "%s replaced the identities: %s is in force, %d added, %d removed",
@@ -331,23 +336,25 @@ def _check_rights(now: Identities, new: Identities, caller: Principal) -> None:
         [(now.certificates[key], new.certificates.get(key)) for key in now.certificates],
     )
     pairs = [pair for some in credentials for pair in some]
-    if not any(old == caller and _administers(then) for old, then in pairs):
+    if not any(old == caller and _is_of_all(then, Role.ADMIN) for old, then in pairs):
         raise InvalidRequest(
             f"with this file {caller.name} would no longer administer this node with the same "
             "credential; add it, or use --force"
         )
     for old, then in pairs:
-        if old.role is Role.NODE and (then is None or then.role < Role.NODE):
+        is_member = old.role is Role.NODE and old.expires_s > time.time()
+        if is_member and not _is_of_all(then, Role.NODE):
             raise InvalidRequest(
                 f"without {old.name}, of role node, members could not reach each other; add it, or "
                 "use --force"
             )
 
 
-def _administers(principal: Principal | None) -> bool:
+def _is_of_all(principal: Principal | None, role: Role) -> bool:
+    """Return whether an identity of all tenants has at least a role, and has not expired."""
     return (
         principal is not None
-        and principal.role is Role.ADMIN
+        and principal.role >= role
         and principal.of_all
         and principal.expires_s > time.time()
     )

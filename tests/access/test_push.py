@@ -1,5 +1,6 @@
 """Replacement of the identities file over the network, and the commands about tenants."""
 
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from people import PAGE_NBYTES, People, client, namespace
 
 from kvstore import Client, ConfigError, Forbidden, InvalidRequest
 from kvstore.cluster.view import Member, View
-from kvstore.security.identities import ALL, read, token_line
+from kvstore.security.identities import ALL, Principal, Role, read, revoke, token_line
+from kvstore.security.identities import replace as replace_file
+from node.auth.access import Access
 from node.config import NodeConfig
 from node.server import Node
 
@@ -184,6 +187,85 @@ def test_file_that_can_not_be_written_is_named(
         operator.push_identities(crew.people.path.read_bytes())
 
 
+OPERATOR = Principal("operator", ALL, Role.ADMIN)
+
+
+def written(path: Path, member: str = "tenant=* role=node") -> Access:
+    """Return the access of a node whose file has an operator and a member."""
+    path.write_text(f"{token_line('operator', 'o', tenant=ALL, role='admin')}\n{of_member(member)}")
+    path.chmod(0o640)
+    return Access(str(path), writable=True)
+
+
+def of_member(fields: str) -> str:
+    return (
+        f"{token_line('member', 'm', tenant=ALL, role='node').partition(' tenant')[0]} {fields}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "tenant=* role=node expires=2020-01-01T00:00:00Z",
+        "tenant=team-a role=admin",
+        "tenant=* role=admin models=llama-*",
+    ],
+)
+def test_push_that_leaves_a_member_without_its_rights_is_refused(
+    tmp_path: Path, fields: str
+) -> None:
+    access = written(tmp_path / "identities")
+    content = access_text(tmp_path).replace(of_member("tenant=* role=node"), of_member(fields))
+    with pytest.raises(InvalidRequest, match="without member, of role node"):
+        access.push(content.encode(), OPERATOR)
+    expired = written(tmp_path / "identities", "tenant=* role=node expires=2020-01-01T00:00:00Z")
+    kept = access_text(tmp_path).splitlines(keepends=True)[0]
+    assert expired.push(kept.encode(), OPERATOR)[2] == {"member"}  # it had no rights any more
+
+
+def access_text(folder: Path) -> str:
+    return (folder / "identities").read_text()
+
+
+def test_check_refuses_a_file_that_can_not_be_written(tmp_path: Path) -> None:
+    """All members check before one writes, so this must fail before."""
+    file = tmp_path / ("i" * 250)  # no name is left for the new file beside it
+    access = written(file)
+    with pytest.raises(ConfigError, match="can not be written: File name too long"):
+        access.push(file.read_bytes(), OPERATOR, check=True)
+
+
+def test_revocation_during_a_push_is_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = written(tmp_path / "identities")
+
+    def then_revoked(path: Path, content: bytes, lock_s: float) -> None:
+        replace_file(path, content, lock_s)
+        revoke(path, "member")
+
+    monkeypatch.setattr("node.auth.access.replace", then_revoked)
+    access.push(f"{access_text(tmp_path)}# new\n".encode(), OPERATOR)
+    access.poll()
+    assert access.identities.names == {"operator"}
+
+
+def test_push_does_not_wait_for_ever_for_a_locked_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every user who may read a directory can lock it, and polls wait for a push."""
+    access = written(tmp_path / "identities")
+    monkeypatch.setattr("node.auth.access.LOCK_S", 0.05)
+    directory = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process has locked its directory"):
+            access.push(access_text(tmp_path).encode(), OPERATOR)
+    finally:
+        os.close(directory)
+    access.push(access_text(tmp_path).encode(), OPERATOR)
+
+
 def test_quota_of_the_file_is_pushed_and_listed(crew: Crew) -> None:
     with client(crew.nodes[0], crew.people.tokens["engine"], direct=True) as engine:
         engine.put(namespace(), [b"k" * 32], [bytes(PAGE_NBYTES)])
@@ -219,3 +301,7 @@ def test_quota_that_no_node_would_take_is_refused(tmp_path: Path) -> None:
         assert (ran.code, message in ran.stderr) == (2, True), ran.stderr
     run_kvstore("tenants", "quota", "team-a", "--disk", "2GiB", "-f", str(file))
     assert file.read_text() == "tenant team-a ram=1GiB disk=2GiB # agreed in May\n"
+    file.write_text("tenant team-a#none yet\ntenant team-a ram=9GiB\n")
+    run_kvstore("tenants", "quota", "team-a", "--ram", "1GiB", "-f", str(file))
+    assert file.read_text() == "tenant team-a ram=1GiB #none yet\n"
+    assert read(file).quotas == {"team-a": {"ram": "1GiB"}}
