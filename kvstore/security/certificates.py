@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
 FILE_NBYTES_MAX = 16 << 20
+LAST_S = 253_402_300_799  # the end of the year 9999, the last that datetime knows
 NEAR_END_S = 7 * 24 * 3600.0  # expiry is logged from this long before the end of a certificate
 SYSTEM = "system"  # instead of a file of authorities: those that this host trusts
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
@@ -186,8 +187,8 @@ class PemFiles:
 
 
 def date(seconds: float) -> str:
-    """Format seconds since 1970 as '2025-11-23 03:53:20 UTC'."""
-    when = datetime.datetime.fromtimestamp(int(seconds), datetime.timezone.utc)
+    """Format seconds since 1970 as '2025-11-23 03:53:20 UTC', at most the end of the year 9999."""
+    when = datetime.datetime.fromtimestamp(min(int(seconds), LAST_S), datetime.timezone.utc)
     return f"{when:%Y-%m-%d %H:%M:%S} UTC"
 
 

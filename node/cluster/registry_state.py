@@ -26,6 +26,7 @@ from node.cluster.etcd import Change, Entry, Etcd, KeysAtRevision
 from node.cluster.membership import REMOVALS_KEPT_S, Identity, LostMember
 
 BASE_MAX = 1 << 62  # a view's number has 64 bits, and etcd's revision 63
+LOST_S_MAX = 1 << 37  # in the year 6325; in milliseconds it fits an event
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class RegistryState:
         return {key.removeprefix(prefix) for key in self.entries if key.startswith(prefix)}
 
     def lost(self) -> list[LostMember]:
-        """Return the members that are expected and not registered, by id."""
+        """Return the members that are expected and not registered, by id, as many as may be."""
         prefix, found = self.known_key(""), []
         for key, entry in self.entries.items():
             name = key.removeprefix(prefix)
@@ -120,7 +121,7 @@ class RegistryState:
                 with contextlib.suppress(ConfigError):  # an entry that no node wrote
                     known = parse_known(name, entry.value)
                     found += [known] if known else []
-        return sorted(found)
+        return sorted(found)[:MEMBERS_MAX]
 
     def removed_key(self, digest: bytes) -> str:
         """Return the key of a removal."""
@@ -164,7 +165,7 @@ class RegistryState:
             try:
                 there = parse_member(name, entry.value)
             except ConfigError as error:
-                apart.append(f"{name}: {error}")
+                apart.append(f"{ascii(name)[1:-1]}: {error}")  # any text may be a key of etcd
                 continue
             address = there.member.address
             if not speaks(there.protocol):
@@ -247,6 +248,8 @@ def parse_known(name: str, value: bytes) -> LostMember | None:
         about = str(fields["address"]), float(fields["weight"]), int(fields["lost_s"])
         known = LostMember(name, *about, str(fields.get("zone", "")))
         Member(name, known.address, known.weight, known.zone)  # it may be placed again
+        if not 0 <= known.lost_s <= LOST_S_MAX:
+            raise ValueError(f"lost_s is not in 0..{LOST_S_MAX}")
         return known
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{value[:200]!r} is no known member") from error

@@ -14,12 +14,14 @@ from local_nodes import Connect
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig
-from kvstore.cluster.view import State
+from kvstore.cluster.view import MEMBERS_MAX, State
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import ConfigError, InvalidRequest, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from node.auth.access import THE_NODE
+from node.cluster.etcd import Entry
 from node.cluster.membership import LostMember
+from node.cluster.registry_state import RegistryState
 from node.config import NodeConfig
 from node.server import Node
 
@@ -268,8 +270,10 @@ def test_member_two_versions_away_is_excluded_and_named(fleet: Start, etcd: Fake
         about = value(etcd, "members/n1") | {"protocol": version, "address": f"{name}:7440"}
         etcd.put(f"/kvstore/fleet/members/{name}", json.dumps(about).encode())
     etcd.put("/kvstore/fleet/members/odd", b"no JSON")
+    etcd.put("/kvstore/fleet/members/\x1b]0;title\x07\nn1", b"no JSON")  # of a terminal
     wait_until(lambda: members(one) == ["n1", "near"])
-    apart = sorted(peers(one).apart)
+    named, *apart = sorted(peers(one).apart)
+    assert named.startswith(r"\x1b]0;title\x07\nn1: ")
     assert apart[0].startswith("odd: ")
     assert (
         apart[1] == f"old at old:7440 speaks protocol {PROTOCOL_VERSION - 2}; update the older one"
@@ -396,4 +400,17 @@ def test_member_lost_before_a_start_is_reported_with_its_time(fleet: Start, etcd
     """The time outlives the nodes: a restarted cluster still misses the member."""
     etcd.put("/kvstore/fleet/known/n9", LostMember("n9", "h9:7440", 1.0, 1234).value())
     etcd.put("/kvstore/fleet/known/odd", b"{")
-    assert lost(fleet("n1")) == {"n9": 1234}
+    for number, lost_s in enumerate((-1, 1 << 38, 10**30)):  # no message could have these
+        known = LostMember("n9", "h9:7440", 1.0, lost_s).value()
+        etcd.put(f"/kvstore/fleet/known/odd{number}", known)
+    one = fleet("n1")
+    assert lost(one) == {"n9": 1234}
+    assert "n9" in {event.member for event in one.events.since()}
+
+
+def test_number_of_lost_members_is_limited() -> None:
+    """Their placement takes longer for each, and every status names them."""
+    state = RegistryState("fleet")
+    value = LostMember("n", "h:7440", 1.0, 1234).value()
+    state.entries = {state.known_key(f"n{number}"): Entry(value, 1, 0) for number in range(1100)}
+    assert len(state.lost()) == MEMBERS_MAX
