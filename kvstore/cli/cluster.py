@@ -32,6 +32,7 @@ from kvstore.cli.output import (
     emit,
     human_nbytes,
     note,
+    printable,
     progress,
     show,
     show_fitting,
@@ -339,7 +340,7 @@ def show_cluster_status(run: Invocation, client: Client) -> None:
 def _show(view: View, statuses: Statuses, count: int) -> None:
     out = console()
     for line in (headline(view, statuses), *sums(view, statuses)):
-        out.print(line, markup=False, soft_wrap=True)
+        out.print(printable(line), markup=False, soft_wrap=True)
     members = (
         view.members
         if count >= len(view.members)

@@ -13,6 +13,7 @@ from kvstore.cli.output import (
     human_nbytes,
     note,
     percent,
+    printable,
     show,
     show_fitting,
     status_json,
@@ -94,7 +95,7 @@ def _show_node(address: str, reply: NodeStatus) -> None:
         lines.append("tiers, connections and members are shown to identities of all tenants only")
     out = console()
     for line in lines:
-        out.print(line, markup=False, soft_wrap=True)
+        out.print(printable(line), markup=False, soft_wrap=True)
     out.print()
     if reply.ram.size_classes:
         rows = [

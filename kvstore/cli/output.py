@@ -92,9 +92,9 @@ def emit(value: Any) -> None:
 
 
 def note(text: str) -> None:
-    """Print a remark on stderr; ignore a closed stderr."""
+    """Print a remark on stderr, on one line; ignore a closed stderr."""
     try:
-        print(text, file=sys.stderr)
+        print(printable(text), file=sys.stderr)
     except OSError:
         silence(sys.stderr)
 
@@ -193,7 +193,7 @@ def _text(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape control characters: other users choose the names of namespaces."""
+    """Escape control characters: other users, and nodes, choose names and texts."""
     return (
         text
         if text.isprintable()

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from kvstore.cli import output
-from kvstore.cli.output import fitting
+from kvstore.cli.output import fitting, note
+from kvstore.security.certificates import date
 
 COLUMNS = ("MEMBER", ">IDLE", ">RAM", "ZONE")
 ROWS = [("n1", 0, "7 %", "r1"), ("n[2]", "-", "12 %", "r2")]
@@ -25,6 +26,18 @@ def test_narrow_table_drops_empty_columns_first_then_those_at_the_right() -> Non
     assert lines(23) == lines(18) == ["MEMBER RAM ZONE", "n1 7 % r1", "n[2] 12 % r2"]
     assert lines(17) == lines(12) == ["MEMBER RAM", "n1 7 %", "n[2] 12 %"]
     assert lines(11) == lines(6) == ["MEMBER", "n1", "n[2]"]
+
+
+def test_control_characters_in_remarks_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nodes, and other users, choose parts of them."""
+    note("n1: \x1b]0;title\x07 DISK STOPPED\nkvstore: all is well")
+    assert capsys.readouterr().err == (
+        "n1: \\x1b]0;title\\x07 DISK STOPPED\\nkvstore: all is well\n"
+    )
+
+
+def test_time_that_no_calendar_has_is_shown() -> None:
+    assert date((1 << 64) / 1000) == "9999-12-31 23:59:59 UTC"
 
 
 def test_control_characters_in_names_are_escaped() -> None:
