@@ -412,6 +412,11 @@ class NodeConfig:
     def _check_access(self) -> None:
         if self.token and self.token_file:
             raise ConfigError("token and token_file are both set; set only one of them")
+        if self.cluster.startswith("etcd://") and "@" in self.cluster:
+            raise ConfigError(  # without the value
+                "cluster has a user of etcd in it; set etcd_user, and the variable "
+                "KVSTORE_NODE_ETCD_PASSWORD, because command lines and listed settings are public"
+            )
         if self.shm_trust and not self.identities:
             raise ConfigError(
                 f"shm_trust={self.shm_trust} names tenants, which only a node with identities has"

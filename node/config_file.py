@@ -9,10 +9,11 @@ without a table. A flag comes before its variable, and a variable before the fil
 
 import dataclasses
 import json
+import os
+import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvstore.config import in_environment, load, parse_setting
@@ -103,9 +104,15 @@ def load_settings(flags: Mapping[str, Any], path: str = "") -> Settings:
 def read_file(path: str) -> dict[str, Any]:
     """Return the settings of a configuration file by field. Raises ConfigError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            about, text = os.fstat(file.fileno()), file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can not be read: {error}") from error
+    if stat.S_ISREG(about.st_mode) and about.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{path} may be written by every user of this host, and it names commands and files of "
+            f"secrets: chmod o-w {path}"
+        )
     found: dict[str, Any] = {}
     for key, value in _parsed(path, text).items():
         if isinstance(value, dict):

@@ -19,6 +19,7 @@ def write(tmp_path: Path) -> WriteFile:
     def write(text: str) -> str:
         path = tmp_path / "node.toml"
         path.write_text(text, encoding="utf-8")
+        path.chmod(0o640)
         return str(path)
 
     return write
@@ -67,6 +68,20 @@ def test_wrong_file_is_refused_with_its_name_and_the_remedy(
 def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.toml can not be read: .*No such file"):
         load_settings({}, str(tmp_path / "absent.toml"))
+
+
+def test_file_that_everybody_may_write_is_refused(tmp_path: Path, write: WriteFile) -> None:
+    """It names a command that the node runs."""
+    path = write('encrypt-key-command = "cat key"\ndata-dir = "/d"')
+    Path(path).chmod(0o646)
+    with pytest.raises(ConfigError, match=r"may be written by every user .*: chmod o-w /"):
+        load_settings({}, path)
+
+
+def test_password_in_the_url_of_etcd_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="set etcd_user, and the variable") as refused:
+        load_settings({"cluster": "etcd://user:hidden@h:2379/fleet", "member": "n1"})
+    assert "hidden" not in str(refused.value)
 
 
 def test_printed_configuration_is_a_file_with_the_same_settings(

@@ -53,6 +53,7 @@ class Service:
         text = f'identities = "{self.identities}"\naudit-log = "{self.audit}"\n'
         text += f'[memory]\nram-bytes = "4 MiB"\n[observability]\nlog-level = "{level}"\n'
         self.config.write_text(text + "\n".join(lines))
+        self.config.chmod(0o640)
 
     def notified(self, start: str) -> dict[str, str]:
         """Return the fields of the next message that begins with `start`."""

@@ -44,6 +44,7 @@ def test_commented_settings_of_the_file_are_valid(tmp_path: Path) -> None:
     text = "\n".join(settings)
     path = tmp_path / "node.toml"
     path.write_text(text)
+    path.chmod(0o640)
     assert load_settings({}, str(path)).config.tls_client_ca == "/etc/kvstore/ca.pem"
 
 
