@@ -82,6 +82,8 @@ def test_helm_lint_accepts_the_chart() -> None:
         ("settings.LOG_LEVEL=DEBUG", "'/settings': additional properties 'LOG_LEVEL'"),
         ("settings.KVSTORE_NODE_RAM_BYTES=1GiB", "is set by ram"),
         ("settings.KVSTORE_NODE_PORT=7000", "is fixed, because services name it"),
+        ("settings.KVSTORE_NODE_TOKEN=x", "is a secret, and settings become a ConfigMap"),
+        ("settings.KVSTORE_NODE_ETCD_PASSWORD=x", "is a secret, and settings become a ConfigMap"),
         ("near.enabled=true", "near.enabled needs cluster.etcd"),
         ("preStopDrain=true", "preStopDrain needs cluster.etcd"),
         ("cluster.etcdTLS=true", "need cluster.etcd"),

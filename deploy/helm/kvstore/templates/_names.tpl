@@ -118,6 +118,9 @@ KVSTORE_TOKEN_FILE: /etc/kvstore/operator.token
 {{- fail (printf "cluster.owners is %d, and there are %d nodes; set it to at most replicas" (int .Values.cluster.owners) (int .Values.replicas)) }}{{ end -}}
 {{- if and (or .Values.cluster.etcdTLS .Values.cluster.etcdUser) (not $etcd) }}{{ fail "cluster.etcdTLS and cluster.etcdUser need cluster.etcd" }}{{ end -}}
 {{- if and .Values.secrets.encryption (not .Values.disk) }}{{ fail "secrets.encryption needs a disk tier: set disk" }}{{ end -}}
+{{- range $name := list "KVSTORE_NODE_TOKEN" "KVSTORE_NODE_ETCD_PASSWORD" "KVSTORE_TOKEN" "KVSTORE_PAGE_KEY" }}
+{{- if hasKey $.Values.settings $name }}{{ fail (printf "settings.%s is a secret, and settings become a ConfigMap; use secrets.tokens or secrets.etcd" $name) }}{{ end -}}
+{{- end -}}
 {{- $pod := "is the pod's" }}{{ $fixed := "is fixed, because services name it" -}}
 {{- $decided := dict "RAM_BYTES" "is set by ram" "DISK_BYTES" "is set by disk" "DATA_DIR" "is set by disk"
   "CLUSTER" "is set by cluster" "REPLICAS" "is set by cluster.owners" "MEMBER" $pod "ADVERTISE" $pod
