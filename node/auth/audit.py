@@ -11,6 +11,7 @@ The lines per second are limited; further ones are counted, and the next line re
 
 import contextlib
 import datetime
+import hashlib
 import json
 import logging
 import logging.handlers
@@ -114,6 +115,9 @@ class Audit:
 def _about(request: Any) -> dict[str, str]:
     digest, tenant = getattr(request, "namespace", b""), getattr(request, "tenant", "")
     about = {"namespace": short(digest)} if isinstance(digest, bytes) and digest else {}
+    if content := getattr(request, "content", b""):  # identities
+        mode = "check" if request.check else "force" if request.force else "push"
+        about |= {"identities": hashlib.sha256(content).hexdigest()[:12], "mode": mode}
     return about | ({"tenant": str(tenant)[:64]} if tenant else {})
 
 

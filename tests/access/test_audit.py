@@ -79,6 +79,16 @@ def test_audit_records_refused_memory_and_foreign_pages(
     )
 
 
+def test_push_of_identities_is_named_by_its_digest(tmp_path: Path) -> None:
+    audit = Audit(str(tmp_path / "audit"))
+    for flags in ({"check": True}, {}, {"force": True}):
+        request = pb.PushIdentitiesRequest(content=b"token x\n", **flags)
+        audit.acted("push_identities", "127.0.0.1", "operator", request)
+    audit.close()
+    found = [(line["mode"], line["identities"]) for line in lines_of(tmp_path / "audit")]
+    assert found == [(mode, "50a367e9f9d0") for mode in ("check", "push", "force")]
+
+
 def test_flood_of_refusals_is_counted_and_hides_no_action(tmp_path: Path) -> None:
     path, now = tmp_path / "audit", [0.0]
     audit = Audit(str(path), lambda: now[0])
