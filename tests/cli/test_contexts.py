@@ -1,6 +1,7 @@
 """`kvstore context`, and commands that take their connection from a context."""
 
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -144,6 +145,15 @@ def test_file_that_others_may_write_is_refused(home: Path) -> None:
     file_of(home).chmod(0o622)
     ran = run_kvstore("context", "list")
     assert (ran.code, "chmod g-w,o-w" in ran.stderr) == (2, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_file_of_another_user_is_refused(home: Path) -> None:
+    """It decides where a token is sent; `sudo -E` keeps the home of a user."""
+    run_kvstore("context", "add", "prod", "-a", "n1:7440")
+    os.chown(file_of(home), 65534, -1)
+    ran = run_kvstore("context", "list")
+    assert (ran.code, "belongs to another user (uid 65534)" in ran.stderr) == (2, True), ran.stderr
 
 
 def test_unusable_home_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

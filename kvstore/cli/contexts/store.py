@@ -76,6 +76,11 @@ def read() -> Contexts:
     with contextlib.suppress(PermissionError):
         if not file.exists():
             return Contexts()
+        if (owner := file.stat().st_uid) not in (0, os.geteuid()):  # as under `sudo -E`
+            raise ConfigError(
+                f"{file} belongs to another user (uid {owner}); set HOME or XDG_CONFIG_HOME to a "
+                "directory of yours, or KVSTORE_CONTEXT=none"
+            )
     content = read_guarded(f"contexts={file}", stat.S_IWGRP | stat.S_IWOTH, FILE_NBYTES_MAX)
     try:
         return _checked(json.loads(content))
