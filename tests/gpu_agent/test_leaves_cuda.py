@@ -138,7 +138,8 @@ def test_load_ends_at_a_page_damaged_in_the_node(
     pool, hashes = pool_of(nbytes), prefix_hashes(list(range(4)), 1)
     namespace = Namespace(model=f"leaves-{uuid.uuid4()}", layout=pool.layout)
     expected = pool.planes[0].bits[:4].clone()
-    with Agent(shm_client, namespace, pool, AgentConfig(workers=1), transfer) as agent:
+    config = AgentConfig(workers=1, staging_nbytes=4 * MIB)
+    with Agent(shm_client, namespace, pool, config, transfer) as agent:
         assert agent.save(hashes, torch.arange(4)).done.result(WAIT_S).stored == 4
         with Client(ClientConfig(address=shared_node.address, wire="bulk")) as other:
             pages = torch.empty((4, nbytes), dtype=torch.uint8)
