@@ -151,12 +151,14 @@ def events(
     merged = merge_events(answered)[-limit:]
     if run.as_json:
         emit({"events": merged, **away_json(away if view else None)})
+    elif not merged:
+        note(f"no events since {date(since_unix_ms / 1000)}; --since 30d goes further back")
     else:
-        show(
-            ("TIME", "EVENT", "MEMBER", "WHAT", "SEEN BY"),
+        show_fitting(
+            ("TIME (UTC)", "EVENT", "MEMBER", "WHAT", "SEEN BY"),
             [
                 (
-                    date(event["unix_ms"] / 1000),
+                    date(event["unix_ms"] / 1000).removesuffix(" UTC"),
                     event["kind"],
                     event["member"] or "-",
                     event["text"],
@@ -164,6 +166,7 @@ def events(
                 )
                 for event in merged
             ],
+            prose="WHAT",
         )
     forgetful = sorted(name or "this node" for name, reply in answered.items() if not reply.kept)
     if forgetful:

@@ -47,6 +47,7 @@ NOT_TOLD = "what members store, replicate and fetch is shown to identities of al
 COLUMNS = (
     "MEMBER",
     "STATE",
+    "ADDRESS",  # ids that nodes made themselves say nothing to people
     ">SHARE",
     ">HIT",
     ">RAM",
@@ -58,7 +59,6 @@ COLUMNS = (
     ">UP",
     "IDENTITIES",
     "ZONE",
-    "ADDRESS",
 )
 _STORED = ("used_nbytes", "capacity_nbytes", "page_count")
 _SUMMED = (
@@ -145,10 +145,10 @@ def rows(view: View, members: Sequence[Member], statuses: Statuses) -> list[tupl
     for member in members:
         status = statuses.get(member.address)
         share = percent(0.0 if member.state is State.DRAINING else member.weight, weight)
-        about = (member.id, state_of(member, status), share)
-        where = (member.zone or "-", member.address)
+        about = (member.id, state_of(member, status), member.address, share)
+        zone = member.zone or "-"
         if not isinstance(status, NodeStatus):
-            found.append((*about, *("-",) * (len(COLUMNS) - len(about) - len(where)), *where))
+            found.append((*about, *("-",) * (len(COLUMNS) - len(about) - 1), zone))
             continue
         ram, disk, totals, peers = status.ram, status.disk, status.totals, status.peers
         found.append(
@@ -165,20 +165,20 @@ def rows(view: View, members: Sequence[Member], statuses: Statuses) -> list[tupl
                 ),
                 human_ms(status.uptime_ms),
                 digest_of(status)[:DIGITS] or "-",
-                *where,
+                zone,
             )
         )
     return found
 
 
 def lost_rows(statuses: Statuses) -> list[tuple[Any, ...]]:
-    """Return a table row per lost member: since when, its share, and the owners of its keys."""
+    """Return a table row per lost member: since when, its address and its share."""
     found: list[tuple[Any, ...]] = []
     for lost in lost_members(statuses):
         away = human_ms(1000 * max(0.0, time.time() - lost.since_unix_s))
         since = f" {away}" if lost.since_unix_s else ""
-        about = (lost.id, f"LOST{since}, owners left {lost.owners_left}", percent(lost.share, 1))
-        found.append((*about, *("-",) * (len(COLUMNS) - len(about) - 1), lost.address))
+        about = (lost.id, f"LOST{since}", lost.address, percent(lost.share, 1))
+        found.append((*about, *("-",) * (len(COLUMNS) - len(about))))
     return found
 
 

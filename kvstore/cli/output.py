@@ -16,7 +16,7 @@ from types import FrameType
 from typing import IO, Any
 
 from rich import box
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -29,6 +29,7 @@ from kvstore.units import parse_nbytes
 NOTHING = ("", "-", "0", "0 B", "0 B/s")  # cells that mean nothing or zero
 GAP = 2  # spaces between two columns of a dense table
 DIGITS_MIN = 12  # of a key that is cut
+NAME_MIN = 20  # cells of a text that is cut or folded, such as a model
 PIPE_COLUMNS = 4000  # a pipe has no width: nothing is cut or folded
 
 Report = Callable[[float], None]
@@ -55,7 +56,7 @@ def guard_stdout() -> None:
     """Replace Python's stdout by one that raises `Unwritten`, and is otherwise the same.
 
     So a failure of stdout can be told from any other error, wherever something is printed and when
-    the buffer is flushed at the end.
+    the buffer is flushed at the end. A character that the terminal's encoding lacks becomes "?".
     """
     own = sys.stdout
     if not isinstance(own, io.TextIOWrapper):  # None: it is closed
@@ -64,7 +65,7 @@ def guard_stdout() -> None:
     sys.stdout = io.TextIOWrapper(
         raw if own.write_through else io.BufferedWriter(raw),
         encoding=own.encoding,
-        errors=own.errors,
+        errors="replace" if own.errors == "strict" else own.errors,
         line_buffering=own.line_buffering,
         write_through=own.write_through,
     )
@@ -120,10 +121,12 @@ def show(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     console().print(table(columns, rows))
 
 
-def show_fitting(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table without the columns that do not fit; a pipe gets all columns."""
+def show_fitting(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], prose: str | None = None
+) -> None:
+    """Print a table that fits the terminal, as `fitting` does; a pipe gets all of it."""
     out = console()
-    out.print(fitting(columns, rows, out.width))
+    out.print(fitting(columns, rows, out.width, prose))
 
 
 def show_keyed(
@@ -160,20 +163,54 @@ def unique_digits(keys: Sequence[str]) -> int:
     return digits
 
 
-def fitting(columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int) -> Table:
-    """Build a table that fits the width: empty columns are dropped first, then from the right."""
+def fitting(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int, prose: str | None = None
+) -> Table:
+    """Build a table that fits the width.
+
+    Empty columns are dropped first. Then texts are cut in the middle, except for the first column
+    and the column `prose`, which is folded. If that is not enough, the last columns are dropped.
+    """
     widths = _widths(columns, rows)
     said = [any(_text(row[place]) not in NOTHING for row in rows) for place in range(len(columns))]
+    least = [
+        width if column.startswith(">") or not place else min(width, max(NAME_MIN, len(column)))
+        for place, (column, width) in enumerate(zip(columns, widths, strict=True))
+    ]
     kept = list(range(len(columns)))
-    for may_go in (lambda place: not said[place], lambda place: place > 0):
+
+    def excess(sizes: Sequence[int]) -> int:
+        return sum(sizes[place] + GAP for place in kept) - GAP - width
+
+    for sizes, may_go in ((widths, lambda place: not said[place]), (least, lambda place: place)):
         for place in [place for place in reversed(kept) if may_go(place)]:
-            if sum(widths[some] + GAP for some in kept) - GAP > width:
+            if excess(sizes) > 0:
                 kept.remove(place)
-    return table(
+    while excess(widths) > 0 and any(widths[place] > least[place] for place in kept):
+        widest = max(kept, key=lambda place: (widths[place] > least[place]) * widths[place])
+        widths[widest] -= 1
+    folded = [place for place in kept if columns[place] == prose]
+    made = table(
         [columns[place] for place in kept],
-        [[row[place] for place in kept] for row in rows],
+        [
+            [row[place] if place in folded else _cut(row[place], widths[place]) for place in kept]
+            for row in rows
+        ],
         dense=True,
     )
+    for place in folded:  # rich would narrow other columns, too
+        made.columns[kept.index(place)].width = widths[place]
+    return made
+
+
+def _cut(value: Any, width: int) -> str:
+    """Return a cell's text with an ellipsis in its middle if it is wider than `width` cells."""
+    text = _text(value)
+    if cell_len(text) <= width:
+        return text
+    tail = width // 2
+    end = set_cell_size(text[::-1], tail)[::-1]
+    return f"{set_cell_size(text, width - 1 - tail)}…{end}"
 
 
 def _widths(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[int]:

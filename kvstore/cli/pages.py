@@ -101,12 +101,12 @@ def _ls_namespaces(client: Client, as_json: bool, full: bool) -> int:
             "NAMESPACE",
             "MODEL",
             "TENANT",
+            *page_columns(copies=client.view() is not None),
+            ">PAGE",
+            ">TOKENS",
             "REVISION",
             "SALT",
             "SHARD",
-            ">TOKENS",
-            ">PAGE",
-            *page_columns(copies=client.view() is not None),
         )
         fullest_first = sorted(known, key=lambda entry: -page_count(entry[1]))
         rows = [_namespace_row(space, info) for space, info in fullest_first]
@@ -122,8 +122,8 @@ def _namespace_row(space: Namespace, info: NamespaceInfo) -> tuple[Any, ...]:
     )
     shard = " ".join(f"{axis}{rank}/{size}" for axis, rank, size in axes if size > 1)
     tokens, page = space.layout.page_tokens, human_nbytes(info.page_nbytes)
-    names = (space.model, space.tenant, space.revision, space.salt)
-    return (space.digest.hex(), *names, shard, tokens, page, info.page_count, info.disk_page_count)
+    names, counts = (space.model, space.tenant), (info.page_count, info.disk_page_count)
+    return (space.digest.hex(), *names, *counts, page, tokens, space.revision, space.salt, shard)
 
 
 def show_pages(pages: list[PageStat], full: bool = False) -> None:

@@ -40,6 +40,32 @@ def test_time_that_no_calendar_has_is_shown() -> None:
     assert date((1 << 64) / 1000) == "9999-12-31 23:59:59 UTC"
 
 
+def test_long_names_are_cut_in_the_middle_before_columns_are_dropped() -> None:
+    """Regression: at 80 columns a long model name hid itself and every column after it."""
+    model = "organisation/llama-" + "x" * 60 + "-instruct-fp8"
+    columns = ("NAMESPACE", "MODEL", "TENANT", ">ON DISK", "SALT")
+    rows = [("ab" * 6, model, "research-" * 3, 1234, ""), ("cd" * 6, "gpt", "ä", 5, "")]
+    out = Console(width=70)
+    with out.capture() as captured:
+        out.print(fitting(columns, rows, out.width))
+    head, _, first, second = captured.get().splitlines()
+    assert head.split() == ["NAMESPACE", "MODEL", "TENANT", "ON", "DISK"]
+    assert first.split() == ["ab" * 6, "organisati…nstruct-fp8", "research-re…h-research-", "1,234"]
+    assert second.split() == ["cd" * 6, "gpt", "ä", "5"]
+
+
+def test_prose_is_folded_and_identifiers_are_not() -> None:
+    """Regression: events at 80 columns broke member ids over two lines."""
+    columns = ("MEMBER", "EVENT", "WHAT", "SEEN BY")
+    rows = [("n0994cf1e2b729680", "lost", "it left 10.0.0.7:7440 without a drain", "n1 " * 15)]
+    out = Console(width=48)
+    with out.capture() as captured:
+        out.print(fitting(columns, rows, out.width, "WHAT"))
+    first, *more = captured.get().splitlines()[2:]
+    assert first.split()[:3] == ["n0994cf1e2b729680", "lost", "it"]
+    assert " ".join(" ".join(more).split()).endswith("without a drain")
+
+
 def test_control_characters_in_names_are_escaped() -> None:
     out = Console(width=200, force_terminal=True, color_system=None)
     with out.capture() as captured:
