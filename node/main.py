@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,7 +24,7 @@ from kvstore.config import (
 from kvstore.errors import ConfigError
 from kvstore.units import format_nbytes
 from node.config import GROUPS, NodeConfig, missing
-from node.config_file import KEYS, Settings, load_settings
+from node.config_file import FIELDS, KEYS, Settings, key_of, load_settings
 from node.process import SeldomCollections, set_up_log
 from node.systemd import Notifier, Watchdog
 
@@ -51,7 +52,7 @@ EXAMPLES = """examples:
 
 Every flag can also be set by the environment: --ram-bytes is KVSTORE_NODE_RAM_BYTES.
 KVSTORE_NODE_TOKEN and KVSTORE_NODE_ETCD_PASSWORD have no flag: command lines are public.
-Settings for experts, which are not listed here: docs/operations.md, "Expert settings".
+Settings for experts, which are not listed here: docs/reference/flags.md.
 SIGHUP reads identities, certificates and the log level of --config again.
 exit status: 0 stopped by SIGTERM or SIGINT, 2 a setting or an installed package is unusable
 """
@@ -86,10 +87,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def with_flags(message: str) -> str:
+    """Replace the names of settings in an error by their flags: tls_cert by --tls-cert.
+
+    A name without an underscore is an ordinary word too, so it must be followed by its value.
+    """
+    names = "|".join(f"{name}{'' if '_' in name else '(?==)'}" for name in FIELDS)
+    return re.sub(rf"(?<![\w/.-])({names})\b", lambda found: f"--{key_of(found[0])}", message)
+
+
 def _add(group: "argparse._ActionsContainer", field: "dataclasses.Field[Any]") -> None:
     """Add the flag of one setting, with default and range in its unit."""
     meta, name = field.metadata, field.name
-    flag = "--" + name.replace("nbytes", "bytes").replace("_", "-")
+    flag = f"--{key_of(name)}"
     if field.default is False:
         group.add_argument(
             flag, nargs="?", const="true", metavar="true", help=f"{meta['help']} (default off)"
@@ -254,6 +264,7 @@ def _listening(node: "Node") -> str:
 
 
 def _print_config(settings: Settings, as_json: bool) -> None:
+    logging.shutdown()
     with contextlib.suppress(BrokenPipeError):
         print(settings.as_json() if as_json else settings.as_toml(), flush=True)
     os._exit(0)  # without another try to write to a closed pipe
@@ -286,17 +297,17 @@ def main() -> None:
     notifier = Notifier(supervised.socket)
     try:
         settings = load_settings(arguments, arguments["config"])
-        if arguments["print_config"]:
-            _print_config(settings, arguments["json"])
-        if arguments["json"]:
+        if arguments["json"] and not arguments["print_config"]:
             raise ConfigError("--json is for --print-config; a log in JSON has --log-format json")
         config = settings.config
         set_up_log(config.log_level, config.log_format)
         warn_unknown_variables(VARIABLES, "KVSTORE_NODE_")
+        if arguments["print_config"]:
+            _print_config(settings, arguments["json"])
         otel.set_up("kvstore-node")
         node = _start(config, notifier)
     except ConfigError as error:
-        print(f"kvstore-node: {error}", file=sys.stderr)
+        print(f"kvstore-node: {with_flags(str(error))}", file=sys.stderr)
         raise SystemExit(2) from error
     except (MemoryError, OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "thread" not in str(error):

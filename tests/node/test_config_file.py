@@ -1,7 +1,10 @@
 """The configuration file of a node, and `--print-config`."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,8 @@ import pytest
 from kvstore import ConfigError
 from node.config import GROUPS
 from node.config_file import KEYS, TABLES, load_settings
+from node.main import with_flags
+from node.tls import certificates_of
 
 WriteFile = Callable[[str], str]
 
@@ -100,6 +105,31 @@ def test_printed_configuration_is_a_file_with_the_same_settings(
     assert printed["settings"]["sweep-s"] == {"value": 3600.0, "source": "--sweep-s"}
     assert printed["settings"].keys() == KEYS.keys()
     assert printed["secrets"]["token"] == {"set": True, "source": "KVSTORE_NODE_TOKEN"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"disk_nbytes": "1"}, "--disk-bytes=1 is outside 1048576.."),
+        ({"tls_cert": "x"}, "--tls-cert and --tls-key are given together"),
+        ({"host": "192.0.2.9"}, "--host=192.0.2.9 lets others reach this node without "),
+        ({"encrypt_key_file": "/a/port=b"}, "--encrypt-key-file and --encrypt-key-command are for"),
+    ],
+)
+def test_error_names_the_flag_of_the_setting(flags: dict[str, str], error: str) -> None:
+    """Regression: `--disk-bytes 1` was answered with `disk_nbytes=1 is outside ...`."""
+    with pytest.raises(ConfigError) as raised:
+        certificates_of(load_settings(flags).config)
+    assert with_flags(str(raised.value)).startswith(error)
+
+
+def test_print_config_names_misspelled_variables(tmp_path: Path) -> None:
+    """Regression: the node's log did, the command that checks settings did not."""
+    environment = {**os.environ, "KVSTORE_NODE_RAM_BYTE": "1GiB"}
+    command = [sys.executable, "-m", "node.main", "--print-config"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "[network]")
+    assert "KVSTORE_NODE_RAM_BYTE sets nothing; did you mean KVSTORE_NODE_RAM_BYTES?" in done.stderr
 
 
 def test_tables_are_the_groups_of_the_help() -> None:
