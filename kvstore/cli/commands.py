@@ -37,7 +37,7 @@ Exit codes:
   0    ok
   1    miss, not found, or nothing matched; a check of doctor failed
   2    wrong usage or invalid request
-  3    node unavailable, or deadline exceeded
+  3    node unavailable, member lost, or deadline exceeded
   4    the node or a limit is exhausted
   5    corrupt data, or bytes that differ from what was written
   74   the output can not be written

@@ -126,9 +126,14 @@ class Root(Group):
 
 def _usage_message(error: Any) -> str:
     """Return what is wrong with the command line, and which --help explains it."""
-    message = error.format_message()
+    message: str = error.format_message()
+    if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
+        message = "Missing command"
     ctx = getattr(error, "ctx", None)
-    return f"{message.rstrip('.')}; see {ctx.command_path} --help" if ctx is not None else message
+    if ctx is None:
+        return message
+    end = " See" if message.endswith("?") else "; see"
+    return f"{message.rstrip('.')}{end} {ctx.command_path} --help"
 
 
 def leave_broken_pipe() -> int:

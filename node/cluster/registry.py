@@ -141,10 +141,11 @@ class Registry:
         Raises InvalidRequest if it is not lost, and Unavailable if etcd does not answer, or if the
         member returns at this moment.
         """
-        if member not in {lost.id for lost in self.lost}:
+        lost = sorted(some.id for some in self.lost)
+        if member not in lost:
             raise InvalidRequest(
-                f"{member} is not lost; a member that is there is drained first: kvstore cluster "
-                f"drain {member}"
+                f"{member} is not lost; lost members are {', '.join(lost) or 'none'}. A member "
+                "that is there is drained: kvstore cluster drain ID"
             )
         if not self._expect(member, b""):
             raise Unavailable(f"the record of {member} changed meanwhile; try again")

@@ -111,6 +111,8 @@ def test_every_command_that_needs_a_node_exits_3_without_one(
         (["put", "/dev/null", "ab", "-m", "m", "--create-opaque", "n"], 2, "--create-opaque names"),
         (["rm", "--all", "ab"], 2, "not both"),
         (["pin", "ab", "--ttl", "soon"], 2, "'soon' is not a duration"),
+        (["statuss"], 2, "No such command 'statuss'. Did you mean 'status', 'stat'? See kvstore"),
+        (["tenants", "quota", "t", "--pins", "1", "-f", "/no/such/f"], 2, "no file /no/such/f; "),
     ],
 )
 def test_invalid_usage_is_reported_in_one_line(
@@ -122,6 +124,11 @@ def test_invalid_usage_is_reported_in_one_line(
     ran = kvstore(*arguments, "--json")
     assert (ran.code, ran.stdout, set(ran.error)) == (code, "", {"error", "kind"})
     assert message in ran.error["error"]
+
+
+def test_group_without_a_command_is_reported_in_one_line(kvstore: Kvstore) -> None:
+    """Regression: the error was the whole help of the group, folded into one line."""
+    assert one_line(kvstore("context")) == "kvstore: Missing command; see kvstore context --help\n"
 
 
 @pytest.mark.parametrize(
@@ -451,3 +458,13 @@ def test_identities_from_a_pipe_are_refused_at_once(
         ran = kvstore("tokens", command, *arguments, "-f", file)
         assert ran.code == 2
         assert "is no regular file" in one_line(ran)
+
+
+def test_character_that_the_encoding_lacks_is_no_traceback() -> None:
+    """Regression: `kvstore top` ended so on a terminal that is not UTF-8."""
+    program = "from kvstore.cli.output import guard_stdout; guard_stdout(); print('a…b')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, check=False
+    )
+    assert (done.stdout, done.stderr) == (b"a?b\n", b"")

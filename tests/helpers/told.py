@@ -177,8 +177,8 @@ def _of_identities(run: Run, work: Path) -> None:
 
 def _of_files(run: Run, work: Path) -> None:
     identities, certificates = str(work / "identities"), ("--dir", str(work / "certs"))
-    run("tenants quota", "t", "--ram", "1GiB", "-f", identities)
     run("tokens add", "engines", "--tenant", "t", "-f", identities)
+    run("tenants quota", "t", "--ram", "1GiB", "-f", identities)
     run("tokens list", "-f", identities)
     run("tokens revoke", "engines", "-f", identities)
     run("certs ca", *certificates)

@@ -150,6 +150,8 @@ def quota(
         fields["pins"] = str(pins)
     if bool(fields) == none:
         raise InvalidRequest("give --ram, --disk, --held or --pins, or --none alone")
+    if not file.exists():
+        raise InvalidRequest(f"there is no file {file}; kvstore tokens add makes one")
     left = identities.set_quota(file, tenant, None if none else fields)
     if run.as_json:
         values = {f"{k}_nbytes": option_nbytes(left[k], k) for k in sizes if k in left}
