@@ -24,6 +24,7 @@ from node.config import GROUPS, NodeConfig, missing
 
 PREFIX = "KVSTORE_NODE"
 EXPERT = "expert"
+FILE_NBYTES_MAX = 1 << 20
 FIELDS = {field.name: field for field in dataclasses.fields(NodeConfig)}
 
 
@@ -104,10 +105,13 @@ def load_settings(flags: Mapping[str, Any], path: str = "") -> Settings:
 def read_file(path: str) -> dict[str, Any]:
     """Return the settings of a configuration file by field. Raises ConfigError."""
     try:
-        with open(path, encoding="utf-8") as file:
-            about, text = os.fstat(file.fileno()), file.read()
+        with open(path, "rb") as file:
+            about, content = os.fstat(file.fileno()), file.read(FILE_NBYTES_MAX + 1)
+        text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can not be read: {error}") from error
+    if len(content) > FILE_NBYTES_MAX:
+        raise ConfigError(f"{path} is larger than {format_nbytes(FILE_NBYTES_MAX)}: no settings")
     if stat.S_ISREG(about.st_mode) and about.st_mode & stat.S_IWOTH:
         raise ConfigError(
             f"{path} may be written by every user of this host, and it names commands and files of "

@@ -170,8 +170,8 @@ def _await_stop(reload: Callable[[], None]) -> None:
 class Reload:
     """Read the files of a running node again, at SIGHUP.
 
-    A thread does it, so that a file system that hangs delays no stop. A file that can not be used
-    changes nothing.
+    A thread does it, so that a file system that hangs delays no stop. Signals that arrive meanwhile
+    count as one. A file that can not be used changes nothing.
     """
 
     def __init__(self, node: "Node", arguments: dict[str, Any], notifier: Notifier) -> None:
@@ -180,16 +180,23 @@ class Reload:
         self._notifier = notifier
         self._level = node.config.log_level
         self._lock = threading.Lock()
+        self._is_running = self._is_due = False
 
     def begin(self) -> None:
-        """Start a reload; it waits for one that is running."""
+        """Start a reload, or have the running one repeated: it may have read files before."""
+        with self._lock:
+            self._is_due = True
+            if self._is_running:
+                return
+            self._is_running = True
         try:
             threading.Thread(target=self._run, name="reload", daemon=True).start()
         except RuntimeError:
+            self._is_running = False
             log.exception("SIGHUP: nothing is reloaded: no thread can be started")
 
     def _run(self) -> None:
-        with self._lock:
+        while self._take_due():
             self._notifier.reloading()
             try:
                 found = self._reload_config() | self._node.reload()
@@ -204,11 +211,19 @@ class Reload:
             log.log(logging.WARNING if failed else logging.INFO, "%s", text)
             self._notifier.send(READY=1, STATUS=text)
 
+    def _take_due(self) -> bool:
+        """Return whether to reload; otherwise the thread ends."""
+        with self._lock:
+            self._is_running, self._is_due = self._is_due, False
+            return self._is_running
+
     def _reload_config(self) -> dict[str, str]:
         """Apply the log level of the configuration file, and name changes that need a restart."""
         path = self._arguments["config"]
         if not path:
             return {}
+        if not os.path.isfile(path):  # a pipe, which was read at the start
+            return {"log level": f"{path} is no file that can be read again"}
         try:
             config = load_settings(self._arguments, path).config
         except ConfigError as error:

@@ -60,6 +60,7 @@ def test_flag_comes_before_variable_before_file_before_default(
         ("ram-bytes = true", "ram-bytes=True must be of type int, or text"),
         ('ram-bytes = "lots"', "ram-bytes='lots' is no number in 4096"),
         ("port = ", "is no TOML: Invalid value (at end of document)"),
+        ("#" * (1 << 20) + "\n", "is larger than 1MiB: no settings"),
     ],
 )
 def test_wrong_file_is_refused_with_its_name_and_the_remedy(

@@ -7,16 +7,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from known_pages import Pages
+from local_nodes import StartNode
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Unauthenticated
 from kvstore.security.identities import new_token, token_line
 from kvstore.tools.node_process import NodeProcess
+from node.main import Reload
+from node.systemd import Notifier
 
 FLAGS = ("--ram-bytes", "4MiB")
 PAGE = 4096
@@ -161,3 +165,28 @@ def test_sigterm_and_sighup_together_are_one_stop(tmp_path: Path) -> None:
         process.kill()
     with NodeProcess(*flags) as again:
         assert_kept(again.address, pages, *range(8))
+
+
+def test_signals_during_a_reload_that_hangs_start_no_threads(
+    start_node: StartNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "config")  # as `-c <(...)` of a shell; it is not read again
+    node, hangs, begun = start_node(), threading.Event(), threading.Semaphore(0)
+
+    def read() -> dict[str, str]:
+        begun.release()
+        assert hangs.wait(20.0)
+        return {}
+
+    node.reload = read  # type: ignore[method-assign]
+    reload = Reload(node, {"config": str(tmp_path / "config")}, Notifier(""))
+    reload.begin()
+    assert begun.acquire(timeout=20.0)
+    for _ in range(100):
+        reload.begin()
+    assert sum(thread.name == "reload" for thread in threading.enumerate()) == 1
+    hangs.set()
+    assert begun.acquire(timeout=20.0)  # files may have changed after they were read
+    wait_until(lambda: caplog.text.count("config is no file that can be read again") == 2)
+    reload.begin()
+    assert begun.acquire(timeout=20.0)
