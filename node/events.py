@@ -1,6 +1,7 @@
 """Remember what happened to this node and its cluster, for operators.
 
     add --> memory, the newest KEPT --> `kvstore cluster events`, console
+            KEPT_SAME of a kind and member: one that flaps pushes no others out
      |
      +----> a thread --> data_dir/events.jsonl, one JSON object per line
 
@@ -16,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,7 @@ log.addFilter(LogRate())
 
 FILE_NAME = "events.jsonl"
 KEPT = 1024  # events in memory; all of them fit one message
+KEPT_SAME = 64  # of one kind and member
 KEPT_S = 30 * 24 * 3600.0  # older ones are not read at a start
 TEXT_MAX = 300  # characters
 FILE_NBYTES_MAX = 1 << 20  # a larger file is replaced by one with the events in memory
@@ -85,7 +87,10 @@ class EventLog:
         self._path = Path(data_dir) / FILE_NAME if data_dir else None
         self._lock = threading.Condition()
         self._is_torn = False  # the file ends within a line, of a run that was killed
-        self._events: deque[Event] = deque(self._read(), KEPT)
+        self._events: deque[Event] = deque()
+        self._counts: Counter[tuple[str, str]] = Counter()  # of kept events, by kind and member
+        for event in self._read():
+            self._remember(event)
         self._unwritten: deque[Event] = deque(maxlen=KEPT)
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -100,7 +105,7 @@ class EventLog:
         now_ms, whose = time.time_ns() // 1_000_000, member or self._member()
         event = Event(unix_ms or now_ms, kind.value, whose, text[:TEXT_MAX])
         with self._lock:
-            self._events.append(event)
+            self._remember(event)
             if self._path is None or self._closed:
                 return
             self._unwritten.append(event)
@@ -119,6 +124,18 @@ class EventLog:
             known = {other if unix_ms else other._replace(unix_ms=0) for other in self._events}
         if event not in known:
             self.add(kind, member, text, unix_ms)
+
+    def _remember(self, event: Event) -> None:
+        """Add an event to those in memory, and drop one if there are too many."""
+        same = event.kind, event.member
+        self._events.append(event)
+        self._counts[same] += 1
+        if self._counts[same] > KEPT_SAME:
+            self._events.remove(next(one for one in self._events if (one.kind, one.member) == same))
+            self._counts[same] -= 1
+        elif len(self._events) > KEPT:
+            oldest = self._events.popleft()
+            self._counts[oldest.kind, oldest.member] -= 1
 
     def since(self, unix_ms: int = 0, limit: int = KEPT) -> list[Event]:
         """Return the newest events from a time on, the oldest first."""
@@ -151,9 +168,7 @@ class EventLog:
             return []
         self._is_torn = not content.endswith(b"\n")
         oldest_ms = (time.time() - KEPT_S) * 1000
-        events = [
-            event for line in content.splitlines()[-KEPT:] if (event := _parsed(line)) is not None
-        ]
+        events = [event for line in content.splitlines() if (event := _parsed(line)) is not None]
         return [event for event in events if event.unix_ms >= oldest_ms]
 
     def _write(self) -> None:

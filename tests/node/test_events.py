@@ -15,7 +15,7 @@ from waiting import wait_until
 from kvstore import Client, ClientConfig, Keep
 from kvstore.cli.members import SAME_EVENT_MS, merge_events
 from kvstore.results import Event, Events
-from node.events import FILE_NAME, FILE_NBYTES_MAX, KEPT, TEXT_MAX, EventLog, Kind
+from node.events import FILE_NAME, FILE_NBYTES_MAX, KEPT, KEPT_SAME, TEXT_MAX, EventLog, Kind
 from node.server import Node
 
 
@@ -31,9 +31,9 @@ def kinds(node: Node, member: str) -> list[str]:
 def test_events_are_bounded_and_newest_last() -> None:
     log = EventLog(member=lambda: "n1")
     for number in range(KEPT + 5):
-        log.add(Kind.VIEW, "", f"{number}", unix_ms=1 + number)
+        log.add(Kind.VIEW, f"n{number % 32 or ''}", f"{number}", unix_ms=1 + number)
     assert len(log.since()) == KEPT
-    assert log.since()[-1] == (KEPT + 5, "view", "n1", f"{KEPT + 4}")
+    assert log.since()[-1] == (KEPT + 5, "view", "n4", f"{KEPT + 4}")
     assert [event.text for event in log.since(KEPT + 2, limit=2)] == [f"{KEPT + 3}", f"{KEPT + 4}"]
     assert not log.kept
     log.add(Kind.DISK_STOPPED, "", "x" * 1000)
@@ -63,6 +63,17 @@ def test_events_outlive_a_restart_and_torn_lines(tmp_path: Path) -> None:
     again.add(Kind.STARTED, "n1", "second run")
     again.close()
     assert texts(EventLog(str(tmp_path))) == ["first\nrun", "second run"]
+
+
+def test_member_that_flaps_pushes_no_other_events_out(tmp_path: Path) -> None:
+    log = EventLog(str(tmp_path))
+    log.add(Kind.DISK_STOPPED, "n1", "errors")
+    for number in range(2 * KEPT):
+        log.add(Kind.RETURNED, "n2", f"{number}")
+    log.add(Kind.LOST, "n2", "newest")
+    log.close()
+    newest = [f"{number}" for number in range(2 * KEPT - KEPT_SAME, 2 * KEPT)]
+    assert texts(log) == texts(EventLog(str(tmp_path))) == ["errors", *newest, "newest"]
 
 
 def test_events_file_is_replaced_when_it_is_large(tmp_path: Path) -> None:
