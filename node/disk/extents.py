@@ -127,11 +127,14 @@ class OpenExtents:
 
 
 def empty_last(directory: Path) -> bool:
-    """Empty the last extent that has bytes; return False if none has any.
+    """Empty the last extent that has bytes; return False if none has any, or if it would not help.
 
     Its pages are lost. It makes room on a full file system for rows that can not be opened.
     """
     if not directory.is_dir():
+        return False
+    about = os.statvfs(directory)
+    if about.f_files and not about.f_favail:  # an emptied file keeps its inode
         return False
     numbered = (path for path in directory.iterdir() if path.name.isascii() and path.name.isdigit())
     full = [path for path in numbered if path.stat().st_blocks]

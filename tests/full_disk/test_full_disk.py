@@ -175,3 +175,22 @@ def test_start_on_a_file_system_without_any_space_names_the_remedy(small: Path) 
     fill(small)
     with pytest.raises(Exception, match=r"No space left.*free some"):
         node_at(small)
+
+
+def test_start_without_free_inodes_keeps_the_pages(small: Path) -> None:
+    """Emptied extents would not help: they keep their inodes."""
+    pages = Pages("inodes", PAGE)
+    with node_at(small) as node, client_of(node) as client:
+        done = put_durable(client, pages, range(400))
+    subprocess.run(
+        ["mount", "-o", "remount,nr_inodes=256", small], capture_output=True, check=False
+    )
+    with contextlib.suppress(OSError):
+        for number in range(1 << 20):
+            (small / f"empty{number}").touch()
+    with pytest.raises(Exception, match="No space left"):
+        node_at(small)
+    for path in small.glob("empty*"):
+        path.unlink()
+    with node_at(small) as node, client_of(node) as client:
+        assert read(client, pages, done) == len(done)
