@@ -446,9 +446,10 @@ class Client:
         wire = link.wire
         if not isinstance(wire, BulkWire):  # the channel has found a better one meanwhile
             raise Unavailable("the connection changed during the call; try again")
-        if self._native is None or self._native.wire is not wire:
-            if self._native is not None:
-                self._native.close()
+        native, loop = self._native, asyncio.get_running_loop()
+        if native is None or native.wire is not wire or not native.serves(loop):
+            if native is not None:
+                native.close()
 
             async def connect(deadline: Deadline) -> FrameSocket:
                 frames: FrameSocket = await self._in_thread(
@@ -456,8 +457,9 @@ class Client:
                 )
                 return frames
 
-            self._native = AsyncBulkWire(wire, connect, self.config.connections_max)
-        return self._native
+            self._native = native = AsyncBulkWire(wire, connect, self.config.connections_max)
+            native.serves(loop)
+        return native
 
     async def _thread(
         self, deadline: Deadline, call: Callable[..., Result], *args: Any, **named: Any

@@ -17,7 +17,7 @@ from kvstore.buffers import Pieces, chunks, segments_nbytes
 from kvstore.checksum import CHUNK_NBYTES, Leaves
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.deadline import Deadline
-from kvstore.errors import Exhausted, ProtocolError, Unavailable
+from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable
 from kvstore.page_hmac import PageHmacs
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.steps import run_async
@@ -157,7 +157,8 @@ class AsyncConnection:
             await ready
         finally:
             timer.cancel()
-            (loop.remove_writer if sending else loop.remove_reader)(self._sock)
+            if not loop.is_closed():
+                (loop.remove_writer if sending else loop.remove_reader)(self._sock)
         self._unyielded = 0
 
 
@@ -187,6 +188,23 @@ class AsyncBulkWire:
             collections.deque()
         )
         self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def serves(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Return whether the loop's calls may use this; if not, make another.
+
+        A loop that was closed in mid-call leaves connections and waits that never end. Raises
+        InvalidRequest while another loop runs.
+        """
+        if loop is not self._loop:
+            if self._loop is not None and self._loop.is_running():
+                raise InvalidRequest(
+                    "this client is in use in another event loop; make a client for each loop"
+                )
+            if self._count > len(self._idle):
+                return False
+            self._loop = loop
+        return True
 
     async def call(self, op: str, request: Any, deadline: Deadline) -> Any:
         """Send one request and return its reply."""
@@ -287,8 +305,8 @@ class AsyncBulkWire:
         timer = loop.call_later(deadline.left(), _fail, place, busy)
         try:
             return await place
-        except asyncio.CancelledError:
-            # It may have been handed over just before: the next call has it
+        except BaseException:
+            # Cancelled. What was handed over just before is for the next call
             if place.done() and not place.cancelled() and place.exception() is None:
                 handed = place.result()
                 if handed is None:
@@ -312,7 +330,7 @@ class AsyncBulkWire:
         """Give a connection, or the right to make one, to the call that waits longest."""
         while self._waiting:
             place = self._waiting.popleft()
-            if not place.done():
+            if not place.done() and not place.get_loop().is_closed():
                 place.set_result(connection)
                 return True
         return False

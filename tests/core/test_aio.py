@@ -15,6 +15,7 @@ from kvstore import (
     ClientConfig,
     DeadlineExceeded,
     Exhausted,
+    InvalidRequest,
     PutOutcome,
     Unavailable,
 )
@@ -286,3 +287,43 @@ def test_connections_of_a_closed_wire_are_closed_when_their_call_ends() -> None:
     wire.close()
     wire._return(connection, in_step=True)  # type: ignore[arg-type]
     assert (connection.closed, wire._count) == (True, 0)
+
+
+def test_event_loop_closed_in_mid_call_takes_no_connection_with_it(
+    shared_node: NodeProcess,
+) -> None:
+    """Calls of a closed loop never end; the next loop has all connections, and no old waits."""
+    chain = Pages("aio-loops", page_nbytes=PAGE_NBYTES)
+    keys = chain.keys(*range(4))
+    config = ClientConfig(shared_node.address, wire="bulk", timeout_s=5.0, connections_max=2)
+    client = Client(config)
+
+    async def read(key: bytes) -> bool:
+        buffer = bytearray(PAGE_NBYTES)
+        (hit,) = await client.get(chain.namespace, [key], [buffer])
+        return hit and bytes(buffer) == chain.content(key)
+
+    async def read_all() -> list[bool]:
+        return await asyncio.gather(*map(read, keys))
+
+    asyncio.run(client.put(chain.namespace, keys, [chain.content(key) for key in keys]))
+    cut = asyncio.new_event_loop()
+    calls = [cut.create_task(read(key)) for key in keys]
+    while client._native is None or not client._native._waiting:
+        cut.call_soon(cut.stop)
+        cut.run_forever()
+    cut.close()
+    assert asyncio.run(read_all()) == [True] * 4
+    for call in calls:
+        call._log_destroy_pending = False  # type: ignore[attr-defined]
+        call.get_coro().close()  # type: ignore[union-attr]  # as the garbage collector does
+    assert asyncio.run(read_all()) == [True] * 4
+    assert client._native._count == len(client._native._idle) == 2
+
+    async def in_two_loops() -> None:
+        await read(keys[0])
+        await asyncio.to_thread(asyncio.run, read(keys[1]))
+
+    with pytest.raises(InvalidRequest, match="another event loop"):
+        asyncio.run(in_two_loops())
+    asyncio.run(client.close())
