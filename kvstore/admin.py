@@ -18,7 +18,7 @@ from kvstore.deadline import Deadline
 from kvstore.errors import KVStoreError
 from kvstore.keys import REMOVAL_NBYTES, Namespace, check_prefix_hashes
 from kvstore.log_rate import LogRate
-from kvstore.messages import result
+from kvstore.messages import result, results
 from kvstore.otel import set_up as set_up_spans
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import (
@@ -253,7 +253,7 @@ class Admin:
         """Return all namespaces and their counters, summed over the members that answer."""
         request, deadline = pb.ListNamespacesRequest(), self._deadline(timeout_s)
         replies = answered(self._fan_out.each(_calls("list_namespaces", request), None, deadline))
-        return summed(result(info) for reply in replies.values() for info in reply.namespaces)
+        return summed(info for reply in replies.values() for info in results(reply.namespaces))
 
     def view(self, timeout_s: float | None = None) -> View | None:
         """Return the newest view of the cluster; None for a node without a cluster."""

@@ -1,5 +1,7 @@
 """Convert between our values and protobuf messages."""
 
+import logging
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -9,6 +11,7 @@ from kvstore.config import GRPC_CHUNK_NBYTES
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import LayerGroup, PageLayout, Plane
+from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import (
     CertificateStatus,
@@ -40,6 +43,9 @@ from kvstore.results import (
     TenantUse,
     TlsStatus,
 )
+
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
 
 # Namespace fields that the message has under the same name; the layout is a message of its own.
 _SCALARS = (
@@ -262,8 +268,8 @@ _SIMPLE = (bool, int, float, str, bytes)
 def result(message: Any) -> Any:
     """Convert a message to its dataclass of `RESULTS`, with all messages inside it.
 
-    Fields of newer nodes, which no dataclass has, are ignored. Raises InvalidRequest for a
-    namespace that this version can not read.
+    Fields of newer nodes, which no dataclass has, are ignored, and so are repeated messages with a
+    namespace that this version can not read. Raises InvalidRequest for a single one.
     """
     name = message.DESCRIPTOR.name
     if name == "Namespace":
@@ -275,7 +281,16 @@ def result(message: Any) -> Any:
 def _result(value: Any) -> Any:
     if isinstance(value, _SIMPLE):
         return value
-    return result(value) if hasattr(value, "DESCRIPTOR") else tuple(map(_result, value))
+    return result(value) if hasattr(value, "DESCRIPTOR") else tuple(results(value))
+
+
+def results(values: Iterable[Any]) -> Iterator[Any]:
+    """Convert messages, without those of a namespace that this version can not read."""
+    for value in values:
+        try:
+            yield _result(value)
+        except InvalidRequest as error:
+            log.warning("a namespace of a newer node is left out: %s", error)
 
 
 def plain(value: Any) -> dict[str, Any]:

@@ -161,3 +161,16 @@ def test_parts_that_a_status_lacks_are_false() -> None:
     assert status.ram.used_nbytes == 0
     with pytest.warns(DeprecationWarning, match=r"if status\.disk"):
         assert status.HasField("disk")
+
+
+def test_namespace_of_a_newer_node_does_not_hide_its_status(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    status = filled(pb.NodeStatusReply())
+    newer = status.namespaces.add()
+    newer.CopyFrom(status.namespaces[0])
+    newer.namespace.layout.groups[0].planes[0].dtype = "float3"
+    found = result(status)
+    assert [info.namespace for info in found.namespaces] == [NAMESPACE]
+    assert found.state == status.state
+    assert "float3" in caplog.text
