@@ -65,7 +65,7 @@ def guard_stdout() -> None:
     sys.stdout = io.TextIOWrapper(
         raw if own.write_through else io.BufferedWriter(raw),
         encoding=own.encoding,
-        errors="replace" if own.errors == "strict" else own.errors,
+        errors="replace",  # also for surrogateescape, which the C locale has
         line_buffering=own.line_buffering,
         write_through=own.write_through,
     )

@@ -462,9 +462,11 @@ def test_identities_from_a_pipe_are_refused_at_once(
 
 def test_character_that_the_encoding_lacks_is_no_traceback() -> None:
     """Regression: `kvstore top` ended so on a terminal that is not UTF-8."""
-    program = "from kvstore.cli.output import guard_stdout; guard_stdout(); print('a…b')"
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, check=False
-    )
-    assert (done.stdout, done.stderr) == (b"a?b\n", b"")
+    program = "from kvstore.cli.output import guard_stdout; guard_stdout(); print('a\\u2026b')"
+    c_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for ascii_only in ({"PYTHONIOENCODING": "ascii"}, c_locale):
+        environment = {**os.environ, **ascii_only}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, check=False
+        )
+        assert (done.stdout, done.stderr) == (b"a?b\n", b"")
