@@ -366,7 +366,7 @@ class Admin:
         return self._result(DrainProgress, "drain", pb.DrainRequest(end=end), timeout_s)
 
     def forget_member(self, member: str, timeout_s: float | None = None) -> None:
-        """No longer miss a lost member: it will not return.
+        """Stop reporting a lost member, which will not return.
 
         Any member takes the call. Raises InvalidRequest if it is not lost, or if the cluster has a
         fixed list.

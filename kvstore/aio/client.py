@@ -353,7 +353,7 @@ class Client:
         return await self._thread(self._deadline(timeout_s), self.sync.sweep, dry)
 
     async def forget_member(self, member: str, timeout_s: float | None = None) -> None:
-        """No longer miss a lost member: it will not return."""
+        """Stop reporting a lost member, which will not return."""
         await self._thread(self._deadline(timeout_s), self.sync.forget_member, member)
 
     async def record(

@@ -98,7 +98,7 @@ def cluster(run: Invocation) -> int:
 
 
 def forget_member(run: Invocation, member: MemberArgument) -> int:
-    """No longer miss a member that left without a drain and never returns.
+    """Stop reporting a member that left without a drain and will not return.
 
     Its pages are those of the other owners already. A member that starts again is expected again.
 
@@ -375,6 +375,6 @@ def _member(run: Invocation, name: str) -> Member:
     if name not in view.by_id:
         raise Failure(
             f"{name!r} is no member of {view.cluster}; its members are "
-            f"{', '.join(sorted(view.by_id))}"
+            f"{', '.join(sorted(view.by_id))}; kvstore cluster also shows those that are lost"
         )
     return view.by_id[name]

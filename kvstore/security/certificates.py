@@ -114,7 +114,7 @@ class PemFiles:
 
     def _take(self, pems: Pems) -> None:
         if self._good is not None and pems != self._good:
-            log.info("%s: taken anew", ", ".join(filter(None, (self._cert, self._ca))))
+            log.info("%s: reloaded", ", ".join(filter(None, (self._cert, self._ca))))
         self._good, self.problem = pems, ""
 
     def _refuse(self, error: ConfigError) -> None:

@@ -136,7 +136,7 @@ class Registry:
         return list(self._registry_state.apart)
 
     def forget(self, member: str) -> None:
-        """No longer miss a lost member.
+        """Stop reporting a lost member.
 
         Raises InvalidRequest if it is not lost, and Unavailable if etcd does not answer, or if the
         member returns at this moment.

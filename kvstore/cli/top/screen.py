@@ -20,15 +20,15 @@ OPERATION_ROWS_MAX = 6
 KEYS = "q quit  s sort  r reverse  / filter  p pause  ? help"
 HELP = """
   q, Ctrl-C        quit
-  s, S             sort by the next, or the previous column; after the last one, not at all
+  s, S             sort by the next, or the previous column; then by none
   r                reverse the order
   /                filter: type a text, Enter keeps it, Esc clears it
   p, space         pause, and go on
   up, down, k, j   scroll
   ?                this help; any key leaves it
 
-  Times are those of answered requests in the last interval, by the node's clock: p50 is
-  the median, and 1 % took longer than p99.
+  Times are those of answered requests in the last interval, by the node's
+  clock: p50 is the median, and 1 % took longer than p99.
 """
 
 
