@@ -335,7 +335,7 @@ def test_second_node_on_one_directory_is_refused(tmp_path: Path, arena: Arena) -
     command = [sys.executable, "-m", "node.main", *ports, *sizes, "--data-dir", str(tmp_path)]
     second = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     assert second.returncode == 2
-    assert f"data_dir={tmp_path} is in use by another node" in second.stderr
+    assert f"--data-dir={tmp_path} is in use by another node" in second.stderr
     assert second.stderr.count("\n") == 1, "one line"
     directory.close()
 

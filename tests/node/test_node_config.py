@@ -120,10 +120,10 @@ def run_node(
         (
             ["--ram-bytes", "100TiB"],
             {},
-            "ram_nbytes=109951162777600 is outside 4096..70368744177664",
+            "--ram-bytes=109951162777600 is outside 4096..70368744177664",
         ),
-        (["--extent-bytes", "5000"], {}, "extent_nbytes=5000 must be a multiple of 4096"),
-        ([], {"KVSTORE_NODE_STALL_S": "-1"}, "stall_s=-1.0 is outside 0.05..3600.0"),
+        (["--extent-bytes", "5000"], {}, "--extent-bytes=5000 must be a multiple of 4096"),
+        ([], {"KVSTORE_NODE_STALL_S": "-1"}, "--stall-s=-1.0 is outside 0.05..3600.0"),
         (
             [],
             {"KVSTORE_NODE_SESSIONS_MAX": "many"},
@@ -145,7 +145,7 @@ def test_invalid_setting_prints_one_line_and_no_traceback() -> None:
     command = [sys.executable, "-m", "node.main", "--port", "http"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("kvstore-node: port='http' is no number in 0..65535")
+    assert done.stderr.startswith("kvstore-node: --port='http' is no number in 0..65535")
     assert done.stderr.count("\n") == 1, "no traceback"
 
 
