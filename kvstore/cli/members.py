@@ -23,7 +23,7 @@ from kvstore.client import Client
 from kvstore.cluster.routing import Away
 from kvstore.cluster.view import REGISTRIES, Member, State, View
 from kvstore.doctor.members import few_copies, health, owned
-from kvstore.errors import KVStoreError
+from kvstore.errors import KVStoreError, Unavailable
 from kvstore.results import (
     Counters,
     DiskStatus,
@@ -104,6 +104,18 @@ def report_failures(away: Away | None, remark: str = "") -> int:
     for member, error in (away or {}).items():
         note(f"without {member}: {error}{remark}")
     return max((code_of(error) for error in (away or {}).values()), default=ExitCode.OK)
+
+
+def lost_away(client: Client) -> Away:
+    """Return the lost members of a cluster as members that could not be called."""
+    try:
+        statuses = client.statuses()
+    except KVStoreError:  # those in the view have reported their own errors
+        return {}
+    return {
+        some.id: Unavailable("it is lost; if it returns with its disk, so do its pages")
+        for some in lost_members(statuses)
+    }
 
 
 def away_json(away: Away | None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import typer
 
 from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.members import away_json, report_failures
+from kvstore.cli.members import away_json, lost_away, report_failures
 from kvstore.cli.nodes import namespace_json, page_columns
 from kvstore.cli.output import emit, human_ms, human_nbytes, note, progress, show_keyed
 from kvstore.cli.selection import (
@@ -239,7 +239,7 @@ def rm(
 ) -> int:
     """Remove pages, pinned ones too.
 
-    Exit 1 if none of them was stored, 3 if a member of a cluster does not answer.
+    Exit 1 if none of them was stored, 3 if a member of a cluster is lost or does not answer.
 
     \b
     Examples:
@@ -262,6 +262,8 @@ def rm(
                 asked += len(piece)
                 report(asked)
         alone = client.view() is None
+        if not alone:
+            away = {**lost_away(client), **away}
     if run.as_json:
         counts = {"removed": removed, "absent": asked - removed}
         emit({"namespace": space.digest.hex(), **counts, **away_json(None if alone else away)})

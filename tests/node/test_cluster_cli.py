@@ -13,6 +13,7 @@ from known_pages import Pages
 from local_nodes import Connect, StartNode
 from waiting import wait_until
 
+from kvstore import Client
 from kvstore.cli.commands import app
 from kvstore.cli.top.samples import cluster_samples
 from kvstore.cluster.view import Member, View
@@ -345,6 +346,22 @@ def test_lost_member_is_shown_and_forgotten(fleet: list[Node], kvstore: Callable
     assert (found.exit_code, "n9 at h9:7440, since 2023-11-14" in found.stdout) == (1, True)
     assert kvstore("cluster", "forget-member", "n9").stdout == "n9 is not missed any more\n"
     assert kvstore("cluster").exit_code == 0
+
+
+def test_removal_names_lost_members_whose_disks_may_have_the_pages(
+    fleet: list[Node], kvstore: Callable[..., Any], pages: Pages
+) -> None:
+    """Regression: pages that were removed while a member was lost returned with it, unsaid."""
+    with Client(f"127.0.0.1:{fleet[0].grpc.port}") as client:
+        pages.put(client, pages.keys(1, 2))
+    for node in fleet:
+        node.membership.lost = lambda: [LostMember("n9", "h9:7440", 3.0, 1_700_000_000)]
+    told = kvstore("rm", "--model", pages.namespace.model, "--all", "--yes", "--json")
+    assert told.exit_code == 3
+    found = json.loads(told.stdout)
+    assert (found["removed"], found["away"]) == (2, ["n9"])
+    assert "n9: it is lost" in told.stderr
+    assert "remove them again when it answers" in told.stderr
 
 
 def test_member_of_a_fixed_list_is_not_forgotten(
