@@ -138,8 +138,14 @@ def lines() -> Iterator[str]:
     for path in PAGES:
         for line in path.read_text().replace("\\\n", " ").splitlines():
             yield from [line] if line.startswith("    ") else re.findall(r"`([^`]+)`", line)
-    for command in app.registered_commands:
-        yield from (command.callback.__doc__ or "").splitlines()
+    for command in commands_of(COMMANDS):
+        yield from (command.callback.__doc__ or "").replace("\\\n", " ").splitlines()
+
+
+def commands_of(group: Any) -> Iterator[Any]:
+    """Yield the commands of a group and of the groups in it."""
+    for command in group.commands.values():
+        yield from commands_of(command) if hasattr(command, "commands") else [command]
 
 
 def command_lines(program: str) -> Iterator[Any]:
@@ -156,16 +162,21 @@ def test_documented_node_command_line_is_valid(words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", list(command_lines("kvstore")))
 def test_documented_cli_command_line_is_valid(words: list[str]) -> None:
-    name, *arguments = words
-    if arguments:
-        COMMANDS.commands[name].make_context(name, arguments)
-    else:  # the document only mentions the command
-        assert name.startswith("--") or name in COMMANDS.commands
+    command, arguments, context = COMMANDS, words, None
+    while hasattr(command, "commands") and arguments and "--help" not in arguments:
+        context = command.make_context(command.name, arguments, parent=context)
+        rest = [*getattr(context, "_protected_args", ()), *context.args]  # by click's version
+        _, command, arguments = command.resolve_command(context, rest)
+    if arguments and "--help" not in arguments:  # otherwise the document mentions the command
+        command.make_context(command.name, arguments, parent=context)
 
 
 def test_command_lines_are_found_in_the_documents() -> None:
     assert len(list(command_lines("kvstore-node"))) > 5
     assert {line.values[0][0] for line in command_lines("kvstore")} >= set(COMMANDS.commands)
+    for wrong in (["cluster", "forget", "n3"], ["tenants", "quota", "team-a", "--rams", "1GiB"]):
+        with pytest.raises(Exception, match=r"No such (command|option)"):
+            test_documented_cli_command_line_is_valid(wrong)
 
 
 # ---- links -----------------------------------------------------------------------------------

@@ -12,9 +12,12 @@ from fleets import Start, kill, members, peers, stop
 from known_pages import Pages
 from waiting import wait_until
 
+import kvstore
 from kvstore import Client, ClientConfig, Keep
 from kvstore.cli.members import SAME_EVENT_MS, merge_events
 from kvstore.results import Event, Events
+from node.cluster.membership import LostMember, Membership
+from node.cluster.peers import MemberEvents
 from node.events import FILE_NAME, FILE_NBYTES_MAX, KEPT, KEPT_SAME, TEXT_MAX, EventLog, Kind
 from node.server import Node
 
@@ -118,11 +121,12 @@ def test_events_of_members_are_merged() -> None:
         return Events(tuple(Event(at, "lost", "n9", text) for at, text in events))
 
     late = SAME_EVENT_MS + 1
-    merged = merge_events({"n1": reply((0, "a"), (5, "b")), "n2": reply((9, "c"), (late + 9, "d"))})
+    told = {"n1": reply((0, "a"), (5, "b")), "n2": reply((9, "c")), "n3": reply((late + 9, "d"))}
+    merged = merge_events(told)
     assert [(event["unix_ms"], event["text"], event["seen_by"]) for event in merged] == [
         (0, "a", ["n1"]),
         (5, "b", ["n1", "n2"]),
-        (late + 9, "d", ["n2"]),
+        (late + 9, "d", ["n3"]),
     ]
 
 
@@ -148,6 +152,7 @@ def test_members_record_who_joins_is_lost_returns_and_is_drained(
     three = fleet("n3")
     wait_until(lambda: etcd.has("/kvstore/fleet/known/n3", b"address"))
     stop(three)
+    assert three.events.since()[-1].kind == "stopped"
     wait_until(lambda: kinds(one, "n3")[-1] == "lost")
     with Client(ClientConfig(f"127.0.0.1:{one.grpc.port}", direct=True)) as client:
         client.forget_member("n3")
@@ -168,10 +173,20 @@ def test_stopped_disk_and_recovery_are_events(
     node.disk.recover()
     found = [(event.kind, event.text) for event in node.events.since()]
     assert found == [
-        ("started", "version 0.1.0"),
+        ("started", f"version {kvstore.__version__}"),
         ("disk-stopped", "broken: no spare blocks"),
         ("disk-recovered", "the disk tier serves again"),
     ]
+
+
+def test_loss_is_recorded_once_over_a_restart(tmp_path: Path) -> None:
+    lost = LostMember("n9", "h9:7440", 1.0, int(time.time()) - 3600)
+    membership = Membership("static:fleet/n1=h1:7440", "n1")
+    for _ in range(2):
+        log = EventLog(str(tmp_path))
+        MemberEvents(log, membership).on_lost([lost], ())
+        log.close()
+    assert [(event.kind, event.unix_ms) for event in log.since()] == [("lost", 1000 * lost.lost_s)]
 
 
 def test_pages_of_a_killed_member_get_two_copies_again(fleet: Start, etcd: FakeEtcd) -> None:
