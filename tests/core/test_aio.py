@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import random
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -223,6 +224,7 @@ def test_late_calls_raise_by_their_deadline_and_the_next_ones_work(
 ) -> None:
     chain = Pages("aio-late", page_nbytes=4096)
     (key,) = chain.keys(1)
+    some = AsyncConnection._some
 
     async def body(client: Client) -> None:
         await client.put(chain.namespace, [key], [chain.content(key)])
@@ -240,6 +242,17 @@ def test_late_calls_raise_by_their_deadline_and_the_next_ones_work(
             patch.setattr("kvstore.aio.connections.AsyncConnection._send", nothing)
             with pytest.raises(DeadlineExceeded):
                 await client.lookup(chain.namespace, [key], timeout_s=0.09)
+
+        async def slow(self: AsyncConnection, view: memoryview) -> int:
+            """Receive when the deadline has passed; the bytes are there without a wait."""
+            time.sleep(0.15)
+            return await some(self, view)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("kvstore.aio.connections.TURN_NBYTES", 1)
+            patch.setattr(AsyncConnection, "_some", slow)
+            with pytest.raises(DeadlineExceeded):
+                await client.get(chain.namespace, [key], [bytearray(4096)], timeout_s=0.1)
         assert (await client.lookup(chain.namespace, [key])).prefix_pages == 1
 
     run(shared_node, body, connections_max=2)

@@ -290,8 +290,10 @@ def test_owner_fetches_pages_that_could_not_be_handed_to_it(
     under = counts(sender).pages_under_replicated, counts(owner).pages_under_replicated
     assert under == (0, len(keys)), "what was only compared is not repaired"
     sender.peers.replicator._queue.missed["n1"] += len(keys)
+    owner.peers.rebalancer.expect(3)
+    assert counts(owner).pages_under_replicated == len(keys) + 3
     owner.peers.rebalancer.expect(1 << 64)  # a status has no room for more
-    assert 0 < counts(owner).pages_under_replicated < 1 << 32
+    assert counts(owner).pages_under_replicated < 1 << 32
     owner.peers.rebalancer.missed_s = 0.1
     pages.put(connect(sender, direct=True), pages.keys(99))
     wait_until(lambda: present(owner, pages.namespace, keys) == [True] * len(keys))

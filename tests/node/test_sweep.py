@@ -106,6 +106,7 @@ def test_replica_fetches_pages_it_missed_while_away(
     connect: Connect,
     alone: Callable[[Node], Client],
     pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     view = tell(replicas=2)
     for node in fleet[:2]:
@@ -114,7 +115,11 @@ def test_replica_fetches_pages_it_missed_while_away(
             pages,
             sorted(of(view, pages, "n2") - of(view, pages, "n0" if node is fleet[1] else "n1")),
         )
-    assert sweep(fleet[2]).failed == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(rebalance.Rebalance, "_fetch", lambda sweep, missing: 0)
+        missing = len(of(view, pages, "n2"))
+        assert (sweep(fleet[2]).thin, counts(fleet[2]).pages_under_replicated) == (missing, missing)
+    assert sweep(fleet[2]).failed == counts(fleet[2]).pages_under_replicated == 0
     assert there(alone(fleet[2]), pages) == of(view, pages, "n2")
 
 
