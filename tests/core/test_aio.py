@@ -17,11 +17,13 @@ from kvstore import (
     DeadlineExceeded,
     Exhausted,
     InvalidRequest,
+    Keep,
     PutOutcome,
     Unavailable,
 )
 from kvstore.aio import Client
 from kvstore.aio.connections import AsyncBulkWire, AsyncConnection
+from kvstore.deadline import Deadline
 from kvstore.tools.node_process import NodeProcess
 
 PAGE_NBYTES = 192 << 10  # more than a socket's buffers hold, so that gets are cut in mid-page
@@ -71,7 +73,13 @@ def test_pages_put_by_aio_are_got_by_the_sync_client_and_back(
         listed = [page.prefix_hash async for page in client.list_pages(chain.namespace)]
         assert listed == sorted(keys[:5])
         assert (await client.stat(chain.namespace, keys[:1]))[0].present
+        assert await client.get(chain.namespace, keys[::-1], buffers, prefix=True) == [False] * 6
         assert await client.remove(chain.namespace, keys[4:]) == [True, False]
+        (last,) = chain.keys(9)
+        await client.put(chain.namespace, [last], pages[:1], Keep(ttl_s=600.0))
+        assert (await client.stat(chain.namespace, [last]))[0].ttl_ms > 0
+        with pytest.raises(InvalidRequest):
+            await client.put(chain.namespace, [last] * 2, pages[:2])
         assert (await client.node_status()).state == "SERVING"
         assert client.wire_name == (wire if wire != "auto" else "shm")
 
@@ -282,6 +290,19 @@ def test_unreachable_node_is_an_error_of_the_same_kind() -> None:
                 await client.lookup(chain.namespace, chain.keys(1))
         with pytest.raises(Unavailable):
             await client.node_status()
+
+    asyncio.run(main())
+
+
+def test_failed_connections_leave_room_for_others() -> None:
+    async def connect(deadline: Deadline) -> Any:
+        raise Unavailable("no")
+
+    async def main() -> None:
+        wire = AsyncBulkWire(None, connect, 1)  # type: ignore[arg-type]
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await wire._lease(Deadline(5.0))
 
     asyncio.run(main())
 

@@ -15,9 +15,10 @@ from waiting import wait_until
 import kvstore
 from kvstore import Client, ClientConfig, Keep
 from kvstore.cli.members import SAME_EVENT_MS, merge_events
+from kvstore.cluster.view import Member, State, View
 from kvstore.results import Event, Events
 from node.cluster.membership import LostMember, Membership
-from node.cluster.peers import MemberEvents
+from node.cluster.peers import MemberEvents, lost_shares
 from node.events import FILE_NAME, FILE_NBYTES_MAX, KEPT, KEPT_SAME, TEXT_MAX, EventLog, Kind
 from node.server import Node
 
@@ -187,6 +188,17 @@ def test_loss_is_recorded_once_over_a_restart(tmp_path: Path) -> None:
         MemberEvents(log, membership).on_lost([lost], ())
         log.close()
     assert [(event.kind, event.unix_ms) for event in log.since()] == [("lost", 1000 * lost.lost_s)]
+
+
+def test_share_of_a_lost_member_leaves_out_draining_ones() -> None:
+    states = {"n1": State.SERVING, "n2": State.DRAINING}
+    there = tuple(Member(name, f"{name}:7440", state=state) for name, state in states.items())
+    lost = [LostMember("n9", "h9:7440", 1.0, 1)]
+    (alone,) = lost_shares(View("fleet", 1, there, 1), lost)
+    assert (alone.share, alone.owners_left) == (0.5, 0)
+    assert abs(alone.share_alone - 0.5) < 0.1
+    (beside,) = lost_shares(View("fleet", 1, there, 2), lost)
+    assert (beside.owners_left, beside.share_alone) == (1, 0.0)
 
 
 def test_pages_of_a_killed_member_get_two_copies_again(fleet: Start, etcd: FakeEtcd) -> None:

@@ -1,5 +1,6 @@
 """Pages of a keyed namespace: whatever a node, or a writer without the key, changes is a miss."""
 
+import asyncio
 import itertools
 import random
 from collections.abc import Callable
@@ -14,14 +15,17 @@ from local_nodes import Connect, StartNode, settle
 from kvstore import (
     ByteRange,
     Client,
+    ClientConfig,
     ConfigError,
     InvalidRequest,
     Namespace,
     PutOutcome,
     opaque_layout,
 )
+from kvstore.aio import Client as AsyncClient
 from kvstore.page_hmac import PageHmacs
 from kvstore.results import Keep
+from node.memory.inventory import Inventory
 from node.server import Node
 
 NBYTES = 5 * 256 + 100  # five parts, where leaves are small
@@ -159,6 +163,40 @@ def test_page_changed_by_a_node_is_a_miss_and_can_be_stored_again(
     assert client.lookup(keyed.namespace, keys).present == (True, False, True, True)
     assert keyed.put(client, keys)[1] is PutOutcome.STORED
     assert keyed.get(client, keys) == [True] * 4
+
+
+def test_asyncio_client_verifies_pages_and_reports_bad_ones(node: Node, keyed: Pages) -> None:
+    """It has its own calls of get and put, which take the key and the report along."""
+    keys = keyed.keys(*range(4))
+    space, pages = keyed.namespace, [keyed.content(key) for key in keys]
+
+    async def main() -> None:
+        config = ClientConfig(f"127.0.0.1:{node.grpc.port}", wire="bulk", page_key=SECRET)
+        async with AsyncClient(config) as client:
+
+            async def get() -> list[bool]:
+                buffers = [bytearray(NBYTES) for _ in keys]
+                hits = await client.get(space, keys, buffers)
+                assert all(not hit or buffers[i] == pages[i] for i, hit in enumerate(hits))
+                part = [bytearray(NBYTES - 1) for _ in keys]
+                assert (
+                    await client.get_ranges(space, keys, [ByteRange(0, NBYTES - 1)], part) == hits
+                )
+                return hits
+
+            await client.put(space, keys, pages)
+            forge(node, keyed, keys[1], flip_last)
+            with Inventory(node.tier).inspected(space.digest, keys[2]) as page:
+                assert page is not None
+                node.arena.view(page.offset, NBYTES)[7] ^= 1
+            assert await get() == [True, False, False, True]
+            assert (client.stats.forged_pages, client.stats.corrupt_pages) == (1, 1)
+            found = await client.stat(space, keys)
+            assert [page.present for page in found] == [True, False, False, True]
+            assert await client.put(space, keys[1:3], pages[1:3]) == [PutOutcome.STORED] * 2
+            assert await get() == [True] * 4
+
+    asyncio.run(main())
 
 
 def test_prefix_ends_at_a_forged_page(node: Node, client: Client, keyed: Pages) -> None:
