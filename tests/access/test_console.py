@@ -134,6 +134,7 @@ def test_identity_limited_to_models_does_not_see_other_models(stored: Node, peop
             None,
             None,
         ), who
+        assert values["slow"] == [], "calls on other models of its tenant"
         assert "ram" not in values
 
 

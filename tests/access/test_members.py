@@ -55,6 +55,19 @@ def client(node: Node, token: str) -> Client:
     return Client(config)
 
 
+def test_reload_reports_credentials_that_can_not_be_read(
+    fleet: Start, crew: People, etcd: FakeEtcd, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(crew.tokens["member"])
+    node = fleet("n1", identities=str(crew.path), token_file=str(token))
+    assert node.reload() == {"identities": "", "credentials for members": ""}
+    token.unlink()
+    found = node.reload()
+    assert (found["identities"], "token_file=" in found["credentials for members"]) == ("", True)
+
+
 def test_pages_are_replicated_between_members(fleet: Start, crew: People, etcd: FakeEtcd) -> None:
     one, two = started(fleet, crew, "n1"), started(fleet, crew, "n2")
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])

@@ -125,7 +125,16 @@ def test_remove_of_the_current_context_leaves_none(home: Path) -> None:
     assert (unknown.code, "there is no context 'prod'" in unknown.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"contexts": {"a": {"token": "x"}}}', "\x00\xff"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"contexts": {"a": {"token": "x"}}}',
+        '{"contexts": {"a": {"insecure": "no"}}}',
+        "\x00\xff",
+    ],
+)
 def test_broken_file_stops_only_commands_that_name_a_context(
     kvstore: Kvstore, shared_node: NodeProcess, home: Path, text: str
 ) -> None:

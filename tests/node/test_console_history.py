@@ -269,6 +269,17 @@ def test_damaged_history_begins_anew(
     assert ("begins anew" in caplog.text) == (damage != "empty")
 
 
+def test_history_with_other_columns_is_not_shown(tmp_path: Path) -> None:
+    """A file of another release; its values would stand under wrong names."""
+    saved_history(tmp_path)
+    inventory: Any = Spaces()
+    latency = Latency((0.001,), lambda: {})
+    history = History(inventory, None, latency, Clock(), lambda: 1e9, tmp_path)
+    history.poll()
+    history.stop()
+    assert history.visible_to(OPERATOR) is None
+
+
 def test_history_of_the_future_is_not_shown(tmp_path: Path) -> None:
     saved_history(tmp_path)
     assert reopened(tmp_path, wall_s=1e9 - 86400) is None

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gateway_processes import gateways
 from known_pages import Pages
 from local_nodes import StartNode
 from waiting import wait_until
@@ -117,6 +118,12 @@ def test_service_reloads_its_files_and_reports_its_state(service: Service) -> No
     with Client(ClientConfig(address, token=other, timeout_s=20.0)) as client:
         assert pages.get(client, pages.keys(0)) == [True]
     assert json.loads(service.audit.read_text().splitlines()[-1])["what"] == "refused"
+
+    (gateway,) = gateways(service.node.pid)
+    os.kill(gateway, signal.SIGKILL)
+    wait_until(lambda: {gateway} != {*gateways(service.node.pid)} != set())
+    (gateway,) = gateways(service.node.pid)
+    assert b"\0--log-level\0DEBUG\0" in Path(f"/proc/{gateway}/cmdline").read_bytes()
 
     service.node._process.send_signal(signal.SIGTERM)
     assert service.notified("STOPPING=1") == {"STOPPING": "1", "STATUS": "draining"}

@@ -9,6 +9,7 @@ from local_nodes import Connect
 from waiting import wait_until
 
 from kvstore import Exhausted, Namespace, opaque_layout
+from kvstore.pb import kvstore_pb2 as pb
 from node.server import Node
 from node.serving.limits import PerPeerQueue
 from node.serving.request_metrics import (
@@ -125,6 +126,9 @@ def test_slow_calls_say_what_they_are_about(
     calls = by_op(slow)
     assert [calls[op].subject for op in ("put", "get")] == [about, about]
     assert calls["lookup"].subject == about._replace(nbytes=0)
+    ranges = [pb.ByteRange(nbytes=5)] * 2
+    parts = pb.GetRequest(namespace=space.digest, prefix_hashes=keys, ranges=ranges)
+    assert slow.describe(None, parts) == about._replace(nbytes=3 * 10)
     assert {calls[op].wire for op in ("put", "get")} == {wire}
     if wire == "shm":
         assert calls["commit"].subject == about, "a commit has no keys of its own"

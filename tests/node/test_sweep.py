@@ -20,6 +20,7 @@ from waiting import wait_until
 from kvstore import Client, InvalidRequest, PutOutcome
 from kvstore.cluster.view import Member, State, View
 from kvstore.errors import Unavailable
+from kvstore.pb import kvstore_pb2 as pb
 from node.cluster import rebalance
 from node.cluster import rebalance as sweep_of
 from node.cluster.drain import DrainTimeouts
@@ -121,6 +122,15 @@ def test_replica_fetches_pages_it_missed_while_away(
         assert (sweep(fleet[2]).thin, counts(fleet[2]).pages_under_replicated) == (missing, missing)
     assert sweep(fleet[2]).failed == counts(fleet[2]).pages_under_replicated == 0
     assert there(alone(fleet[2]), pages) == of(view, pages, "n2")
+
+
+def test_copies_beside_the_owners_are_no_replicas(fleet: list[Node], pages: Pages) -> None:
+    """They are evicted first."""
+    sweep, keys = fleet[0].peers.rebalancer._sweep, pages.keys(0, 1)
+    plant(fleet[0], pages, [pages.key(2)])  # opens the namespace
+    told = [pb.PageStat(prefix_hash=key, is_copy=key == keys[1]) for key in keys]
+    found = list(sweep._absent("n1", pages.namespace.digest, told, frozenset()))
+    assert [page.copies for page in found] == [1, 0]
 
 
 def test_sweep_copies_times_to_live_and_pins(

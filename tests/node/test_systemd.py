@@ -4,11 +4,14 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
+from local_nodes import StartNode
 from waiting import wait_until
 
 from kvstore.config import Supervisor, supervisor
+from node.main import Reload
 from node.systemd import Notifier, Watchdog, http_answers
 
 
@@ -39,6 +42,23 @@ def test_long_start_asks_for_more_time_now_and_then(
 def test_supervisor_that_is_away_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     Notifier("/nowhere/notify").send(READY=1)
     assert "NOTIFY_SOCKET does not take READY" in caplog.text
+
+
+def test_reload_that_fails_is_ended(
+    systemd: socket.socket, start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """systemd waits for READY=1 after RELOADING=1, and would kill the node."""
+    node = start_node()
+
+    def fail() -> NoReturn:
+        raise RuntimeError("no threads left")
+
+    monkeypatch.setattr(node, "reload", fail)
+    notifier = Notifier("@" + systemd.getsockname()[1:].decode())
+    Reload(node, {"config": ""}, notifier).begin()
+    assert systemd.recv(4096).startswith(b"RELOADING=1\n")
+    status = b"SIGHUP: reloaded nothing; failed, and unchanged: files: RuntimeError"
+    assert systemd.recv(4096).startswith(b"READY=1\nSTATUS=" + status)
 
 
 def test_watchdog_is_fed_only_while_the_node_answers(systemd: socket.socket) -> None:

@@ -206,6 +206,16 @@ def test_expiring_certificate_is_an_event(ours: Authority, start_node: StartNode
     assert said.startswith("tls_cert expires on 2")
 
 
+def test_reload_reports_certificates_that_can_not_be_used(
+    ours: Authority, start_node: StartNode
+) -> None:
+    ours.node("reloaded", ["localhost"], 9.0, force=True)
+    node = start_node(**pair(ours, "reloaded"))
+    assert node.reload() == {"certificates": ""}
+    Path(pair(ours, "reloaded")["tls_key"]).write_text("no key")
+    assert "tls_key" in node.reload()["certificates"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
