@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 
-def gateways(pid: int) -> list[int]:
-    """Return the process ids of the node's gateways."""
+def gateways(pid: int, module: str = "node.gateway.main") -> list[int]:
+    """Return the process ids of the node's gateways, or of its other processes by their module."""
     children = Path(f"/proc/{pid}/task/{pid}/children")
     if not children.exists():
         pytest.skip("this kernel does not list the children of a process")
@@ -16,9 +16,7 @@ def gateways(pid: int) -> list[int]:
         for child in _words(task / "children")
     }
     return [
-        child
-        for child in sorted(every)
-        if b"node.gateway.main" in _read(Path(f"/proc/{child}/cmdline"))
+        child for child in sorted(every) if module.encode() in _read(Path(f"/proc/{child}/cmdline"))
     ]
 
 

@@ -56,7 +56,9 @@ class Service:
 
     def configure(self, level: str, *lines: str) -> None:
         text = f'identities = "{self.identities}"\naudit-log = "{self.audit}"\n'
-        text += f'[memory]\nram-bytes = "4 MiB"\n[observability]\nlog-level = "{level}"\n'
+        text += '[memory]\nram-bytes = "32 MiB"\n[disk]\ndisk-bytes = "64MiB"\n'
+        text += f'data-dir = "{self.audit.parent}/data"\n'
+        text += f'[observability]\nlog-level = "{level}"\n'
         self.config.write_text(text + "\n".join(lines))
         self.config.chmod(0o640)
 
@@ -97,6 +99,7 @@ def test_service_reloads_its_files_and_reports_its_state(service: Service) -> No
     service.identities.write_text(token_line("cd", other, tenant="team-a", role="write"))
     service.configure("debug", "[limits]", "sessions-max = 9")
     service.audit.rename(f"{service.audit}.1")
+    (disk,) = gateways(service.node.pid, "node.disk.io_worker")
     assert service.hang_up() == "SIGHUP: reloaded log level DEBUG, identities, audit log"
     assert service.audit.exists()
     assert "node.toml: restart the node to apply sessions-max" in service.node.log_text
@@ -119,6 +122,7 @@ def test_service_reloads_its_files_and_reports_its_state(service: Service) -> No
         assert pages.get(client, pages.keys(0)) == [True]
     assert json.loads(service.audit.read_text().splitlines()[-1])["what"] == "refused"
 
+    assert gateways(service.node.pid, "node.disk.io_worker") == [disk]
     (gateway,) = gateways(service.node.pid)
     os.kill(gateway, signal.SIGKILL)
     wait_until(lambda: {gateway} != {*gateways(service.node.pid)} != set())
@@ -127,6 +131,7 @@ def test_service_reloads_its_files_and_reports_its_state(service: Service) -> No
 
     service.node._process.send_signal(signal.SIGTERM)
     assert service.notified("STOPPING=1") == {"STOPPING": "1", "STATUS": "draining"}
+    os.kill(service.node.pid, signal.SIGHUP)  # nor does it cut a drain short
     assert service.node._process.wait(30.0) == 0
 
 
