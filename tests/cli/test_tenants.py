@@ -2,8 +2,9 @@
 
 import pytest
 
+from kvstore import Namespace, opaque_layout
 from kvstore.cli.access.tenants import show_tenants
-from kvstore.results import NodeStatus, TenantUse
+from kvstore.results import NamespaceInfo, NodeStatus, TenantUse
 
 
 def test_tenant_is_shown_with_its_quota_and_refusals(
@@ -22,11 +23,14 @@ def test_tenant_is_shown_with_its_quota_and_refusals(
         ),
         TenantUse(tenant="team-b", ram_nbytes=gib),
     ]
-    show_tenants([NodeStatus(tenants=tuple(uses))])
+    space = Namespace("model", opaque_layout(512), tenant="team-a")
+    pages = NamespaceInfo(space.digest, space, page_nbytes=512, page_count=11, disk_page_count=22)
+    show_tenants([NodeStatus(tenants=tuple(uses), namespaces=(pages,))])
     first, second = (
         line for line in capsys.readouterr().out.splitlines() if line.startswith("team-")
     )
     assert "1.0 GiB of 2.0 GiB" in first
+    assert first.split()[7:9] == ["11", "22"]
     assert "7 of 1,000" in first
     assert "3 puts, 1,234 requests" in first
     assert "of" not in second

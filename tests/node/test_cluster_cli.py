@@ -74,6 +74,7 @@ def test_events_of_all_members_that_answer(
     fleet[0].membership.become(view)
     told = kvstore("cluster", "events", "--json")
     assert (told.exit_code, "without gone: " in told.stderr) == (3, True)
+    assert kvstore("tenants", "list").exit_code == 3, "their sums lack a member"
     found = json.loads(told.stdout)
     assert found["away"] == ["gone"]
     (lost,) = (event for event in found["events"] if event["kind"] == "lost")

@@ -190,6 +190,22 @@ def test_loss_is_recorded_once_over_a_restart(tmp_path: Path) -> None:
     assert [(event.kind, event.unix_ms) for event in log.since()] == [("lost", 1000 * lost.lost_s)]
 
 
+def test_return_is_recorded_once_in_whatever_order_etcd_tells_it() -> None:
+    there = tuple(Member(name, f"{name}:7440") for name in ("n1", "n9"))
+    for told_first in ("view", "registered"):
+        membership, log = Membership("static:fleet/n1=h1:7440", "n1"), EventLog()
+        events = MemberEvents(log, membership)
+        events.on_view(View("fleet", 1, there[:1], 1))
+        events.on_lost([LostMember("n9", "n9:7440", 1.0, 1)], {"n1"})
+        steps = [
+            lambda events=events: events.on_view(View("fleet", 2, there, 1)),
+            lambda events=events: events.on_lost([], {"n1", "n9"}),
+        ]
+        for step in steps if told_first == "view" else reversed(steps):
+            step()
+        assert [event.kind for event in log.since()] == ["lost", "returned"], told_first
+
+
 def test_share_of_a_lost_member_leaves_out_draining_ones() -> None:
     states = {"n1": State.SERVING, "n2": State.DRAINING}
     there = tuple(Member(name, f"{name}:7440", state=state) for name, state in states.items())

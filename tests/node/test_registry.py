@@ -21,7 +21,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from node.auth.access import THE_NODE
 from node.cluster.etcd import Entry
 from node.cluster.membership import LostMember
-from node.cluster.registry_state import RegistryState
+from node.cluster.registry_state import RegistryState, parse_known
 from node.config import NodeConfig
 from node.server import Node
 
@@ -414,3 +414,10 @@ def test_number_of_lost_members_is_limited() -> None:
     value = LostMember("n", "h:7440", 1.0, 1234).value()
     state.entries = {state.known_key(f"n{number}"): Entry(value, 1, 0) for number in range(1100)}
     assert len(state.lost()) == MEMBERS_MAX
+
+
+@pytest.mark.parametrize("weight", [-1.0, 0.0, float("nan")])
+def test_lost_member_that_has_no_place_is_refused(weight: float) -> None:
+    """Its share of the keys is computed in each status."""
+    with pytest.raises(ConfigError, match="is no known member"):
+        parse_known("n9", LostMember("n9", "h9:7440", weight).value())
