@@ -139,6 +139,23 @@ def test_same_name_with_another_token_is_a_lockout(operator: Client, crew: Crew)
         operator.push_identities(lines.encode())
 
 
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("operator", "\n", " expires=2001-01-01T00:00:00Z\n", "with the same credential"),
+        ("operator", "role=admin", "role=write", "with the same credential"),
+        ("member", "role=node", "role=write", "without member, of role node"),
+    ],
+)
+def test_credential_that_loses_its_right_is_a_lockout(
+    operator: Client, crew: Crew, name: str, old: str, new: str, message: str
+) -> None:
+    line = read_line(crew.people.path, name) + "\n"
+    text = crew.people.path.read_text().replace(line, line.replace(old, new))
+    with pytest.raises(InvalidRequest, match=message):
+        operator.push_identities(text.encode())
+
+
 def read_line(path: Path, name: str) -> str:
     (line,) = [line for line in path.read_text().splitlines() if line.split()[1:2] == [name]]
     return line
@@ -149,6 +166,9 @@ def test_invalid_content_changes_nothing(operator: Client, crew: Crew, content: 
     before = crew.files[0].read_bytes()
     with pytest.raises(InvalidRequest, match="is not valid"):
         operator.push_identities(content, force=True)
+    if content.startswith(b"t"):  # one bad line among good ones
+        with pytest.raises(InvalidRequest, match="is not valid"):
+            operator.push_identities(before + content, force=True)
     with pytest.raises(InvalidRequest, match="is not valid"):  # a file that was cut off
         operator.push_identities(before.rstrip(b"\n"), force=True)
     assert crew.files[0].read_bytes() == before

@@ -65,12 +65,13 @@ def test_node_and_command_use_the_certificates(
         mixed = kvstore("status", "-a", node.address)
         assert mixed.code == 2
         assert "is not the key of the certificate in tls_cert=" in mixed.stderr
+        monkeypatch.setenv("KVSTORE_TLS_KEY", str(folder / "team-a.key"))
         # Another authority: gRPC has a line of its own about the handshake
         assert kvstore("certs", "ca", "--dir", str(folder / "other")).code == 0
         command = [sys.executable, "-m", "kvstore", "status", "-a", node.address]
         command += ["--tls-ca", str(folder / "other" / "ca.pem")]
         shown = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert (shown.returncode, shown.stderr.count("\n")) == (2, 1), shown.stderr
+        assert (shown.returncode, shown.stderr.count("\n")) == (3, 1), shown.stderr
 
 
 def test_status_warns_of_a_node_without_tls(kvstore: Kvstore) -> None:

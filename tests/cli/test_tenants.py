@@ -30,7 +30,7 @@ def test_tenant_is_shown_with_its_quota_and_refusals(
         line for line in capsys.readouterr().out.splitlines() if line.startswith("team-")
     )
     assert "1.0 GiB of 2.0 GiB" in first
-    assert first.split()[7:9] == ["11", "22"]
+    assert first.split()[10:12] == ["11", "22"]
     assert "7 of 1,000" in first
     assert "3 puts, 1,234 requests" in first
     assert "of" not in second

@@ -403,9 +403,10 @@ def test_member_lost_before_a_start_is_reported_with_its_time(fleet: Start, etcd
     for number, lost_s in enumerate((-1, 1 << 38, 10**30)):  # no message could have these
         known = LostMember("n9", "h9:7440", 1.0, lost_s).value()
         etcd.put(f"/kvstore/fleet/known/odd{number}", known)
-    one = fleet("n1")
+    one = fleet("n1", zone="east")
     assert lost(one) == {"n9": 1234}
     assert "n9" in {event.member for event in one.events.since()}
+    wait_until(lambda: etcd.has("/kvstore/fleet/known/n1", b'"zone": "east"'))
 
 
 def test_number_of_lost_members_is_limited() -> None:
@@ -419,5 +420,5 @@ def test_number_of_lost_members_is_limited() -> None:
 @pytest.mark.parametrize("weight", [-1.0, 0.0, float("nan")])
 def test_lost_member_that_has_no_place_is_refused(weight: float) -> None:
     """Its share of the keys is computed in each status."""
-    with pytest.raises(ConfigError, match="is no known member"):
+    with pytest.raises(ConfigError, match="the weight of n9"):
         parse_known("n9", LostMember("n9", "h9:7440", weight).value())

@@ -61,6 +61,27 @@ def test_reload_that_fails_is_ended(
     assert systemd.recv(4096).startswith(b"READY=1\nSTATUS=" + status)
 
 
+def test_node_whose_ram_tier_or_acceptor_hangs_does_not_answer(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, locked, done = start_node(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with node.tier.lock:
+            locked.set()
+            done.wait(20.0)
+
+    assert node.answers(20.0)
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert locked.wait(20.0)
+    assert not node.answers(0.05)
+    done.set()
+    thread.join()
+    monkeypatch.setattr(type(node.bulk), "accepts", False)
+    assert not node.answers(20.0)
+
+
 def test_watchdog_is_fed_only_while_the_node_answers(systemd: socket.socket) -> None:
     good, asked = threading.Event(), threading.Semaphore(0)
 

@@ -154,6 +154,11 @@ def test_release_builds_and_pushes_each_artefact_with_hidden_credentials(
     assert done.stdout.decode().count(": OK") == 3
     with tarfile.open(tree / "dist" / f"kvstore-{VERSION}.tgz") as packed:
         assert packed.getnames() == ["kvstore/Chart.yaml", "kvstore/templates/node.yaml"]
+    programs.unlink()
+    monkeypatch.setenv("MAKE", "false")
+    assert RELEASE.main([VERSION, "--push"], tree) == 1
+    assert "image: false ended with status 1" in capsys.readouterr().out
+    assert not programs.exists(), "a version without its image"
 
 
 def test_index_without_credentials_or_with_credentials_in_its_address_is_a_problem(
