@@ -291,7 +291,7 @@ def test_client_without_the_key_cannot_put_or_get(
         ):
             with pytest.raises(
                 ConfigError,
-                match=f"signed with the key {key_id()}, and this client {message}; set KVSTORE",
+                match=f"signed with the key {key_id()}, and this client {message}; set page_key",
             ):
                 call(other, [key])
         assert other.lookup(keyed.namespace, [key]).prefix_pages == 1
