@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import not_, or_
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.cluster.calls import check_goes_on, keyed_replies, per_key, wait_ms
 from kvstore.cluster.fan_out import Ask, Call, FanOut, Indices, select
@@ -21,22 +21,24 @@ from kvstore.log_rate import LogRate
 from kvstore.messages import result, results
 from kvstore.otel import set_up as set_up_spans
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.results import (
-    DrainProgress,
-    Events,
-    ForgetResult,
-    NamespaceInfo,
-    NodeStatus,
-    PageStat,
-    PushedIdentities,
-    Recorded,
-    ScrubResult,
-    SweepResult,
-    VerifyResult,
-)
+from kvstore.results import VerifyResult
 from kvstore.transports.channel import NodeChannel, NodeConnection
 from kvstore.transports.connections import check_process
 from kvstore.transports.tls import check_tls
+
+if TYPE_CHECKING:
+    from kvstore.results.replies import (
+        DrainProgress,
+        Events,
+        ForgetResult,
+        NamespaceInfo,
+        NodeStatus,
+        PageStat,
+        PushedIdentities,
+        Recorded,
+        ScrubResult,
+        SweepResult,
+    )
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -188,7 +190,7 @@ class Admin:
 
     def stat(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
-    ) -> list[PageStat]:
+    ) -> "list[PageStat]":
         """Return one PageStat per key; `present` is False for a miss."""
 
         def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[pb.PageStat]:
@@ -203,13 +205,13 @@ class Admin:
         absent, deadline = pb.PageStat(), self._deadline(timeout_s)
         found = self._fan_out.route(ask, namespace, prefix_hashes, deadline, _not_present, absent)
         return [
-            result(page) if page.prefix_hash else PageStat(prefix_hash)
+            result(page) if page.prefix_hash else result(pb.PageStat(prefix_hash=prefix_hash))
             for page, prefix_hash in zip(found, prefix_hashes, strict=True)
         ]
 
     def list_pages(
         self, namespace: Namespace, key_prefix: bytes = b"", limit: int = 0, after: bytes = b""
-    ) -> Iterator[PageStat]:
+    ) -> "Iterator[PageStat]":
         """Yield a namespace's pages, ordered by prefix hash, in chunks from the nodes.
 
         `limit` 0 yields all; `after` skips hashes up to that one. The lists of a cluster's members
@@ -249,7 +251,7 @@ class Admin:
             request.limit = limit - count if limit else 0
             reply = link.run(_calls("list", request), namespace, self._deadline(None))
 
-    def namespaces(self, timeout_s: float | None = None) -> list[tuple[Namespace, NamespaceInfo]]:
+    def namespaces(self, timeout_s: float | None = None) -> "list[tuple[Namespace, NamespaceInfo]]":
         """Return all namespaces and their counters, summed over the members that answer."""
         request, deadline = pb.ListNamespacesRequest(), self._deadline(timeout_s)
         replies = answered(self._fan_out.each(_calls("list_namespaces", request), None, deadline))
@@ -259,11 +261,12 @@ class Admin:
         """Return the newest view of the cluster; None for a node without a cluster."""
         return self._fan_out.nodes.found(self._deadline(timeout_s))
 
-    def node_status(self, timeout_s: float | None = None) -> NodeStatus:
+    def node_status(self, timeout_s: float | None = None) -> "NodeStatus":
         """Return the node's own status: state, memory, namespaces, counters, limits."""
-        return self._result(NodeStatus, "node_status", pb.NodeStatusRequest(), timeout_s)
+        found: NodeStatus = self._result("node_status", pb.NodeStatusRequest(), timeout_s)
+        return found
 
-    def statuses(self, timeout_s: float | None = None) -> dict[str, NodeStatus | KVStoreError]:
+    def statuses(self, timeout_s: float | None = None) -> "dict[str, NodeStatus | KVStoreError]":
         """Return each node's own status, or the error of the call, by address."""
         return self._each_result("node_status", pb.NodeStatusRequest(), timeout_s)
 
@@ -288,7 +291,7 @@ class Admin:
 
     def forget(
         self, tenant: str, timeout_s: float = FORGET_TIMEOUT_S, away: Away | None = None
-    ) -> ForgetResult:
+    ) -> "ForgetResult":
         """Erase everything that a tenant stores, in RAM and on disk.
 
         Return sums over the nodes.
@@ -340,13 +343,14 @@ class Admin:
 
     def scrub(
         self, cursor: bytes = b"", nbytes_max: int = 0, timeout_s: float | None = None
-    ) -> ScrubResult:
+    ) -> "ScrubResult":
         """Make the node verify a part of its disk.
 
         Continue with `next_cursor` until it is empty.
         """
         request = pb.ScrubRequest(cursor=cursor, nbytes_max=nbytes_max)
-        return self._result(ScrubResult, "scrub", request, timeout_s)
+        found: ScrubResult = self._result("scrub", request, timeout_s)
+        return found
 
     def recover(self, timeout_s: float = RECOVER_TIMEOUT_S) -> None:
         """Make the node use its failed disk again.
@@ -355,7 +359,7 @@ class Admin:
         """
         self._only("recover", pb.RecoverRequest(), timeout_s)
 
-    def drain(self, end: bool = False, timeout_s: float | None = None) -> DrainProgress:
+    def drain(self, end: bool = False, timeout_s: float | None = None) -> "DrainProgress":
         """Drain the named member: it hands its pages to the members that own them without it.
 
         Return the progress. `end` cancels the drain: the member serves again.
@@ -363,7 +367,8 @@ class Admin:
         Raises InvalidRequest at a node without a cluster, or in a cluster with a fixed list of
         members.
         """
-        return self._result(DrainProgress, "drain", pb.DrainRequest(end=end), timeout_s)
+        found: DrainProgress = self._result("drain", pb.DrainRequest(end=end), timeout_s)
+        return found
 
     def forget_member(self, member: str, timeout_s: float | None = None) -> None:
         """Stop reporting a lost member, which will not return.
@@ -373,13 +378,14 @@ class Admin:
         """
         self._only("drain", pb.DrainRequest(forget=member), timeout_s)
 
-    def sweep(self, dry: bool = False, timeout_s: float | None = None) -> SweepResult:
+    def sweep(self, dry: bool = False, timeout_s: float | None = None) -> "SweepResult":
         """Make the named member fetch owned pages that it lacks; `dry` only lists them."""
-        return self._result(SweepResult, "sweep", pb.SweepRequest(dry=dry), timeout_s)
+        found: SweepResult = self._result("sweep", pb.SweepRequest(dry=dry), timeout_s)
+        return found
 
     def events(
         self, since_unix_ms: int = 0, limit: int = 0, timeout_s: float | None = None
-    ) -> dict[str, Events | KVStoreError]:
+    ) -> "dict[str, Events | KVStoreError]":
         """Return the newest events that each node keeps, or the error of the call, by address.
 
         Events are ordered by time. `limit` 0 returns all that are kept.
@@ -393,7 +399,7 @@ class Admin:
         force: bool = False,
         check: bool = False,
         timeout_s: float | None = None,
-    ) -> PushedIdentities:
+    ) -> "PushedIdentities":
         """Replace the identities file of the named member; `check` only validates the content.
 
         Return its digest, and the names of identities that it adds and removes. Raises
@@ -401,7 +407,8 @@ class Admin:
         for one that takes rights from this client or from members.
         """
         request = pb.PushIdentitiesRequest(content=content, force=force, check=check)
-        return self._result(PushedIdentities, "push_identities", request, timeout_s)
+        found: PushedIdentities = self._result("push_identities", request, timeout_s)
+        return found
 
     def record(
         self,
@@ -409,13 +416,14 @@ class Admin:
         recording: bytes = b"",
         end: bool = False,
         timeout_s: float | None = None,
-    ) -> Recorded:
+    ) -> "Recorded":
         """Record the node's requests for some seconds, or fetch the newly recorded ones.
 
         Raises Exhausted while another client records there.
         """
         request = pb.RecordRequest(ms=round(seconds * 1000), recording=recording, end=end)
-        return self._result(Recorded, "record", request, timeout_s)
+        found: Recorded = self._result("record", request, timeout_s)
+        return found
 
     # ---- one call ------------------------------------------------------------------------
 
@@ -432,10 +440,8 @@ class Admin:
     def _only(self, op: str, request: Any, timeout_s: float | None) -> Any:
         return self._fan_out.one(_calls(op, request), None, self._deadline(timeout_s), op)
 
-    def _result(self, kind: type[Result], op: str, request: Any, timeout_s: float | None) -> Result:
-        found = result(self._only(op, request, timeout_s))
-        assert isinstance(found, kind)
-        return found
+    def _result(self, op: str, request: Any, timeout_s: float | None) -> Any:
+        return result(self._only(op, request, timeout_s))
 
     def _each_result(self, op: str, request: Any, timeout_s: float | None) -> dict[str, Any]:
         replies = self._fan_out.each(_calls(op, request), None, self._deadline(timeout_s))
@@ -461,7 +467,7 @@ class Admin:
         return Deadline(self.config.timeout_s if timeout_s is None else timeout_s)
 
 
-def summed(infos: Iterable[NamespaceInfo]) -> list[tuple[Namespace, NamespaceInfo]]:
+def summed(infos: "Iterable[NamespaceInfo]") -> "list[tuple[Namespace, NamespaceInfo]]":
     """Return each namespace once, with the sums of its counters."""
     found: dict[bytes, NamespaceInfo] = {}
     for info in infos:

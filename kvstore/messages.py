@@ -1,8 +1,6 @@
 """Convert between our values and protobuf messages."""
 
-import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -11,41 +9,7 @@ from kvstore.config import GRPC_CHUNK_NBYTES
 from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import LayerGroup, PageLayout, Plane
-from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.results import (
-    CertificateStatus,
-    Counters,
-    DiskStatus,
-    DrainProgress,
-    Event,
-    Events,
-    ForgetResult,
-    GatewayEnd,
-    GatewayStatus,
-    IdentitiesStatus,
-    Limits,
-    LostMember,
-    NamespaceInfo,
-    NodeStatus,
-    OperationTimes,
-    PageStat,
-    PeersStatus,
-    PushedIdentities,
-    RamStatus,
-    Recorded,
-    RecordedUse,
-    RequestTimes,
-    ScrubResult,
-    ShmStatus,
-    SizeClass,
-    SweepResult,
-    TenantUse,
-    TlsStatus,
-)
-
-log = logging.getLogger(__name__)
-log.addFilter(LogRate())
 
 # Namespace fields that the message has under the same name; the layout is a message of its own.
 _SCALARS = (
@@ -226,86 +190,22 @@ _DATA_TAG = _varint(pb.PageChunk.DESCRIPTOR.fields_by_name["data"].number << 3 |
 FRAME_NBYTES = len(chunk_head(GRPC_CHUNK_NBYTES)) + GRPC_CHUNK_NBYTES
 
 
-# The dataclasses of messages that clients get, by the message's name.
-RESULTS: dict[str, type[Any]] = {
-    "NodeStatusReply": NodeStatus,
-    "ForgetReply": ForgetResult,
-    "ScrubReply": ScrubResult,
-    "DrainReply": DrainProgress,
-    "SweepReply": SweepResult,
-    "RecordReply": Recorded,
-    "EventsReply": Events,
-    "PushIdentitiesReply": PushedIdentities,
-} | {
-    kind.__name__: kind
-    for kind in (
-        CertificateStatus,
-        Counters,
-        DiskStatus,
-        Event,
-        GatewayEnd,
-        GatewayStatus,
-        IdentitiesStatus,
-        Limits,
-        LostMember,
-        NamespaceInfo,
-        OperationTimes,
-        PageStat,
-        PeersStatus,
-        RamStatus,
-        RecordedUse,
-        RequestTimes,
-        ShmStatus,
-        SizeClass,
-        TenantUse,
-        TlsStatus,
-    )
-}
-_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in RESULTS.values()}
-_SIMPLE = (bool, int, float, str, bytes)
-
-
 def result(message: Any) -> Any:
-    """Convert a message to its dataclass of `RESULTS`, with all messages inside it.
+    """Convert a reply to its dataclass, as `kvstore.results.conversion.result` does."""
+    from kvstore.results import conversion
 
-    Fields of newer nodes, which no dataclass has, are ignored, and so are repeated messages with a
-    namespace that this version can not read. Raises InvalidRequest for a single one.
-    """
-    name = message.DESCRIPTOR.name
-    if name == "Namespace":
-        return namespace_value(message)
-    kind = RESULTS[name]
-    return kind(*[_result(getattr(message, field)) for field in _FIELDS[kind]])
-
-
-def _result(value: Any) -> Any:
-    if isinstance(value, _SIMPLE):
-        return value
-    return result(value) if hasattr(value, "DESCRIPTOR") else tuple(results(value))
+    return conversion.result(message)
 
 
 def results(values: Iterable[Any]) -> Iterator[Any]:
     """Convert messages, without those of a namespace that this version can not read."""
-    for value in values:
-        try:
-            yield _result(value)
-        except InvalidRequest as error:
-            log.warning("a namespace of a newer node is left out: %s", error)
+    from kvstore.results import conversion
+
+    return conversion.results(values)
 
 
 def plain(value: Any) -> dict[str, Any]:
     """Convert a message or its dataclass to JSON values: every field, bytes as hex."""
-    if isinstance(value, Namespace):
-        value = namespace_message(value)
-    names = _FIELDS.get(type(value)) or [field.name for field in value.DESCRIPTOR.fields]
-    return {name: _plain(getattr(value, name)) for name in names}
+    from kvstore.results import conversion
 
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, _SIMPLE):
-        return value
-    if type(value) in _FIELDS or isinstance(value, Namespace) or hasattr(value, "DESCRIPTOR"):
-        return plain(value)
-    return [_plain(item) for item in value]
+    return conversion.plain(value)

@@ -70,7 +70,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # that no layer names.
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kvstore": (
-        ("*", "pb/", "seals/", "security/"),
+        ("*", "pb/", "results/", "seals/", "security/"),
         ("transports/",),
         ("cluster/",),
         ("admin.py",),

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import kvstore
 from kvstore.admin import FORGET_TIMEOUT_S, PREFIX_HASHES_MAX, RECOVER_TIMEOUT_S
@@ -37,19 +37,9 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import (
     KEEP_WHILE_SPACE,
     ClientStats,
-    DrainProgress,
-    Events,
-    ForgetResult,
     Keep,
     LookupResult,
-    NamespaceInfo,
-    NodeStatus,
-    PageStat,
-    PushedIdentities,
     PutOutcome,
-    Recorded,
-    ScrubResult,
-    SweepResult,
     VerifyResult,
 )
 from kvstore.steps import run_async
@@ -58,6 +48,20 @@ from kvstore.tracing import carried
 from kvstore.transports.bulk import BulkWire
 from kvstore.transports.channel import ConnectionLease, NodeChannel, NodeConnection
 from kvstore.transports.frames import FrameSocket
+
+if TYPE_CHECKING:
+    from kvstore.results.replies import (
+        DrainProgress,
+        Events,
+        ForgetResult,
+        NamespaceInfo,
+        NodeStatus,
+        PageStat,
+        PushedIdentities,
+        Recorded,
+        ScrubResult,
+        SweepResult,
+    )
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -298,7 +302,7 @@ class Client:
 
     async def stat(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None
-    ) -> list[PageStat]:
+    ) -> "list[PageStat]":
         """Return one PageStat per key; `present` is False for a miss."""
         return await self._thread(
             self._deadline(timeout_s), self.sync.stat, namespace, prefix_hashes
@@ -306,7 +310,7 @@ class Client:
 
     async def namespaces(
         self, timeout_s: float | None = None
-    ) -> list[tuple[Namespace, NamespaceInfo]]:
+    ) -> "list[tuple[Namespace, NamespaceInfo]]":
         """Return all namespaces and their counters, summed over the members that answer."""
         return await self._thread(self._deadline(timeout_s), self.sync.namespaces)
 
@@ -314,19 +318,19 @@ class Client:
         """Return the newest view of the cluster; None for a node without a cluster."""
         return await self._thread(self._deadline(timeout_s), self.sync.view)
 
-    async def node_status(self, timeout_s: float | None = None) -> NodeStatus:
+    async def node_status(self, timeout_s: float | None = None) -> "NodeStatus":
         """Return the node's own status: state, memory, namespaces, counters, limits."""
         return await self._thread(self._deadline(timeout_s), self.sync.node_status)
 
     async def statuses(
         self, timeout_s: float | None = None
-    ) -> dict[str, NodeStatus | KVStoreError]:
+    ) -> "dict[str, NodeStatus | KVStoreError]":
         """Return each node's own status, or the error of the call, by address."""
         return await self._thread(self._deadline(timeout_s), self.sync.statuses)
 
     async def events(
         self, since_unix_ms: int = 0, limit: int = 0, timeout_s: float | None = None
-    ) -> dict[str, Events | KVStoreError]:
+    ) -> "dict[str, Events | KVStoreError]":
         """Return the newest events that each node keeps, or the error of the call, by address."""
         return await self._thread(self._deadline(timeout_s), self.sync.events, since_unix_ms, limit)
 
@@ -340,15 +344,15 @@ class Client:
 
     async def scrub(
         self, cursor: bytes = b"", nbytes_max: int = 0, timeout_s: float | None = None
-    ) -> ScrubResult:
+    ) -> "ScrubResult":
         """Make the node verify a part of its disk; continue with `next_cursor`."""
         return await self._thread(self._deadline(timeout_s), self.sync.scrub, cursor, nbytes_max)
 
-    async def drain(self, end: bool = False, timeout_s: float | None = None) -> DrainProgress:
+    async def drain(self, end: bool = False, timeout_s: float | None = None) -> "DrainProgress":
         """Drain the named member, or cancel that; return the progress."""
         return await self._thread(self._deadline(timeout_s), self.sync.drain, end)
 
-    async def sweep(self, dry: bool = False, timeout_s: float | None = None) -> SweepResult:
+    async def sweep(self, dry: bool = False, timeout_s: float | None = None) -> "SweepResult":
         """Make the named member fetch owned pages that it lacks; `dry` only counts them."""
         return await self._thread(self._deadline(timeout_s), self.sync.sweep, dry)
 
@@ -362,7 +366,7 @@ class Client:
         recording: bytes = b"",
         end: bool = False,
         timeout_s: float | None = None,
-    ) -> Recorded:
+    ) -> "Recorded":
         """Record the node's requests for some seconds, or fetch the newly recorded ones."""
         deadline = self._deadline(timeout_s)
         return await self._thread(deadline, self.sync.record, seconds, recording, end)
@@ -373,14 +377,14 @@ class Client:
         force: bool = False,
         check: bool = False,
         timeout_s: float | None = None,
-    ) -> PushedIdentities:
+    ) -> "PushedIdentities":
         """Replace the identities file of the named member; `check` only validates the content."""
         deadline = self._deadline(timeout_s)
         return await self._thread(deadline, self.sync.push_identities, content, force, check)
 
     async def forget(
         self, tenant: str, timeout_s: float = FORGET_TIMEOUT_S, away: Away | None = None
-    ) -> ForgetResult:
+    ) -> "ForgetResult":
         """Erase everything that a tenant stores; see `kvstore.Client.forget`."""
         return await self._thread(self._deadline(timeout_s), self.sync.forget, tenant, away=away)
 
@@ -390,7 +394,7 @@ class Client:
 
     async def list_pages(
         self, namespace: Namespace, key_prefix: bytes = b"", limit: int = 0, after: bytes = b""
-    ) -> AsyncIterator[PageStat]:
+    ) -> "AsyncIterator[PageStat]":
         """Yield a namespace's pages, ordered by prefix hash; see `kvstore.Client.list_pages`."""
         pages = self.sync.list_pages(namespace, key_prefix, limit, after)
         while some := await self._in_thread(lambda: list(islice(pages, LIST_AT_ONCE))):

@@ -7,7 +7,6 @@ import pytest
 
 from kvstore import InvalidRequest, LayerGroup, Namespace, PageLayout, Plane
 from kvstore.messages import (
-    RESULTS,
     chunk_frame,
     chunk_of,
     namespace_message,
@@ -17,6 +16,7 @@ from kvstore.messages import (
 )
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import Counters, NamespaceInfo
+from kvstore.results.conversion import RESULTS
 
 LAYOUT = PageLayout(
     16,
