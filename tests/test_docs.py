@@ -19,7 +19,7 @@ import pytest
 import typer
 
 from gpu_agent.options import AgentConfig, Identity
-from kvstore.cli.commands import app
+from kvstore.cli.commands import build
 from kvstore.config import ClientConfig, load
 from kvstore.errors import ConfigError
 from kvstore.tools.node_process import NodeProcess
@@ -35,7 +35,7 @@ PAGES = [
     *sorted((ROOT / "docs" / "reference").glob("*.md")),
 ]
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
-COMMANDS: Any = typer.main.get_command(app)
+COMMANDS: Any = typer.main.get_command(build())
 
 
 def flag(name: str) -> str:

@@ -14,14 +14,14 @@ def main() -> None:
     """Run the command line; name the extra to install if a package is missing."""
     quiet_grpc()
     try:
-        from kvstore.cli.commands import app
+        from kvstore.cli.commands import build
         from kvstore.cli.output import guard_stdout
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRA_MODULES:
             raise
         sys.exit(_missing(error.name))
     guard_stdout()
-    app(prog_name="kvstore")
+    build(only=sys.argv[1] if len(sys.argv) > 1 else "")(prog_name="kvstore")
 
 
 def _missing(module: str) -> int:

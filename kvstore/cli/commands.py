@@ -1,19 +1,16 @@
 """Define the `kvstore` command: its subcommands and the options before them."""
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from kvstore import __version__
-from kvstore.cli import certs, cluster, disk, load, pages, payload, plan
-from kvstore.cli.access import identities, tenants, tokens
-from kvstore.cli.cluster import status
-from kvstore.cli.contexts import commands as contexts
-from kvstore.cli.doctor import doctor
 from kvstore.cli.exits import Root
 from kvstore.cli.help import Command, Group
 from kvstore.cli.invocation import Invocation, command, shared_options
-from kvstore.cli.top.command import top
 from kvstore.config import named_context
 
 HELP = """Look into kvstore nodes, move pages, measure.
@@ -44,8 +41,6 @@ Exit codes:
   130  interrupted; 141 when the reader of the output went away
 """
 
-app = typer.Typer(cls=Root, help=HELP, rich_markup_mode=None, pretty_exceptions_enable=False)
-
 
 def _show_version(wanted: bool) -> None:
     if wanted:
@@ -53,8 +48,6 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-@app.callback()
-@shared_options
 def options(
     ctx: typer.Context,
     shared: dict[str, Any],
@@ -67,85 +60,118 @@ def options(
     ctx.obj = Invocation(named=named_context()).merged(shared)
 
 
-for _name, _function in (
-    ("status", status),
-    ("top", top),
-    ("doctor", doctor),
-    ("ls", pages.ls),
-    ("stat", pages.stat),
-    ("lookup", pages.lookup),
-    ("get", payload.get),
-    ("put", payload.put),
-    ("rm", pages.rm),
-    ("pin", pages.pin),
-    ("unpin", pages.unpin),
-    ("verify", pages.verify),
-    ("forget", disk.forget),
-    ("flush", disk.flush),
-    ("scrub", disk.scrub),
-    ("recover", disk.recover),
-    ("bench", load.bench_command),
-    ("replay", load.replay_command),
-    ("plan", plan.plan),
-    ("record", load.record),
-):
-    app.command(_name, cls=Command)(command(_function))
+# Each command's module in kvstore.cli and its function.
+COMMANDS = {
+    "status": "cluster.status",
+    "top": "top.command.top",
+    "doctor": "doctor.doctor",
+    "ls": "pages.ls",
+    "stat": "pages.stat",
+    "lookup": "pages.lookup",
+    "get": "payload.get",
+    "put": "payload.put",
+    "rm": "pages.rm",
+    "pin": "pages.pin",
+    "unpin": "pages.unpin",
+    "verify": "pages.verify",
+    "forget": "disk.forget",
+    "flush": "disk.flush",
+    "scrub": "disk.scrub",
+    "recover": "disk.recover",
+    "bench": "load.bench_command",
+    "replay": "load.replay_command",
+    "plan": "plan.plan",
+    "record": "load.record",
+}
 
-_cluster = typer.Typer(cls=Group, rich_markup_mode=None)
-_cluster.callback(invoke_without_command=True)(command(cluster.cluster))
-_cluster.command("events", cls=Command)(command(cluster.events))
-_cluster.command("owners", cls=Command)(command(cluster.owners))
-_cluster.command("drain", cls=Command)(command(cluster.drain))
-_cluster.command("forget-member", cls=Command)(command(cluster.forget_member))
-_cluster.command("rebalance", cls=Command)(command(cluster.rebalance))
-app.add_typer(_cluster, name="cluster")
 
-_tokens = typer.Typer(
-    cls=Group,
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    help="Manage identities and their rights in the identities file.",
-)
-_tokens.command("add", cls=Command)(command(tokens.add))
-_tokens.command("list", cls=Command)(command(tokens.list_))
-_tokens.command("revoke", cls=Command)(command(tokens.revoke))
-app.add_typer(_tokens, name="tokens")
+class Subcommands(NamedTuple):
+    """A group of commands. `function`: what the group does without one of them."""
 
-_identities = typer.Typer(
-    cls=Group, rich_markup_mode=None, no_args_is_help=True, help="Distribute the identities file."
-)
-_identities.command("push", cls=Command)(command(identities.push))
-app.add_typer(_identities, name="identities")
+    commands: dict[str, str]
+    help: str = ""
+    function: str = ""
+    needs_command: bool = True
 
-_tenants = typer.Typer(
-    cls=Group,
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    help="Show what tenants use, and change their quotas.",
-)
-_tenants.command("list", cls=Command)(command(tenants.list_))
-_tenants.command("quota", cls=Command)(command(tenants.quota))
-app.add_typer(_tenants, name="tenants")
 
-_certs = typer.Typer(
-    cls=Group,
-    rich_markup_mode=None,
-    help="Make certificates for nodes and clients, signed by your own authority.",
-)
-_certs.command("ca", cls=Command)(command(certs.ca))
-_certs.command("node", cls=Command)(command(certs.node))
-_certs.command("client", cls=Command)(command(certs.client))
-app.add_typer(_certs, name="certs")
+GROUPS = {
+    "cluster": Subcommands(
+        {
+            "events": "cluster.events",
+            "owners": "cluster.owners",
+            "drain": "cluster.drain",
+            "forget-member": "cluster.forget_member",
+            "rebalance": "cluster.rebalance",
+        },
+        function="cluster.cluster",
+        needs_command=False,
+    ),
+    "tokens": Subcommands(
+        {
+            "add": "access.tokens.add",
+            "list": "access.tokens.list_",
+            "revoke": "access.tokens.revoke",
+        },
+        "Manage identities and their rights in the identities file.",
+    ),
+    "identities": Subcommands(
+        {"push": "access.identities.push"}, "Distribute the identities file."
+    ),
+    "tenants": Subcommands(
+        {"list": "access.tenants.list_", "quota": "access.tenants.quota"},
+        "Show what tenants use, and change their quotas.",
+    ),
+    "certs": Subcommands(
+        {"ca": "certs.ca", "node": "certs.node", "client": "certs.client"},
+        "Make certificates for nodes and clients, signed by your own authority.",
+        needs_command=False,
+    ),
+    "context": Subcommands(
+        {
+            "add": "contexts.commands.add",
+            "list": "contexts.commands.list_",
+            "show": "contexts.commands.show",
+            "use": "contexts.commands.use",
+            "remove": "contexts.commands.remove",
+        },
+        "Store connection settings under a name, for the command line only.",
+    ),
+}
 
-_contexts = typer.Typer(
-    cls=Group,
-    rich_markup_mode=None,
-    no_args_is_help=True,
-    help="Store connection settings under a name, for the command line only.",
-)
-_contexts.command("add", cls=Command)(command(contexts.add))
-_contexts.command("list", cls=Command)(command(contexts.list_))
-_contexts.command("show", cls=Command)(command(contexts.show))
-_contexts.command("use", cls=Command)(command(contexts.use))
-_contexts.command("remove", cls=Command)(command(contexts.remove))
-app.add_typer(_contexts, name="context")
+
+@cache
+def build(only: str = "") -> typer.Typer:
+    """Return the command line.
+
+    With the name of a command or group in `only`, it has no others: their modules, and typer's work
+    on their options, take longer than most commands. Any other name returns all of them.
+    """
+    app = typer.Typer(cls=Root, help=HELP, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.callback()(shared_options(options))
+    single = only in COMMANDS or only in GROUPS
+    for name, path in COMMANDS.items():
+        if not single or name == only:
+            app.command(name, cls=Command)(command(_function(path)))
+    for name, group in GROUPS.items():
+        if not single or name == only:
+            app.add_typer(_group(group), name=name)
+    return app
+
+
+def _group(group: Subcommands) -> typer.Typer:
+    # Without `help`, typer takes the docstring of the function.
+    about: dict[str, Any] = {"help": group.help} if group.help else {}
+    app = typer.Typer(
+        cls=Group, rich_markup_mode=None, no_args_is_help=group.needs_command, **about
+    )
+    if group.function:
+        app.callback(invoke_without_command=True)(command(_function(group.function)))
+    for name, path in group.commands.items():
+        app.command(name, cls=Command)(command(_function(path)))
+    return app
+
+
+def _function(path: str) -> Callable[..., int | None]:
+    module, _, name = path.rpartition(".")
+    function: Callable[..., int | None] = getattr(import_module(f"kvstore.cli.{module}"), name)
+    return function

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich import box
 from rich.cells import cell_len, set_cell_size
@@ -23,8 +23,10 @@ from rich.table import Table
 
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.messages import plain
-from kvstore.results import NodeStatus
 from kvstore.units import parse_nbytes
+
+if TYPE_CHECKING:
+    from kvstore.results.replies import NodeStatus
 
 NOTHING = ("", "-", "0", "0 B", "0 B/s")  # cells that mean nothing or zero
 GAP = 2  # spaces between two columns of a dense table
@@ -299,7 +301,7 @@ def option_sizes(texts: Sequence[str] | None, option: str) -> tuple[int, ...]:
     )
 
 
-def told_all(status: NodeStatus) -> bool:
+def told_all(status: "NodeStatus") -> bool:
     """Return whether a status is complete.
 
     An identity of one tenant sees its own pages only.
@@ -307,7 +309,7 @@ def told_all(status: NodeStatus) -> bool:
     return bool(status.ram)
 
 
-def pages_told(status: NodeStatus) -> int:
+def pages_told(status: "NodeStatus") -> int:
     """Return the visible pages in RAM: all, or the tenant's own."""
     return (
         status.ram.page_count
@@ -316,7 +318,7 @@ def pages_told(status: NodeStatus) -> int:
     )
 
 
-def status_json(status: NodeStatus) -> dict[str, Any]:
+def status_json(status: "NodeStatus") -> dict[str, Any]:
     """Convert a node's status to JSON values; what the caller may not see is null."""
     values = plain(status)
     if told_all(status):

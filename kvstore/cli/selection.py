@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
@@ -22,8 +22,10 @@ from kvstore.config import named_context
 from kvstore.doctor.pages import page_count
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX, PREFIX_HASH_NBYTES_MIN, Namespace, prefix_hashes
-from kvstore.results import NamespaceInfo, PageStat
 from kvstore.units import DURATION_FORMS, parse_duration
+
+if TYPE_CHECKING:
+    from kvstore.results.replies import NamespaceInfo, PageStat
 
 TIMEOUT_S = 0.5  # a shell that waits for TAB must not hang
 # keys of one request: few enough for its deadline, and for progress between two requests
@@ -101,7 +103,7 @@ TokensFileOption = Annotated[
 
 def find_namespace(
     client: Client, digest: str | None, model: str | None
-) -> tuple[Namespace, NamespaceInfo]:
+) -> "tuple[Namespace, NamespaceInfo]":
     """Find the one matching namespace; without digest and model, the only one with pages."""
     known = client.namespaces()
     matches = known
@@ -170,7 +172,7 @@ def _find_key(client: Client, namespace: Namespace, text: str) -> bytes:
     )
 
 
-def list_pages(client: Client, namespace: Namespace, hex_prefix: str) -> Iterator[PageStat]:
+def list_pages(client: Client, namespace: Namespace, hex_prefix: str) -> "Iterator[PageStat]":
     """List the pages whose hash starts with these hex digits, even or odd in number."""
     start = bytes.fromhex(hex_prefix[: len(hex_prefix) // 2 * 2])
     pages = client.list_pages(namespace, start)

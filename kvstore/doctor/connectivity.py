@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client import Client
 from kvstore.cluster.nodes import is_here
@@ -24,8 +24,6 @@ from kvstore.doctor.host import check_expiry
 from kvstore.errors import ConfigError, DeadlineExceeded, Forbidden, KVStoreError, Unavailable
 from kvstore.messages import result
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.results import NodeStatus
-from kvstore.security.x509 import hosts, validity
 from kvstore.transports.negotiation import Addresses, Negotiated, Negotiation
 from kvstore.transports.shm import socket_here
 from kvstore.transports.tls import (
@@ -35,6 +33,9 @@ from kvstore.transports.tls import (
     explain_handshake,
     fetch_certificate,
 )
+
+if TYPE_CHECKING:
+    from kvstore.results.replies import NodeStatus
 
 GRACE_S = 2.0  # for starting threads, beside what the steps themselves may take
 NAMES = ("shm", "bulk", "grpc")  # the best transport first
@@ -146,8 +147,10 @@ class Connectivity:
             problem = str(error)
         yield self._of_handshake(problem, certificate)
         if certificate:
+            from kvstore.security import x509
+
             with suppress(ConfigError):
-                yield check_expiry("certificate", "the node's", validity(certificate)[1])
+                yield check_expiry("certificate", "the node's", x509.validity(certificate)[1])
 
     def _plain(self, speaks_tls: bool) -> Finding:
         if speaks_tls:
@@ -167,9 +170,11 @@ class Connectivity:
         )
 
     def _of_handshake(self, problem: str, certificate: bytes) -> Finding:
+        from kvstore.security import x509
+
         called = "no name"
         with suppress(ConfigError):
-            called = ", ".join(hosts(certificate)) or called if certificate else "unknown"
+            called = ", ".join(x509.hosts(certificate)) or called if certificate else "unknown"
         if problem:
             remedy = (
                 "renew or correct the files of KVSTORE_TLS_CA, KVSTORE_TLS_CERT, "

@@ -22,7 +22,6 @@ from kvstore.errors import ConfigError, Unavailable
 from kvstore.page_hmac import page_keys
 from kvstore.security.certificates import NEAR_END_S, SYSTEM, date
 from kvstore.security.secrets import token_of
-from kvstore.security.x509 import check_dates, first_expiry, validity
 from kvstore.transports.grpc_process import check_headroom
 from kvstore.transports.tls import client_tls
 
@@ -275,9 +274,11 @@ def _files(config: ClientConfig) -> Iterator[Finding]:
     if tls is None:
         yield ok("TLS files", "none: this client does not use TLS")
         return
+    from kvstore.security import x509
+
     try:
         pems = tls.files.poll()
-        roots_end = 0.0 if config.tls_ca == SYSTEM else first_expiry(pems.roots)
+        roots_end = 0.0 if config.tls_ca == SYSTEM else x509.first_expiry(pems.roots)
     except ConfigError as error:
         yield fail(
             "TLS files",
@@ -294,12 +295,14 @@ def _files(config: ClientConfig) -> Iterator[Finding]:
 
 
 def _own_certificate(file: str, pem: bytes) -> Finding:
+    from kvstore.security import x509
+
     try:
-        check_dates(file, pem)
+        x509.check_dates(file, pem)
     except ConfigError as error:
         remedy = "kvstore certs client NAME --force makes a new one, if the authority is ours"
         return fail("own certificate", str(error), remedy)
-    return check_expiry("own certificate", file, validity(pem)[1])
+    return check_expiry("own certificate", file, x509.validity(pem)[1])
 
 
 def _token(config: ClientConfig) -> Finding:

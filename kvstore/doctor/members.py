@@ -7,6 +7,7 @@ near node. No I/O: all reports were requested before.
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import kvstore
 from kvstore.cluster.view import REGISTRIES, View, parse_view
@@ -16,8 +17,10 @@ from kvstore.doctor.connectivity import Clock, Connectivity
 from kvstore.doctor.host import check_expiry
 from kvstore.errors import ConfigError
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.results import LostMember, NodeStatus, PeersStatus, RamStatus, TlsStatus
 from kvstore.security.certificates import date
+
+if TYPE_CHECKING:
+    from kvstore.results.replies import LostMember, NodeStatus, PeersStatus, RamStatus, TlsStatus
 
 # Certificates of `kvstore certs` are valid from five minutes before they are made
 CLOCK_WARN_S, CLOCK_FAIL_S = 2.0, 300.0
@@ -44,7 +47,7 @@ def about(node: Connectivity) -> Iterator[Finding]:
     yield from check_status(node.status)
 
 
-def check_status(status: NodeStatus) -> Iterator[Finding]:
+def check_status(status: "NodeStatus") -> Iterator[Finding]:
     """Yield findings on a node's status."""
     yield ram(status.ram)
     yield disk(status)
@@ -73,7 +76,7 @@ def version(hello: pb.HelloReply) -> Finding:
     return ok("version", said)
 
 
-def state(status: NodeStatus) -> Finding:
+def state(status: "NodeStatus") -> Finding:
     """Check the node's state."""
     said = f"{status.state}, up {status.uptime_ms / 3_600_000:,.1f} h"
     if status.state == "DRAINING":
@@ -101,7 +104,7 @@ def clock(told: Clock | None) -> Finding:
     return warn("clock", said, remedy) if off_s >= CLOCK_WARN_S else ok("clock", said)
 
 
-def ram(status: RamStatus) -> Finding:
+def ram(status: "RamStatus") -> Finding:
     """Check the RAM tier."""
     said = (
         f"{status.used_nbytes / GIB:.1f} of {status.capacity_nbytes / GIB:.1f} GiB, "
@@ -110,7 +113,7 @@ def ram(status: RamStatus) -> Finding:
     return ok("RAM", f"{said}, {status.huge_nbytes / GIB:.1f} GiB in huge pages")
 
 
-def disk(status: NodeStatus) -> Finding:
+def disk(status: "NodeStatus") -> Finding:
     """Check the disk tier."""
     told = status.disk
     if not status.disk:
@@ -149,7 +152,7 @@ def disk(status: NodeStatus) -> Finding:
     return ok("disk", f"{said}, {told.page_count:,} pages, O_DIRECT")
 
 
-def gateways(status: NodeStatus) -> Iterator[Finding]:
+def gateways(status: "NodeStatus") -> Iterator[Finding]:
     """Check whether the gateway processes stay alive; older nodes report none."""
     if not status.gateways:
         return
@@ -170,7 +173,7 @@ def gateways(status: NodeStatus) -> Iterator[Finding]:
     yield ok("gRPC gateways", said)
 
 
-def certificates(tls: TlsStatus) -> Iterator[Finding]:
+def certificates(tls: "TlsStatus") -> Iterator[Finding]:
     """Check the node's certificates."""
     for some in tls.certificates:
         yield check_expiry(some.setting, "its own", some.ends_unix_s)
@@ -296,7 +299,7 @@ def _told(there: Mapping[str, Connectivity]) -> Views:
     return views
 
 
-def lost_members(lost: Iterable[LostMember]) -> Iterator[Finding]:
+def lost_members(lost: "Iterable[LostMember]") -> Iterator[Finding]:
     """Report members that left without a drain, each once."""
     for member in {member.id: member for member in lost}.values():
         since = date(member.since_unix_s) if member.since_unix_s else "a moment"
@@ -307,7 +310,7 @@ def lost_members(lost: Iterable[LostMember]) -> Iterator[Finding]:
         )
 
 
-def owned(lost: LostMember) -> str:
+def owned(lost: "LostMember") -> str:
     """Describe the keys that a lost member owned, and their other owners."""
     count = lost.owners_left
     left = f"each has {count} other owner{'s' * (count > 1)}" if count else ""
@@ -315,7 +318,7 @@ def owned(lost: LostMember) -> str:
     return ", ".join(filter(None, (f"{lost.share:.0%} of keys", left, alone)))
 
 
-def few_copies(told: Mapping[str, PeersStatus]) -> Iterator[Finding]:
+def few_copies(told: "Mapping[str, PeersStatus]") -> Iterator[Finding]:
     """Report pages with fewer copies than replicas. `told`: by the member that reports them."""
     thin = {name: peers for name, peers in told.items() if peers.pages_under_replicated}
     if thin:
@@ -328,7 +331,7 @@ def few_copies(told: Mapping[str, PeersStatus]) -> Iterator[Finding]:
         )
 
 
-def health(view: View, statuses: Mapping[str, NodeStatus]) -> str:
+def health(view: View, statuses: "Mapping[str, NodeStatus]") -> str:
     """Return green, yellow or red. `statuses`: of the members that answer, by id.
 
     Yellow: a member is away, has stopped its disk, or pages have too few copies. Red: so many

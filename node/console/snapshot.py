@@ -8,7 +8,7 @@ connection.
 import json
 import time
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstore.cluster.view import REGISTRIES
 from kvstore.doctor.checks import Finding, FindingState, warn
@@ -17,7 +17,6 @@ from kvstore.doctor.pages import hints
 from kvstore.keys import short
 from kvstore.messages import plain, result
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.results import NodeStatus, PeersStatus
 from kvstore.security.identities import Principal
 from node.auth.access import Caller
 from node.console.history import History
@@ -25,6 +24,9 @@ from node.console.members import Members
 from node.serving.hot_prefixes import HotPrefixes
 from node.serving.request_metrics import SlowCall, SlowCalls
 from node.serving.service import Service
+
+if TYPE_CHECKING:
+    from kvstore.results.replies import NodeStatus, PeersStatus
 
 # below a watcher's interval: each of its events is new, and concurrent watchers share one
 EVERY_S = 1.9
@@ -244,7 +246,7 @@ def findings(status: pb.NodeStatusReply) -> list[Finding]:
     return [finding for finding in found if finding.state in (FindingState.WARN, FindingState.FAIL)]
 
 
-def _of_peers(peers: PeersStatus) -> Iterator[Finding]:
+def _of_peers(peers: "PeersStatus") -> Iterator[Finding]:
     if peers.registry not in ("", *REGISTRIES):
         yield warn(
             "registry", f"it does not answer: {peers.registry}", "the last view stays in force"

@@ -13,7 +13,7 @@ from people import People, client, namespace
 from waiting import wait_until
 
 from kvstore import Unauthenticated, Unavailable
-from kvstore.cli.commands import app
+from kvstore.cli.commands import build
 from node.auth import access
 from node.auth.access import FileReloader
 from node.config import NodeConfig
@@ -71,7 +71,7 @@ def test_insecure_node_warns_in_log_status_and_metrics(
         open_node.start()
     warning = "anyone who reaches 0.0.0.0 may read, change and remove all"
     assert f"insecure: {warning}" in caplog.text
-    status = CliRunner().invoke(app, ["status", "-a", f"127.0.0.1:{open_node.grpc.port}"])
+    status = CliRunner().invoke(build(), ["status", "-a", f"127.0.0.1:{open_node.grpc.port}"])
     assert f"INSECURE: {warning}" in " ".join(status.stdout.split())
     assert "kvstore_insecure 1.0" in metrics(open_node)
 
@@ -80,7 +80,7 @@ def test_loopback_node_is_not_insecure(start_node: StartNode) -> None:
     node = start_node()
     assert (
         "INSECURE"
-        not in CliRunner().invoke(app, ["status", "-a", f"127.0.0.1:{node.grpc.port}"]).stdout
+        not in CliRunner().invoke(build(), ["status", "-a", f"127.0.0.1:{node.grpc.port}"]).stdout
     )
     assert "kvstore_insecure 0.0" in metrics(node)
 

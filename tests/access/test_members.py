@@ -22,7 +22,7 @@ from kvstore import (
     Unauthenticated,
     Unavailable,
 )
-from kvstore.cli.commands import app
+from kvstore.cli.commands import build
 from kvstore.results import ACK_ALL
 from kvstore.security.identities import ALL, read
 from node.config import NodeConfig
@@ -153,7 +153,7 @@ def test_commands_leave_out_values_a_tenant_may_not_see(
     monkeypatch.setattr("kvstore.cli.top.samples.LOOK_S", 30.0)
 
     def kvstore(*args: str) -> str:
-        ran = CliRunner().invoke(app, list(args), prog_name="kvstore")
+        ran = CliRunner().invoke(build(), list(args), prog_name="kvstore")
         assert ran.exit_code == 0, ran.stderr
         return str(ran.stdout)
 
@@ -205,9 +205,9 @@ def test_recover_by_a_tenant_is_refused_and_not_reported_as_needless(
     node.disk.stop_after_error("broken by the test")
     monkeypatch.setenv("KVSTORE_ADDRESS", f"127.0.0.1:{node.grpc.port}")
     monkeypatch.setenv("KVSTORE_TOKEN", crew.tokens["engine"])
-    ran = CliRunner().invoke(app, ["recover"], prog_name="kvstore")
+    ran = CliRunner().invoke(build(), ["recover"], prog_name="kvstore")
     assert ran.exit_code == 2
     assert "recover needs admin" in ran.stderr
     monkeypatch.setenv("KVSTORE_TOKEN", crew.tokens["operator"])
-    ran = CliRunner().invoke(app, ["recover"], prog_name="kvstore")
+    ran = CliRunner().invoke(build(), ["recover"], prog_name="kvstore")
     assert (ran.exit_code, "in use again" in ran.stdout) == (0, True)

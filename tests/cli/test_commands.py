@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, LayerGroup, Namespace, PageLayout, Plane
-from kvstore.cli.commands import app
+from kvstore.cli.commands import build
 
 Kvstore = Callable[..., Any]
 IDS = ",".join(str(token) for token in range(100, 112))  # the prompt of the `hashes` fixture
@@ -56,7 +56,7 @@ def test_every_command_prints_one_json_value_with_json(
     on_disk = {"flush", "scrub", "recover"}  # need a node with a data directory: test_disk.py
     with_others = {"record"}  # needs calls of other clients: test_record.py
     assert set(arguments) | on_disk | with_others == {
-        command.name for command in app.registered_commands
+        command.name for command in build().registered_commands
     }
     for name, given in arguments.items():
         ran = kvstore(name, *given, "--json")
@@ -67,7 +67,7 @@ def test_every_command_prints_one_json_value_with_json(
 
 
 def test_every_command_has_help_with_an_example(kvstore: Kvstore) -> None:
-    for command in app.registered_commands:
+    for command in build().registered_commands:
         ran = kvstore(str(command.name), "--help")
         assert ran.code == 0
         assert "Example" in ran.stdout

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore import Client, Namespace
 from kvstore.cli import payload
-from kvstore.cli.commands import app
+from kvstore.cli.commands import build
 from kvstore.cli.selection import read_input
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.results import ClientStats, VerifyResult
@@ -71,7 +71,7 @@ def test_every_command_that_needs_a_node_exits_3_without_one(
     }
     positional["record"] = ["-o", str(tmp_path / "recorded")]
     others = ("plan", "doctor")  # plan calls no node; doctor reports it as a finding
-    for command in (some for some in app.registered_commands if some.name not in others):
+    for command in (some for some in build().registered_commands if some.name not in others):
         ran = kvstore(
             str(command.name), *positional.get(str(command.name), []), "-a", NOBODY, "--json"
         )

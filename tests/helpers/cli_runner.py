@@ -12,7 +12,7 @@ import typer.main
 import typer.testing
 from typer.testing import CliRunner as CliRunner
 
-from kvstore.cli.commands import app
+from kvstore.cli.commands import build
 
 typer.testing._get_command = functools.cache(typer.main.get_command)  # type: ignore[attr-defined]
 
@@ -42,7 +42,7 @@ Kvstore = Callable[..., Ran]
 
 
 def run_kvstore(*args: str, stdin: bytes = b"") -> Ran:
-    ran = CliRunner().invoke(app, list(args), input=stdin, prog_name="kvstore")
+    ran = CliRunner().invoke(build(), list(args), input=stdin, prog_name="kvstore")
     # A command must always exit by itself: an exception here would be a traceback for the user.
     assert ran.exception is None or isinstance(ran.exception, SystemExit), ran.exception
     return Ran(ran)

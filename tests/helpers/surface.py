@@ -19,7 +19,7 @@ import gpu_agent
 import kvstore
 from gpu_agent.options import AgentConfig, Identity
 from kvstore import errors, results
-from kvstore.cli.commands import app
+from kvstore.cli.commands import build
 from kvstore.cli.exits import ExitCode, code_of
 from kvstore.config import ClientConfig
 from kvstore.pb import kvstore_pb2 as pb
@@ -156,7 +156,7 @@ def commands() -> Tree:
         if inspect.isclass(kind) and issubclass(kind, errors.KVStoreError)
     ]
     return {
-        "kvstore": _command(typer.main.get_command(app)),
+        "kvstore": _command(typer.main.get_command(build())),
         "kvstore-node": {"parameters": node},
         "exit statuses": {code.name: int(code) for code in ExitCode},
         "exit statuses of errors": {kind.__name__: int(code_of(kind(""))) for kind in leaves},

@@ -13,7 +13,7 @@ import pytest
 from cli_runner import CliRunner
 
 from kvstore import Client, Namespace, client_config, opaque_layout
-from kvstore.cli.commands import app
+from kvstore.cli.commands import build
 from kvstore.cluster.view import Member, View
 from kvstore.security.identities import ALL, add, new_token, token_line
 from node.cluster.membership import LostMember
@@ -44,7 +44,9 @@ def told(work: Path) -> dict[str, list[str]]:
 
     def run(command: str, *arguments: str, of: str = "", status: int | None = 0) -> None:
         name = f"{command} of {of}" if of else command
-        ran = CliRunner().invoke(app, [*command.split(), *arguments, "--json"], prog_name="kvstore")
+        ran = CliRunner().invoke(
+            build(), [*command.split(), *arguments, "--json"], prog_name="kvstore"
+        )
         assert status in (None, ran.exit_code), f"{name}: {ran.exit_code}, {ran.output}"
         values = [json.loads(line) for line in (ran.stdout or ran.stderr).splitlines()]
         found[name] = sorted(

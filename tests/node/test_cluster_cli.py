@@ -14,7 +14,7 @@ from local_nodes import Connect, StartNode
 from waiting import wait_until
 
 from kvstore import Client
-from kvstore.cli.commands import app
+from kvstore.cli.commands import build
 from kvstore.cli.top.samples import cluster_samples
 from kvstore.cluster.view import Member, View
 from node.cluster.membership import LostMember
@@ -38,7 +38,7 @@ def kvstore_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[Node], Callable[...
     def at(node: Node) -> Callable[..., Any]:
         monkeypatch.setenv("KVSTORE_ADDRESS", f"127.0.0.1:{node.grpc.port}")
         monkeypatch.setenv("KVSTORE_CONNECT_TIMEOUT_S", "5")
-        return lambda *args: CliRunner().invoke(app, list(args), prog_name="kvstore")
+        return lambda *args: CliRunner().invoke(build(), list(args), prog_name="kvstore")
 
     return at
 

@@ -15,7 +15,7 @@ from waiting import wait_until
 
 from kvstore import Client, ClientConfig
 from kvstore.cli import cluster
-from kvstore.cli.commands import app
+from kvstore.cli.commands import build
 from kvstore.cluster.view import Member, State, View
 from node.cluster.drain import DrainTimeouts
 from node.server import Node
@@ -41,7 +41,7 @@ def fleet(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> list[Node]:
 def kvstore(fleet: list[Node], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setenv("KVSTORE_ADDRESS", f"127.0.0.1:{fleet[0].grpc.port}")
     monkeypatch.setenv("KVSTORE_CONNECT_TIMEOUT_S", "5")
-    return lambda *args: CliRunner().invoke(app, list(args), prog_name="kvstore")
+    return lambda *args: CliRunner().invoke(build(), list(args), prog_name="kvstore")
 
 
 def test_drain_reports_left_pages(

@@ -10,7 +10,7 @@ import pytest
 import typer
 from told import told
 
-from kvstore.cli.commands import app
+from kvstore.cli.commands import build
 
 PROMISED = json.loads((Path(__file__).parents[1] / "golden" / "names" / "json.json").read_text())
 
@@ -38,7 +38,7 @@ def commands(group: Any, path: str = "") -> Iterator[str]:
 def test_recording_covers_every_command(found: dict[str, list[str]]) -> None:
     groups = {"tokens", "certs", "context", "identities", "tenants"}  # groups of commands
     assert {name.partition(" of ")[0] for name in found} == set(
-        commands(typer.main.get_command(app))
+        commands(typer.main.get_command(build()))
     ) - groups
 
 

@@ -7,7 +7,7 @@ from cli_runner import CliRunner
 from known_pages import Pages
 from local_nodes import Connect, StartNode
 
-from kvstore.cli.commands import app
+from kvstore.cli.commands import build
 
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(4)]
 
@@ -34,7 +34,7 @@ def test_r14_data_dir_alone_turns_the_disk_tier_on(
         assert disk.used_nbytes == 4 * 102_400  # slots of 4 KiB
         assert disk.queue_nbytes == 0
     address = f"127.0.0.1:{node.grpc.port}"
-    shown = CliRunner().invoke(app, ["--address", address, "status"], prog_name="kvstore")
+    shown = CliRunner().invoke(build(), ["--address", address, "status"], prog_name="kvstore")
     assert shown.exit_code == 0, shown.output
     assert "disk" in shown.stdout
     assert str(tmp_path / "new" / "data") in shown.stdout.replace("\n", "")
