@@ -19,7 +19,6 @@ from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.security.certificates import NEAR_END_S, SYSTEM, PemFiles, Pems, date
-from kvstore.security.x509 import check_dates, first_expiry, validity
 from node.config import NodeConfig
 
 log = logging.getLogger(__name__)
@@ -109,9 +108,13 @@ class Certificates:
         )
 
     def _check(self, pems: Pems) -> None:
-        check_dates(f"tls_cert={self._config.tls_cert}", pems.chain)
+        from kvstore.security import x509  # takes long to import: only nodes with TLS
+
+        x509.check_dates(f"tls_cert={self._config.tls_cert}", pems.chain)
 
     def _made(self, pems: Pems) -> _InForce:
+        from kvstore.security import x509
+
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # sessions are not resumed; and a ticket would be data on a connection that must be quiet
@@ -119,8 +122,8 @@ class Certificates:
         if pems.roots:
             context.verify_mode = ssl.CERT_REQUIRED
         has_files = pems.roots and self._config.tls_client_ca != SYSTEM
-        roots_end = first_expiry(pems.roots) if has_files else 0.0
-        return _InForce(pems, pems.into(context), validity(pems.chain)[1], roots_end)
+        roots_end = x509.first_expiry(pems.roots) if has_files else 0.0
+        return _InForce(pems, pems.into(context), x509.validity(pems.chain)[1], roots_end)
 
     def _warn(self) -> None:
         ends, now = self._in_force.ends, time.monotonic()

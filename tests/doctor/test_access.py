@@ -157,7 +157,7 @@ def test_doctor_reports_an_expired_node_certificate(
     start_node: StartNode, doctor: Doctor, ours: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours.node("old", HERE, -0.5, force=True, since_days=1.0)
-    monkeypatch.setattr("node.tls.check_dates", lambda *_: None)
+    monkeypatch.setattr("kvstore.security.x509.check_dates", lambda *_: None)
     found = doctor(start_node(**pair(ours, "old")), tls_ca=str(ours.path))
     assert found.failed == {"TLS", "certificate"}
     assert "has expired" in found.of("certificate").found

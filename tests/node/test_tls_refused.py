@@ -134,7 +134,7 @@ def test_client_names_an_expired_node_certificate(
     """A node cannot start with an expired certificate, but one may expire while it runs."""
     ours.node("old", HERE, -0.5, force=True, since_days=1.0)
     with monkeypatch.context() as patch:
-        patch.setattr("node.tls.check_dates", lambda *_: None)
+        patch.setattr("kvstore.security.x509.check_dates", lambda *_: None)
         node = start_node(**pair(ours, "old"))
         message = error_of(connect, node, wire, tls_ca=str(ours.path))
     assert "the node's certificate has expired; renew it, or set this host's clock" in message
