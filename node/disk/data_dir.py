@@ -4,6 +4,7 @@
     data_dir/keeper.lock      held by the node's I/O process while rows and extents are open
     data_dir/rows/            RocksDB: index of the pages on disk
     data_dir/extents/000000   page bytes
+    data_dir/reserve          space for the rows to be opened on a full file system
 
 Two locks, because an I/O process may outlive its node until its current disk call returns.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 from kvstore.errors import ConfigError
 from node.disk.directory import FileSystem
 from node.disk.extents import ExtentFiles, FileLayer, empty_last
+from node.disk.reserve import RowReserve
 from node.disk.rows import Rows, is_full, write_buffer_nbytes
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ OTHER_FILES = 512  # sockets, rows, libraries: other files that a process has op
 LOCK_WAIT_S = 20.0
 # Kept free for the rows, in write buffers: the log, the file made of it, and merged files
 ROWS_BUFFERS = 4
+RESERVED_BUFFERS = 2  # that a file keeps for the rows' next start
 EMPTIED_MAX = 8  # extents emptied until the rows of a full file system can be opened
 _LOCK_STEP_S = 0.02
 
@@ -68,12 +71,14 @@ class DataDir:
             self._path, self._layer = path, layer
             buffer_nbytes = write_buffer_nbytes(min(disk_nbytes, layer.space(path)[1]))
             self.reserve_nbytes = ROWS_BUFFERS * buffer_nbytes
+            self._reserve = RowReserve(path / "reserve", RESERVED_BUFFERS * buffer_nbytes, layer)
             # First: they have the size of the extents
             self.rows = open_rows(
                 path,
                 lambda: Rows(
                     path / "rows", extent_nbytes, keep_own_extents, key_mark, buffer_nbytes
                 ),
+                self._reserve.release,
             )
             undo.callback(self.rows.close)
             self.extent_nbytes = self.rows.extent_nbytes
@@ -120,10 +125,16 @@ class DataDir:
         self.rows.trial()
 
     def space(self) -> FileSystem:
-        """Return the space of the file system."""
+        """Return the space of the file system; allocate a used reserve again if there is room.
+
+        Old extents are returned until half of the reserved bytes are free, so the missing file
+        counts twice.
+        """
+        free_nbytes, _ = self._layer.space(self._path)
+        self._reserve.keep(free_nbytes - self.reserve_nbytes // 2)
         return FileSystem(
             *self._layer.space(self._path),
-            self.reserve_nbytes,
+            self.reserve_nbytes + 2 * self._reserve.missing_nbytes,
             self.rows.failed,
             frozenset(self.files.empty),
         )
@@ -147,13 +158,16 @@ class DataDir:
             self._unmap()
 
 
-def open_rows(path: Path, open_once: Callable[[], Rows]) -> Rows:
-    """Open the rows; on a full file system extents are emptied until there is enough space."""
-    for _ in range(EMPTIED_MAX):
+def open_rows(path: Path, open_once: Callable[[], Rows], release: Callable[[], bool]) -> Rows:
+    """Open the rows; on a full file system, `release` frees the space that is kept for that.
+
+    If that is not enough, extents are emptied, whose pages are lost.
+    """
+    for _ in range(1 + EMPTIED_MAX):
         try:
             return open_once()
         except OSError as error:
-            if not is_full(error) or not empty_last(path / "extents"):
+            if not is_full(error) or not (release() or empty_last(path / "extents")):
                 raise
     return open_once()
 

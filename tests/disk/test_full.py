@@ -14,6 +14,8 @@ from kvstore.errors import Exhausted
 from kvstore.results import DiskStatus
 from node.disk import space
 from node.disk.data_dir import open_rows
+from node.disk.extents import FileLayer
+from node.disk.reserve import RowReserve
 from node.events import Kind
 from node.server import Node
 from node.slab import SlotAllocator
@@ -154,9 +156,13 @@ def test_rows_on_a_full_file_system_open_after_an_extent_is_emptied(tmp_path: Pa
             raise failures.pop()
         return "rows"
 
-    assert open_rows(tmp_path, open_once) == "rows"  # type: ignore[arg-type, comparison-overlap]
+    reserve = RowReserve(tmp_path / "reserve", 4096, FileLayer())
+    reserve.keep(4096)
+    rows: object = open_rows(tmp_path, open_once, reserve.release)  # type: ignore[arg-type]
+    assert rows == "rows"
+    assert reserve.missing_nbytes == 4096
     sizes = [path.stat().st_size for path in sorted((tmp_path / "extents").iterdir())]
-    assert sizes == [8192, 0, 0]
+    assert sizes == [8192, 8192, 0], "the reserve is used before any extent is emptied"
 
 
 def test_withheld_extents_give_no_slots() -> None:
