@@ -58,6 +58,7 @@ ALLOWED = {
         "entered by helper threads and gRPC's: `run_in_helper_thread` in grpc_wire.py",
     ),
     "kvstore/cli/load.py": ({"ExitStack"}, TOOLS),
+    "kvstore/cli/top/command.py": ({"Event", "Thread"}, TOOLS),
     "kvstore/otel.py": ({"Thread"}, "at the end of the process, to flush spans"),
     "kvstore/doctor/checks.py": ({"Event", "Thread"}, TOOLS),
     "kvstore/doctor/pages.py": ({"Condition"}, TOOLS),

@@ -17,6 +17,7 @@ from kvstore import Namespace, opaque_layout
 from kvstore.checksum import CHECKSUM_NBYTES, row_checksum
 from kvstore.messages import namespace_message
 from node.cluster.membership import FILE_NAME, Identity
+from node.disk.directory import FileSystem
 from node.disk.extents import ExtentFiles
 from node.disk.rows import (
     PageRow,
@@ -48,6 +49,9 @@ class Planted:
     def __init__(self, rows: dict[bytes, bytes]) -> None:
         self._rows = dict(sorted(rows.items()))
         self.rows = self.files = self
+
+    def space(self) -> FileSystem:
+        return FileSystem(free_nbytes=1 << 40, total_nbytes=1 << 40)
 
     def _of(self, kind: bytes, start: bytes) -> Iterator[tuple[bytes, bytes]]:
         return (
