@@ -9,9 +9,10 @@ whose internal methods this file calls.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import kvstore
 from kvstore.admin import FORGET_TIMEOUT_S, PREFIX_HASHES_MAX, RECOVER_TIMEOUT_S
@@ -150,8 +151,9 @@ class Client:
         if channel is None:
             return await self._thread(deadline, self.sync.lookup, namespace, prefix_hashes, touch)
 
-        async def ask(link: NativeLink) -> list[bool]:
-            return await run_async(look_up.steps(link, namespace, prefix_hashes, touch, deadline))  # type: ignore[arg-type]
+        async def ask(link: NodeConnection) -> list[bool]:
+            steps = look_up.steps(link, namespace, prefix_hashes, touch, deadline)
+            return await run_async(steps)
 
         present = await self._run(channel, ask, namespace, deadline)
         return LookupResult(leading(present), tuple(present))
@@ -179,8 +181,8 @@ class Client:
                 deadline, self.sync.put, namespace, prefix_hashes, pages, keep
             )
 
-        async def ask(link: NativeLink) -> list[PutOutcome]:
-            steps = put_pages.steps(link, namespace, prefix_hashes, views, keep, deadline, key)  # type: ignore[arg-type]
+        async def ask(link: NodeConnection) -> list[PutOutcome]:
+            steps = put_pages.steps(link, namespace, prefix_hashes, views, keep, deadline, key)
             return await run_async(steps)
 
         outcomes: list[PutOutcome] = await self._run(channel, ask, namespace, deadline)
@@ -232,8 +234,8 @@ class Client:
         if channel is None:
             return await self._thread(deadline, call)
 
-        async def ask(link: NativeLink) -> GetResult:
-            steps = get_pages.steps(link, namespace, prefix_hashes, views, options, deadline)  # type: ignore[arg-type]
+        async def ask(link: NodeConnection) -> GetResult:
+            steps = get_pages.steps(link, namespace, prefix_hashes, views, options, deadline)
             return await run_async(steps)
 
         found: GetResult = await self._run(channel, ask, namespace, deadline)
@@ -425,7 +427,7 @@ class Client:
     async def _run(
         self,
         channel: NodeChannel,
-        ask: Callable[[NativeLink], Any],
+        ask: Callable[[NodeConnection], Any],
         namespace: Namespace,
         deadline: Deadline,
     ) -> Any:
@@ -438,7 +440,8 @@ class Client:
             return lease
 
         async def work(link: NodeConnection, limit: Deadline) -> Any:
-            return await ask(NativeLink(self._wire(link), link.limits))
+            native = NativeLink(self._wire(link), link.limits)
+            return await ask(cast(NodeConnection, native))  # the steps use no more of it
 
         async def opened(link: NodeConnection, space: Namespace, limit: Deadline) -> None:
             await self._in_thread(link.open, space, limit)
@@ -500,6 +503,8 @@ class Client:
                 if done.cancel():
                     raise
             except BaseException:
+                if lost is not None:  # the coroutine may be closed, as that of a closed event loop
+                    done.add_done_callback(partial(_lose, lost))
                 if cancelled is not None:
                     raise cancelled from None
                 raise
@@ -508,3 +513,8 @@ class Client:
                 lost(result)
             raise cancelled
         return result
+
+
+def _lose(lost: Callable[[Result], object], done: "Future[Result]") -> None:
+    if not done.cancelled() and done.exception() is None:
+        lost(done.result())

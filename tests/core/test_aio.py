@@ -3,12 +3,14 @@
 import asyncio
 import inspect
 import random
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
 from known_pages import Pages
+from waiting import wait_until
 
 import kvstore
 from kvstore import (
@@ -322,6 +324,26 @@ def test_connections_of_a_closed_wire_are_closed_when_their_call_ends() -> None:
     wire.close()
     wire._return(connection, in_step=True)  # type: ignore[arg-type]
     assert (connection.closed, wire._count) == (True, 0)
+
+
+def test_result_for_a_closed_coroutine_is_disposed_of() -> None:
+    """Regression: the socket that a thread had connected for a closed event loop stayed open."""
+    client, may_end, lost = Client("127.0.0.1:1"), threading.Event(), list[bool]()
+
+    def work() -> bool:
+        return may_end.wait(30)
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(client._in_thread(work, lost=lost.append))
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    loop.close()
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    task.get_coro().close()  # type: ignore[union-attr]  # as the garbage collector does
+    assert not lost
+    may_end.set()
+    wait_until(lambda: lost == [True])
+    asyncio.run(client.close())
 
 
 def test_event_loop_closed_in_mid_call_takes_no_connection_with_it(
