@@ -39,7 +39,7 @@ def test_quota_fields_are_parsed() -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        "ram=4GB",
+        "ram=4XB",
         "ram=-1",
         "ram=",
         "pins=1.5",
