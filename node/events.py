@@ -3,37 +3,28 @@
     add --> memory, the newest KEPT --> `kvstore cluster events`, console
             KEPT_SAME of a kind and member: one that flaps pushes no others out
      |
-     +----> a thread --> data_dir/events.jsonl, one JSON object per line
+     +----> data_dir/events.jsonl, one JSON object per line (`node.disk.small_file`)
 
-A call of `add` takes microseconds and never touches the disk, so it may be made under any lock. A
-disk that fails, is full or hangs costs only the lines of the file. Without a data directory the
-events are lost with the process.
+A call of `add` takes microseconds and never touches the disk, so it may be made under any lock.
+Without a data directory the events are lost with the process.
 """
 
 import contextlib
 import enum
 import json
-import logging
-import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.log_rate import LogRate
-
-log = logging.getLogger(__name__)
-log.addFilter(LogRate())
+from node.disk.small_file import SmallFile
 
 FILE_NAME = "events.jsonl"
 KEPT = 1024  # events in memory; all of them fit one message
 KEPT_SAME = 64  # of one kind and member
 KEPT_S = 30 * 24 * 3600.0  # older ones are not read at a start
 TEXT_MAX = 300  # characters
-FILE_NBYTES_MAX = 1 << 20  # a larger file is replaced by one with the events in memory
-CLOSE_S = 1.0
 
 
 class Kind(enum.Enum):
@@ -81,24 +72,20 @@ class EventLog:
     `member` returns this node's member id, used where an event names none.
     """
 
-    def __init__(self, data_dir: str = "", member: Callable[[], str] = str) -> None:
-        """Read the events of earlier runs. An unreadable file is logged and left out."""
+    def __init__(self, file: SmallFile | None = None, member: Callable[[], str] = str) -> None:
+        """Read the events of earlier runs."""
         self._member = member
-        self._path = Path(data_dir) / FILE_NAME if data_dir else None
-        self._lock = threading.Condition()
-        self._is_torn = False  # the file ends within a line, of a run that was killed
+        self._file = file
+        self._lock = threading.Lock()
         self._events: deque[Event] = deque()
         self._counts: Counter[tuple[str, str]] = Counter()  # of kept events, by kind and member
-        for event in self._read():
+        for event in _parsed_events(file.read() if file is not None else b""):
             self._remember(event)
-        self._unwritten: deque[Event] = deque(maxlen=KEPT)
-        self._thread: threading.Thread | None = None
-        self._closed = False
 
     @property
     def kept(self) -> bool:
         """Return whether events outlive this process."""
-        return self._path is not None
+        return self._file is not None
 
     def add(self, kind: Kind, member: str, text: str, unix_ms: int = 0) -> None:
         """Remember an event. An empty `member` means this node, `unix_ms` 0 now."""
@@ -106,13 +93,8 @@ class EventLog:
         event = Event(unix_ms or now_ms, kind.value, whose, text[:TEXT_MAX])
         with self._lock:
             self._remember(event)
-            if self._path is None or self._closed:
-                return
-            self._unwritten.append(event)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._write, name="events", daemon=True)
-                self._thread.start()
-            self._lock.notify_all()
+        if self._file is not None:
+            self._file.save(self._lines)
 
     def add_once(self, kind: Kind, member: str, text: str, unix_ms: int = 0) -> None:
         """Remember an event unless an equal one is kept, perhaps of an earlier run.
@@ -144,62 +126,20 @@ class EventLog:
         return found[-limit:]
 
     def close(self) -> None:
-        """Write what waits, if the disk answers within CLOSE_S."""
-        with self._lock:
-            self._closed = True
-            self._lock.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join(CLOSE_S)
+        """Write the newest events, if the disk takes them soon."""
+        if self._file is not None:
+            self._file.close()
 
-    # ---- the file ------------------------------------------------------------------------
-
-    def _read(self) -> list[Event]:
-        if self._path is None:
-            return []
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - FILE_NBYTES_MAX))
-                content = file.read(FILE_NBYTES_MAX)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            log.warning("earlier events can not be read: %s", error)
-            return []
-        self._is_torn = not content.endswith(b"\n")
-        oldest_ms = (time.time() - KEPT_S) * 1000
-        events = [event for line in content.splitlines() if (event := _parsed(line)) is not None]
-        return [event for event in events if event.unix_ms >= oldest_ms]
-
-    def _write(self) -> None:
-        """Write events until the end; those that the disk does not take stay in memory only."""
-        while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self._unwritten or self._closed)
-                events, all_events = list(self._unwritten), list(self._events)
-                self._unwritten.clear()
-                if not events:
-                    return
-            try:
-                self._append(events, all_events)
-            except OSError as error:
-                self._is_torn = True
-                log.warning("%d events are not in %s: %s", len(events), self._path, error)
-
-    def _append(self, events: list[Event], all_events: list[Event]) -> None:
-        assert self._path is not None
-        is_large = self._path.exists() and self._path.stat().st_size > FILE_NBYTES_MAX
-        path = self._path.with_suffix(".new") if is_large else self._path
-        lines = b"".join(event.line() for event in (all_events if is_large else events))
-        with open(path, "wb" if is_large else "ab", opener=_open_private) as file:
-            file.write(b"\n" + lines if self._is_torn and not is_large else lines)
-        if is_large:
-            path.replace(self._path)
-        self._is_torn = False
+    def _lines(self) -> bytes:
+        """Return all events as the content of the file."""
+        return b"".join(event.line() for event in self.since())
 
 
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+def _parsed_events(content: bytes) -> list[Event]:
+    """Return the events of a file that are no older than KEPT_S."""
+    oldest_ms = (time.time() - KEPT_S) * 1000
+    events = [event for line in content.splitlines() if (event := _parsed(line)) is not None]
+    return [event for event in events if event.unix_ms >= oldest_ms]
 
 
 def _parsed(line: bytes) -> Event | None:

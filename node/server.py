@@ -25,11 +25,14 @@ from node.cluster.registry import Registering, Registry, open_registry
 from node.cluster.remote_pages import peer_credentials
 from node.config import NodeConfig
 from node.console.console import Console
+from node.console.history import FILE_NAME as HISTORY_FILE
 from node.console.history import History, latency_of
 from node.disk.encryption import open_vault
 from node.disk.io_process import ProcessStorage
 from node.disk.scrub import Scrubber
+from node.disk.small_file import SmallFile
 from node.disk.tier import DiskTier
+from node.events import FILE_NAME as EVENTS_FILE
 from node.events import EventLog, Kind
 from node.gateway.supervisor import Gateways
 from node.memory.arena import Arena
@@ -105,8 +108,7 @@ class Node:
         tenants = Tenants(self.quotas, self.tier)
         self.sessions = Sessions(self.tier, config.batch_keys_max, config.batch_nbytes_max, tenants)
         self.disk = tenants.disk = self._open_disk(namespaces) if config.data_dir else None
-        # After the disk, whose directory is then locked by this node
-        self.events = EventLog(config.data_dir, lambda: self.membership.member)
+        self.events = EventLog(self._small_file(EVENTS_FILE), lambda: self.membership.member)
         room_below = self.disk.has_room if self.disk is not None else lambda space: False
         self.peers = Peers(
             config, self.membership, self.tier, self.arena.view, room_below, self.events
@@ -170,7 +172,7 @@ class Node:
             Inventory(self.tier),
             on_disk,
             latency_of(self.service.traffic),
-            folder=Path(self.config.data_dir) if self.disk is not None else None,
+            file=self._small_file(HISTORY_FILE),
         )
         return Console(self.service, self.peers, history, self._described), [history.poll]
 
@@ -291,6 +293,10 @@ class Node:
         self.scrubber = Scrubber(disk, config.scrub_nbytes_per_s)
         return disk
 
+    def _small_file(self, name: str) -> SmallFile | None:
+        """Return a small file in the data directory; None without a data directory."""
+        return SmallFile(self.disk.directory, name) if self.disk is not None else None
+
     def _take_quotas(self, identities: Identities) -> None:
         self.quotas.set({tenant: quota_of(fields) for tenant, fields in identities.quotas.items()})
 
@@ -401,12 +407,12 @@ class Node:
             self.console.stop()
         if self.disk is not None and self._started:
             self._stop_disk(self.disk)
+        self.events.close()
         if self.disk is not None:
             self._close_disk(self.disk)
         _tell_violations("RAM", self.tier.visible_count, self.tier.check)
         self._watch.stop()
         self.audit.close()
-        self.events.close()
         self.service.close()
         self.arena.close()
 

@@ -60,7 +60,7 @@ class Notifier:
 class Watchdog:
     """A thread that feeds the supervisor's watchdog while `answers` returns True.
 
-    `answers` may hang: then nothing is sent, and the supervisor restarts the node.
+    `answers` may hang or raise: then nothing is sent, and the supervisor restarts the node.
     """
 
     def __init__(
@@ -78,10 +78,13 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stopped.is_set():
             began = time.monotonic()
-            if self._answers(min(PROBE_S_MAX, 2 * self._interval_s)):
-                self._notifier.send(WATCHDOG=1)
-            else:
-                log.error("the node does not answer: its watchdog is not fed")
+            try:
+                if self._answers(min(PROBE_S_MAX, 2 * self._interval_s)):
+                    self._notifier.send(WATCHDOG=1)
+                else:
+                    log.error("the node does not answer: its watchdog is not fed")
+            except Exception:
+                log.exception("the node can not be checked: its watchdog is not fed")
             self._stopped.wait(max(0.0, self._interval_s - (time.monotonic() - began)))
 
     def stop(self) -> None:

@@ -20,11 +20,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from operator import add, attrgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvstore.security.identities import ALL, Principal
-from kvstore.security.secrets import write_whole
+from node.disk.small_file import SmallFile
 from node.memory.inventory import Inventory
 from node.memory.page import Counters
 from node.serving.request_metrics import BOUNDS_S, RequestMetrics
@@ -38,8 +37,6 @@ DAY_KEPT = 288
 TENANTS_MAX = 64  # the first tenants seen
 MINUTE = 6  # samples
 FILE_NAME = "history"  # in the data directory
-FILE_NBYTES_MAX = 1 << 20
-DISK_S = 2.0  # at a start and at a stop, for a disk that may hang
 VERSION = 1
 
 # Columns, and the counters whose rates they are.
@@ -214,8 +211,8 @@ class _Series:
 class History:
     """The last hour and the last day. Thread-safe.
 
-    `disk_count`: pages of a namespace on disk, if there is a disk. `folder`: where the node's own
-    samples are kept over a restart.
+    `disk_count`: pages of a namespace on disk, if there is a disk. `file` keeps the node's own
+    samples over a restart.
     """
 
     def __init__(
@@ -225,7 +222,7 @@ class History:
         latency: Latency | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
-        folder: Path | None = None,
+        file: SmallFile | None = None,
     ) -> None:
         self._inventory = inventory
         self._disk_count = disk_count
@@ -237,7 +234,9 @@ class History:
         self._recent.taken_s = self._day.taken_s = clock()
         # the latencies of the last minute, oldest first
         self._minute: deque[tuple[float, Mapping[str, Sequence[int]]]] = deque(maxlen=MINUTE + 1)
-        self._file = HistoryFile(folder / FILE_NAME) if folder is not None else None
+        self._file = file
+        if file is not None and (content := file.read()):
+            self._restore(content, wall())
 
     def poll(self) -> None:
         """Take a sample if it is time."""
@@ -248,7 +247,8 @@ class History:
     def stop(self) -> None:
         """Save the samples."""
         if self._file is not None:
-            self._file.close(self._saved())
+            self._save(self._file)
+            self._file.close()
 
     def _take(self, now_s: float) -> None:
         sums, unix_s = self._sums(), self._wall()
@@ -256,15 +256,13 @@ class History:
         if self._latency is not None:
             counted = {op: list(counts) for op, counts in self._latency.counts().items()}
         with self._lock:
-            if self._file is not None and (data := self._file.loaded()):
-                self._restore(data, unix_s)
             self._minute.append((now_s, counted))
             self._recent.take(now_s, unix_s, sums, self._latency, counted)
             if not self._day.due(now_s):
                 return
             self._day.take(now_s, unix_s, sums, self._latency, counted)
         if self._file is not None:
-            self._file.save(self._saved())
+            self._save(self._file)
 
     def _sums(self) -> dict[str, _Sums]:
         forgotten, each = self._inventory.counted(_read)
@@ -289,13 +287,16 @@ class History:
 
     # ---- kept over a restart -------------------------------------------------------------------
 
+    def _save(self, file: SmallFile) -> None:
+        """Save the node's own samples, if there are any."""
+        if ALL in self._recent.rings:
+            file.save(self._saved)
+
     def _saved(self) -> bytes:
-        """Return the node's own samples as a file's content; empty without any."""
+        """Return the node's own samples as a file's content."""
         with self._lock:
             rings = [series.rings.get(ALL) for series in (self._recent, self._day)]
             some = [ring for ring in rings if ring is not None]
-            if not some:
-                return b""
             heads, data = [ring.head() for ring in some], b"".join(ring.saved() for ring in some)
         body = json.dumps({"version": VERSION, "rings": heads}).encode() + b"\n" + data
         return _digest(body) + body
@@ -364,64 +365,6 @@ class History:
 
     def _of(self, series: _Series, principal: Principal) -> _Ring | None:
         return None if principal.models else series.rings.get(principal.tenant)
-
-
-class HistoryFile:
-    """The saved samples in the data directory.
-
-    Each access has its own thread, since a disk may hang. A failed one costs nothing but the
-    samples. Used by one thread at a time.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Begin to read the file."""
-        self._path = path
-        self._read: bytes | None = None
-        self._failed = self._closed = False
-        self._thread = threading.Thread(target=self._load, name="console-history", daemon=True)
-        self._thread.start()
-        self._thread.join(DISK_S)
-
-    def loaded(self) -> bytes:
-        """Return the content that was found at the start, once; empty if there was none."""
-        found, self._read = self._read, b""
-        return found or b""
-
-    def save(self, content: bytes) -> None:
-        """Write the file, unless the previous access still waits for the disk."""
-        if content and not self._closed and not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=self._write, args=(content,), name="console-history", daemon=True
-            )
-            self._thread.start()
-
-    def close(self, content: bytes) -> None:
-        """Write the file a last time, and wait for that."""
-        self.save(content)
-        self._closed = True
-        self._thread.join(DISK_S)
-
-    def _load(self) -> None:
-        try:
-            with open(self._path, "rb") as file:
-                found = file.read(FILE_NBYTES_MAX)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            log.warning("the console's history %s can not be read: %s", self._path, error)
-            return
-        if self._read is None:  # otherwise it comes too late
-            self._read = found
-
-    def _write(self, content: bytes) -> None:
-        try:
-            write_whole(self._path, content, 0o600)
-        except OSError as error:
-            if not self._failed:
-                log.warning("the console's history %s can not be written: %s", self._path, error)
-            self._failed = True
-        else:
-            self._failed = False
 
 
 def _digest(data: bytes) -> bytes:

@@ -5,6 +5,7 @@
     data_dir/rows/            RocksDB: index of the pages on disk
     data_dir/extents/000000   page bytes
     data_dir/reserve          space for the rows to be opened on a full file system
+    data_dir/NAME             small files, each replaced as a whole (`node.disk.small_file`)
 
 Two locks, because an I/O process may outlive its node until its current disk call returns.
 """
@@ -35,6 +36,7 @@ LOCK_WAIT_S = 20.0
 # Kept free for the rows, in write buffers: the log, the file made of it, and merged files
 ROWS_BUFFERS = 4
 RESERVED_BUFFERS = 2  # that a file keeps for the rows' next start
+SMALL_NBYTES_MAX = 1 << 20  # of a small file, the last bytes are read
 EMPTIED_MAX = 8  # extents emptied until the rows of a full file system can be opened
 _LOCK_STEP_S = 0.02
 
@@ -138,6 +140,27 @@ class DataDir:
             self.rows.failed,
             frozenset(self.files.empty),
         )
+
+    def read_file(self, name: str) -> bytes:
+        """Return the last SMALL_NBYTES_MAX bytes of a small file. Raises OSError."""
+        with open(self._path / name, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - SMALL_NBYTES_MAX))
+            return file.read(SMALL_NBYTES_MAX)
+
+    def replace_file(self, name: str, content: bytes) -> None:
+        """Replace a small file atomically; the new one survives a power loss. Raises OSError."""
+        path, layer, view = self._path / name, self._layer, memoryview(content)
+        new = path.with_name(f"{name}.new")  # one name, so that killed processes leave no others
+        fd = layer.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            written = 0
+            while written < len(view):
+                written += layer.write(fd, view[written:], written)
+            layer.sync(fd)
+        finally:
+            layer.close(fd)
+        os.replace(new, path)
+        layer.sync_directory(self._path)
 
     def _view(self, offset: int, nbytes: int) -> memoryview:
         return self._arena[offset : offset + nbytes]

@@ -105,5 +105,11 @@ class Directory(Protocol):
     def space(self) -> FileSystem:
         """Return the space of the file system."""
 
+    def read_file(self, name: str) -> bytes:
+        """Return the last bytes of a small file. Raises FileNotFoundError if there is none."""
+
+    def replace_file(self, name: str, content: bytes) -> None:
+        """Replace a small file atomically; the new one survives a power loss."""
+
     def close(self) -> None:
         """Close rows, files and process."""

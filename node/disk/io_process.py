@@ -365,6 +365,17 @@ class ProcessStorage:
         """Return the space of the file system. Raises OSError."""
         return io_protocol.unpack_space(self.order(Kind.SPACE))
 
+    def read_file(self, name: str) -> bytes:
+        """Return the last bytes of a small file. Raises OSError, also after QUESTION_S."""
+        try:
+            return self.process.questions.ask(Kind.READ_FILE, name.encode(), QUESTION_S)
+        except NotAnswering as error:
+            raise OSError(f"the disk hangs: no answer in {QUESTION_S:g} s") from error
+
+    def replace_file(self, name: str, content: bytes) -> None:
+        """Replace a small file atomically. Raises OSError."""
+        self.order(Kind.REPLACE_FILE, io_protocol.pack_pairs([(name.encode(), content)]))
+
     def _check_open(self) -> None:
         if self._closed:
             raise OSError("the node stops")

@@ -14,6 +14,8 @@
     PURGE_ROWS    0 u32 | needles, as keys to delete        number of files that contain one
     SPACE                                                   4 numbers | numbers of empty extents
     RELEASE       number of an extent
+    READ_FILE     name of a small file                      its last bytes
+    REPLACE_FILE  a pair: name and content
     CLOSE                                                   then the process ends
 
     slot := offset on disk | offset in the arena | nbytes | key number, 0 for none | key mark
@@ -66,6 +68,8 @@ class Kind(IntEnum):
     PURGE_ROWS = 9
     SPACE = 10
     RELEASE = 11
+    READ_FILE = 12
+    REPLACE_FILE = 13
 
 
 class Outcome(IntEnum):

@@ -50,6 +50,7 @@ class IoWorker:
             Kind.SYNC_ROWS: lambda _: directory.rows.sync(),
             Kind.TRIAL: lambda _: directory.trial(),
             Kind.RELEASE: lambda body: directory.files.release(*io_protocol.unpack_counts(body)),
+            Kind.REPLACE_FILE: self._replace_file,
             Kind.CLOSE: lambda _: directory.close(),
         }
 
@@ -91,6 +92,8 @@ class IoWorker:
             yield io_protocol.pack_counts(
                 self._directory.rows.purge(io_protocol.unpack_rows(body)[1])
             )
+        elif kind == Kind.READ_FILE:
+            yield self._directory.read_file(body.decode())
         elif kind == Kind.SPACE:
             yield io_protocol.pack_space(self._directory.space())
         else:
@@ -101,6 +104,10 @@ class IoWorker:
         for slot in slots:
             self._check(slot)
         self._directory.files.write_all(slots)
+
+    def _replace_file(self, body: bytes) -> None:
+        for name, content, _ in io_protocol.unpack_pairs(body):
+            self._directory.replace_file(name.decode(), content)
 
     def _check(self, slot: Slot) -> None:
         (arena_offset, nbytes, place), directory = slot, self._directory

@@ -69,7 +69,7 @@ class DiskTier(LocalTier):
         clock_s: Callable[[], int] = unix_s,
         vault: Vault = PLAIN,
     ) -> None:
-        self._directory = directory
+        self.directory = directory
         self._view = view
         self.rows, self.files = directory.rows, directory.files
         self.records = records = PageTable(
@@ -110,7 +110,7 @@ class DiskTier(LocalTier):
             for number, message in self.rows.namespaces()
         ]
         now_s = self._clock_s()
-        file_system = self._directory.space()
+        file_system = self.directory.space()
         self._index.empty_extents = file_system.empty
         for count, (key, value) in enumerate(self.rows.all_pages()):
             if count % PULSE_ROWS == 0:
@@ -509,10 +509,10 @@ class DiskTier(LocalTier):
 
         The writer calls it when it is idle.
         """
-        if not self._directory.trouble() or not self._io.acquire(blocking=False):
+        if not self.directory.trouble() or not self._io.acquire(blocking=False):
             return
         try:  # it is not being replaced now
-            trouble = self._directory.trouble()
+            trouble = self.directory.trouble()
             if trouble and not self.space.rows_closed:
                 self.stop_after_error(trouble)
         finally:
@@ -530,7 +530,7 @@ class DiskTier(LocalTier):
             raise OSError(f"a call of the disk has not returned for {RECOVER_WAIT_S:g} s")
         try:
             # otherwise a process that still hangs could not be tried again
-            with self._directory.limited():
+            with self.directory.limited():
                 forgotten = self._recover()
         except OSError as error:
             if not is_full(error):
@@ -546,10 +546,10 @@ class DiskTier(LocalTier):
 
     def _recover(self) -> int:
         """Return how many pages were forgotten, because they may not have reached the disk."""
-        if self._directory.trouble():
+        if self.directory.trouble():
             with self._lock:
                 self._index.medium.fail_sync()  # a pending sync died with the process
-        self._directory.revive()
+        self.directory.revive()
         self._try_disk()
         with self._lock:
             forgotten = self._index.forget_doubtful()
@@ -562,11 +562,11 @@ class DiskTier(LocalTier):
     def _try_disk(self) -> None:
         """Write, sync and read a trial, once more if there is room to make for it."""
         try:
-            self._directory.trial()
+            self.directory.trial()
         except OSError as error:
             if not is_full(error) or not self.space.make_room(error):
                 raise
-            self._directory.trial()
+            self.directory.trial()
 
     # ---- status --------------------------------------------------------------------------------
 
@@ -589,4 +589,4 @@ class DiskTier(LocalTier):
 
         Raises OSError if the rows can not be closed; everything else is closed all the same.
         """
-        self._directory.close()
+        self.directory.close()

@@ -19,9 +19,11 @@ from kvstore import Client, ClientConfig, PutOutcome
 from kvstore.errors import ConfigError, DeadlineExceeded, Exhausted
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from kvstore.results import Events
 from kvstore.tools.node_process import NodeProcess
 from node.config import NodeConfig
 from node.disk.io_process import IoChannel, ProcessStorage, Timeouts
+from node.events import Kind
 from node.memory.arena import Arena
 from node.server import Node
 
@@ -93,6 +95,31 @@ def test_node_stops_while_a_recover_waits_for_a_hanging_disk(
     assert time.monotonic() - begun < 30.0
     recovering.join(30.0)
     assert not recovering.is_alive()
+    assert set(children(os.getpid())) <= others
+
+
+def test_hanging_write_of_the_events_delays_neither_calls_nor_a_stop(
+    fault: Fault, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the node wrote them itself, and a process in a disk call can not be killed."""
+    monkeypatch.setattr("node.disk.io_process.END_S", 0.5)
+    others, settings = set(children(os.getpid())), {**SMALL, "flush_s": 0.5}
+    node = Node(NodeConfig(**PORTS, **settings, data_dir=str(tmp_path / "data")))
+    node.start()
+    fault.plant("small file", "hang")
+    begun = time.monotonic()
+    node.events.add(Kind.VIEW, "", "disk hangs")
+    assert time.monotonic() - begun < 0.5
+    wait_until(fault.hangs)
+    with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", wire="bulk")) as client:
+        pages.put(client, pages.keys(1))
+        assert pages.get(client, pages.keys(1)) == [True]
+        (reply,) = client.events().values()
+        assert isinstance(reply, Events)
+        assert reply.events[-1].text == "disk hangs"
+    begun = time.monotonic()
+    node.stop()
+    assert time.monotonic() - begun < 15.0
     assert set(children(os.getpid())) <= others
 
 

@@ -59,6 +59,6 @@ def test_unsynced_pages_of_an_ended_io_process_are_dropped(
         wait_until(lambda: disk.present(pages.digest, pages.keys(2)) == [True])
         assert disk.safe(pages.digest, pages.keys(1, 2)) == [True, False]
         os.kill(io_process_of(kept), signal.SIGKILL)
-        wait_until(lambda: bool(disk._directory.trouble()))
+        wait_until(lambda: bool(disk.directory.trouble()))
         client.recover()
         assert disk.present(pages.digest, pages.keys(1, 2)) == [True, False]

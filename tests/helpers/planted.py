@@ -71,6 +71,7 @@ wrap(os, "pwritev", "pages")
 wrap(os, "fdatasync", "sync pages")
 wrap(os, "fsync", "begin")
 wrap(os, "preadv", "read")
+wrap(os, "replace", "small file")
 wrap(rocksdict.Rdict, "items", "scan")
 """
 
@@ -103,7 +104,7 @@ class Fault:
 
 def io_process_of(node: Node) -> int:
     assert node.disk is not None
-    directory = node.disk._directory
+    directory = node.disk.directory
     assert isinstance(directory, ProcessStorage)
     return directory.process.pid
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fleets import small_nodes
+from small_files import SmallFiles
 from visits import first, history_of
 
 from kvstore.security.identities import ALL, Principal, Role
@@ -15,14 +16,13 @@ from node.console.history import (
     DAY_EVERY_S,
     EVERY_S,
     FILE_NAME,
-    FILE_NBYTES_MAX,
     KEPT,
     TENANTS_MAX,
     History,
-    HistoryFile,
     Latency,
     quantile,
 )
+from node.disk.data_dir import SMALL_NBYTES_MAX
 from node.memory.page import Counters
 
 OPERATOR = Principal("operator", ALL, Role.READ)
@@ -217,7 +217,8 @@ def test_quantiles_lie_within_their_bucket() -> None:
 def open_history(folder: Path, clock: Clock, wall_s: float = 1e9) -> tuple[History, Spaces]:
     spaces = Spaces()
     inventory: Any = spaces
-    return History(inventory, None, clock=clock, wall=lambda: wall_s, folder=folder), spaces
+    file = SmallFiles(folder).open(FILE_NAME)
+    return History(inventory, None, clock=clock, wall=lambda: wall_s, file=file), spaces
 
 
 def saved_history(folder: Path) -> None:
@@ -245,7 +246,7 @@ def test_history_is_kept_over_a_restart(tmp_path: Path) -> None:
     assert shown["day"]["got"] == [1.0]
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
-    assert file.stat().st_size < FILE_NBYTES_MAX
+    assert file.stat().st_size < SMALL_NBYTES_MAX
     assert b"secret" not in file.read_bytes(), "samples of tenants are not saved"
 
 
@@ -274,7 +275,8 @@ def test_history_with_other_columns_is_not_shown(tmp_path: Path) -> None:
     saved_history(tmp_path)
     inventory: Any = Spaces()
     latency = Latency((0.001,), lambda: {})
-    history = History(inventory, None, latency, Clock(), lambda: 1e9, tmp_path)
+    file = SmallFiles(tmp_path).open(FILE_NAME)
+    history = History(inventory, None, latency, Clock(), lambda: 1e9, file)
     history.poll()
     history.stop()
     assert history.visible_to(OPERATOR) is None
@@ -283,18 +285,6 @@ def test_history_with_other_columns_is_not_shown(tmp_path: Path) -> None:
 def test_history_of_the_future_is_not_shown(tmp_path: Path) -> None:
     saved_history(tmp_path)
     assert reopened(tmp_path, wall_s=1e9 - 86400) is None
-
-
-def test_history_that_can_not_be_written_is_reported_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    saved_history(tmp_path)
-    (tmp_path / "file").touch()
-    for _ in range(2):
-        file = HistoryFile(tmp_path / "file" / "missing")
-        file.save(b"1")
-        file.close(b"2")
-    assert caplog.text.count("can not be written") == 2
 
 
 def test_latencies_of_the_last_minute_and_since_the_start() -> None:

@@ -17,6 +17,7 @@ from known_pages import Pages
 from local_nodes import StartNode
 from waiting import wait_until
 
+import kvstore
 from kvstore import Client, ClientConfig, Unauthenticated
 from kvstore.security.identities import new_token, token_line
 from kvstore.tools.node_process import NodeProcess
@@ -202,3 +203,23 @@ def test_signals_during_a_reload_that_hangs_start_no_threads(
     wait_until(lambda: caplog.text.count("config is no file that can be read again") == 2)
     reload.begin()
     assert begun.acquire(timeout=20.0)
+
+
+EARLY = """
+import os, runpy, signal, sys
+
+class AtImport:
+    def find_spec(self, name, *others):
+        if name == "node.main":
+            os.kill(os.getpid(), signal.SIGHUP)
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # even under nohup
+sys.meta_path.insert(0, AtImport())
+sys.argv = ["kvstore-node", "--version"]
+runpy.run_module("node", run_name="__main__")
+"""
+
+
+def test_hangup_during_the_imports_ends_no_start() -> None:
+    ran = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, f"{kvstore.__version__}\n")

@@ -102,6 +102,23 @@ def test_watchdog_is_fed_only_while_the_node_answers(systemd: socket.socket) -> 
     wait_until(lambda: not watchdog._thread.is_alive())
 
 
+def test_watchdog_outlives_a_check_that_raises(
+    systemd: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcomes = iter([OSError(24, "no descriptors")])
+
+    def answers(seconds: float) -> bool:
+        for error in outcomes:
+            raise error
+        return True
+
+    watchdog = Watchdog(Notifier("@" + systemd.getsockname()[1:].decode()), 0.04, answers)
+    assert systemd.recv(4096) == b"WATCHDOG=1"
+    assert "no descriptors" in caplog.text
+    watchdog.stop()
+    wait_until(lambda: not watchdog._thread.is_alive())
+
+
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 503 not serving\r\n\r\n", b"", b"no HTTP\r\n\r\n"])
 def test_any_reaction_of_the_http_port_is_an_answer(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
