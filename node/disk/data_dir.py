@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvstore.errors import ConfigError
+from kvstore.security.secrets import write_whole
 from node.disk.directory import FileSystem
 from node.disk.extents import ExtentFiles, FileLayer, empty_last
 from node.disk.reserve import RowReserve
@@ -149,18 +150,7 @@ class DataDir:
 
     def replace_file(self, name: str, content: bytes) -> None:
         """Replace a small file atomically; the new one survives a power loss. Raises OSError."""
-        path, layer, view = self._path / name, self._layer, memoryview(content)
-        new = path.with_name(f"{name}.new")  # one name, so that killed processes leave no others
-        fd = layer.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            written = 0
-            while written < len(view):
-                written += layer.write(fd, view[written:], written)
-            layer.sync(fd)
-        finally:
-            layer.close(fd)
-        os.replace(new, path)
-        layer.sync_directory(self._path)
+        write_whole(self._path / name, content, 0o600)
 
     def _view(self, offset: int, nbytes: int) -> memoryview:
         return self._arena[offset : offset + nbytes]

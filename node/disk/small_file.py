@@ -81,7 +81,7 @@ class SmallFile:
             try:
                 self._directory.replace_file(self._name, content())
                 has_failed = False
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 if not has_failed:
                     log.warning(
                         "%s in the data directory can not be written: %s", self._name, error

@@ -39,5 +39,13 @@ def found_in(directory: Path, needles: Iterable[bytes]) -> list[tuple[bytes, str
     return [
         (needle, path.name)
         for path in files(directory)
-        for needle in found(path.read_bytes(), wanted)
+        for needle in found(content_of(path), wanted)
     ]
+
+
+def content_of(path: Path) -> bytes:
+    """Return a file's bytes; empty if a running node has renamed the file meanwhile."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
