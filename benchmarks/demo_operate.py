@@ -62,7 +62,7 @@ class Step:
 
 @dataclass
 class Day:
-    """What the steps share."""
+    """Values that the steps share."""
 
     operator: Operator
     cluster: Cluster

@@ -59,7 +59,7 @@ class Push:
 
 @dataclass
 class Release:
-    """What was found, built and pushed, as the report shows it."""
+    """Findings, files and pushes of a release, as the report shows them."""
 
     version: str
     problems: list[str] = field(default_factory=list)

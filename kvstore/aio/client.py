@@ -70,7 +70,7 @@ LIST_AT_ONCE = 256  # pages of a list that one visit to a thread fetches
 
 
 class NativeLink(NamedTuple):
-    """What the calls of `kvstore.cluster.calls` need of a node, with coroutines."""
+    """A node for the calls of `kvstore.cluster.calls`, with coroutines."""
 
     wire: AsyncBulkWire
     limits: pb.Limits

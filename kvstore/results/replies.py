@@ -220,7 +220,7 @@ class LostMember(Reply):
 
 @dataclass(frozen=True)
 class PeersStatus(Reply):
-    """What a member knows of its cluster, replicates and fetches.
+    """State of a member: its view of the cluster, and the pages it replicates and fetches.
 
     `registry`: static, etcd, or why it does not answer. `queue_pages`: pages that wait to be sent
     to their owners. `pages_dropped`: pages that could not be sent. `copy_count`: pages in RAM that
@@ -319,7 +319,7 @@ class GatewayStatus(Reply):
 
 @dataclass(frozen=True)
 class GatewayEnd(Reply):
-    """How often gateways ended for a reason: memory, hung, killed or failed."""
+    """Number of ends of gateways for one reason: memory, hung, killed or failed."""
 
     why: str = ""
     count: int = 0
@@ -405,7 +405,7 @@ class PushedIdentities(Reply):
 
 @dataclass(frozen=True)
 class ForgetResult(Reply):
-    """What was erased of a tenant.
+    """Numbers of things erased of a tenant.
 
     `left`: slots and rows that are still there, for the reasons in `why`. `plain_disk`: the disk is
     not encrypted, and bytes may stay on it until other pages overwrite them.
@@ -453,7 +453,7 @@ class SweepResult(Reply):
 
 @dataclass(frozen=True)
 class Event(Reply):
-    """What happened to a member at `unix_ms`, by the clock of the node that reports it.
+    """Event of a member at `unix_ms`, by the clock of the node that reports it.
 
     `kind`: started, joined, lost, ...: docs/cluster.md. `member`: empty for a node without a
     cluster.

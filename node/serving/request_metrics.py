@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """What a call is about.
+    """Subject of a call.
 
     `key` is the first prefix hash. `nbytes` are those of the requested pages that a put or get
     moves at most.

@@ -248,7 +248,7 @@ def access_text(folder: Path) -> str:
 
 
 def test_check_refuses_a_file_that_can_not_be_written(tmp_path: Path) -> None:
-    """All members check before one writes, so this must fail before."""
+    """The check fails before any member writes."""
     file = tmp_path / ("i" * 250)  # no name is left for the new file beside it
     access = written(file)
     with pytest.raises(ConfigError, match="can not be written: File name too long"):

@@ -158,7 +158,7 @@ def test_file_that_others_may_write_is_refused(home: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_file_of_another_user_is_refused(home: Path) -> None:
-    """It decides where a token is sent; `sudo -E` keeps the home of a user."""
+    """The file decides where a token is sent, and `sudo -E` keeps the home of a user."""
     run_kvstore("context", "add", "prod", "-a", "n1:7440")
     os.chown(file_of(home), 65534, -1)
     ran = run_kvstore("context", "list")

@@ -77,7 +77,7 @@ def test_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_file_that_everybody_may_write_is_refused(tmp_path: Path, write: WriteFile) -> None:
-    """It names a command that the node runs."""
+    """The file names a command that the node runs."""
     path = write('encrypt-key-command = "cat key"\ndata-dir = "/d"')
     Path(path).chmod(0o646)
     with pytest.raises(ConfigError, match=r"may be written by every user .*: chmod o-w /"):

@@ -166,7 +166,7 @@ def test_page_changed_by_a_node_is_a_miss_and_can_be_stored_again(
 
 
 def test_asyncio_client_verifies_pages_and_reports_bad_ones(node: Node, keyed: Pages) -> None:
-    """It has its own calls of get and put, which take the key and the report along."""
+    """The asyncio client has its own get and put, which need the key and the report too."""
     keys = keyed.keys(*range(4))
     space, pages = keyed.namespace, [keyed.content(key) for key in keys]
 

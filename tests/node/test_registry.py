@@ -410,7 +410,7 @@ def test_member_lost_before_a_start_is_reported_with_its_time(fleet: Start, etcd
 
 
 def test_number_of_lost_members_is_limited() -> None:
-    """Their placement takes longer for each, and every status names them."""
+    """The number of lost members is bounded: each one costs time in every status."""
     state = RegistryState("fleet")
     value = LostMember("n", "h:7440", 1.0, 1234).value()
     state.entries = {state.known_key(f"n{number}"): Entry(value, 1, 0) for number in range(1100)}
@@ -419,6 +419,6 @@ def test_number_of_lost_members_is_limited() -> None:
 
 @pytest.mark.parametrize("weight", [-1.0, 0.0, float("nan")])
 def test_lost_member_that_has_no_place_is_refused(weight: float) -> None:
-    """Its share of the keys is computed in each status."""
+    """Invalid weights are refused: each status computes shares of the keys from them."""
     with pytest.raises(ConfigError, match="the weight of n9"):
         parse_known("n9", LostMember("n9", "h9:7440", weight).value())

@@ -53,7 +53,7 @@ class Board(NamedTuple):
 
 @dataclass
 class Controls:
-    """What the keys change. `sort`: the name of a column in capitals; empty: none."""
+    """Settings that keys change. `sort`: the name of a column in capitals; empty: none."""
 
     sort: str = ""
     reverse: bool = False
