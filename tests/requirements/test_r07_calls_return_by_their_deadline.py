@@ -15,6 +15,7 @@ import pytest
 import stopping
 from known_pages import Pages
 from local_nodes import Connect
+from waiting import wait_until
 
 from kvstore import Client, DeadlineExceeded, KVStoreError, Unavailable
 from kvstore.layout import ByteRange
@@ -89,6 +90,15 @@ def settings(op: str) -> dict[str, float]:
         "connect_timeout_s": min(default_s, 30.0),
         "backoff_s_max": PAUSE_S,
     }
+
+
+def has_put(client: Client, chain: Pages) -> bool:
+    """Put a page; return False if a busy machine did not connect within a short timeout."""
+    try:
+        client.put(chain.namespace, chain.keys(1), [PAGE], timeout_s=30.0)
+    except Unavailable:
+        return False
+    return True
 
 
 @pytest.fixture
@@ -206,7 +216,7 @@ def test_r07_calls_to_a_suspended_node_return_by_their_deadline(
     def prepare(op: str) -> Callable[[], object]:
         os.kill(node_process.pid, signal.SIGCONT)
         clients[op] = connect(node_process.address, wire, **settings(op))
-        clients[op].put(chain.namespace, chain.keys(1), [PAGE], timeout_s=30.0)
+        wait_until(lambda: has_put(clients[op], chain))
         return lambda: CALLS[op](clients[op], chain, DEADLINE_S)
 
     by_deadline(
