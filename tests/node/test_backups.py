@@ -32,8 +32,12 @@ def there(node: Node, pages: Pages) -> int:
 
 
 def copied(folder: Path, to: Path) -> Path:
-    """Copy `folder` to `to` as `cp -r` or an object store does, with new file dates."""
-    shutil.copytree(folder, to, copy_function=shutil.copyfile)
+    """Copy `folder` to `to` as `cp -r` or an object store does, with new file dates.
+
+    A running node replaces small files by hidden ones, which are gone a moment later.
+    """
+    ignore = shutil.ignore_patterns(".*")
+    shutil.copytree(folder, to, copy_function=shutil.copyfile, ignore=ignore)
     return to
 
 
