@@ -238,16 +238,20 @@ class Engine:
     def cache(self) -> dict[str, Any]:
         """Return whether prefix caching is on, and facts about rank 0's cache.
 
-        `groups`: the number of layers of each group. `null_block_is_zero`: whether block 0, the
-        null block, is all zeros in every layer.
+        `groups`: the number of layers of each group. `block_tokens`: tokens of a block.
+        `null_block_is_zero`: whether block 0, the null block, is all zeros in every layer.
         """
 
         def call(worker: Any) -> Any:
             groups = worker.model_runner.kv_cache_config.kv_cache_groups
             return {
                 "groups": [len(group.layer_names) for group in groups],
+                "block_tokens": groups[0].kv_cache_spec.block_size,
                 "null_block_is_zero": all(
-                    not cache[0].any() for cache in worker.model_runner.kv_caches
+                    not state[0].any()
+                    for cache in worker.model_runner.kv_caches
+                    # A recurrent layer has several tensors.
+                    for state in (cache if isinstance(cache, (list, tuple)) else [cache])
                 ),
             }
 

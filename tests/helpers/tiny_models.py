@@ -1,5 +1,6 @@
 """Models with random weights of a fixed seed, small enough for a forward pass in milliseconds."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,14 @@ import torch
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
 )
 from transformers.utils.logging import disable_progress_bar
 
@@ -52,10 +57,41 @@ HYBRID = {
     "sliding_window": 64,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+# Recurrent layers beside attention. Each third of them is a group of the engine's cache, and so are
+# the attention layers. A state of 33 or 67 KiB makes blocks of 160 tokens.
+RECURRENT_LAYERS = (["linear_attention"] * 3 + ["full_attention"]) * 2
+MAMBA2 = {
+    **COMMON,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 2,
+    "layer_types": RECURRENT_LAYERS,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 256,
+    "position_embedding_type": "rope",
+    "attention_multiplier": 0.2,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_chunk_size": 64,
+}
+GATED_DELTA = {
+    **COMMON,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "layer_types": RECURRENT_LAYERS,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "mamba_ssm_dtype": "float32",
+}
 KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, LLAMA),
     "mla": (DeepseekV2Config, DeepseekV2ForCausalLM, MLA),
     "hybrid": (Olmo3Config, Olmo3ForCausalLM, HYBRID),
+    "mamba2": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, MAMBA2),
+    "gated_delta": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, GATED_DELTA),
 }
 
 
@@ -67,4 +103,11 @@ def save_model(
     torch.manual_seed(seed)
     config_class, model_class, values = KINDS[kind]
     config = config_class(**{**values, **changes}, dtype=dtype)
-    model_class(config).to(getattr(torch, dtype)).save_pretrained(directory)
+    model = model_class(config)
+    for name, weights in model.named_parameters():
+        if name.endswith("A_log"):
+            # Remember some hundred tokens. A decay by transformers' initial values takes a few.
+            torch.nn.init.uniform_(weights, math.log(0.001), math.log(0.03))
+        elif name.endswith(("q_norm.weight", "k_norm.weight")) and kind == "gated_delta":
+            torch.nn.init.ones_(weights)  # doubles queries and keys, for peaked attention
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
