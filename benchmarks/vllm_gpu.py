@@ -41,14 +41,23 @@ from engine_handle import EngineHandle
 from measure import Report, Samples, median, parser, progress, rounds
 from vllm_connectors import NAMES, Connector, available, connector
 
+from kvstore import Client, ClientConfig
 from kvstore.tools.node_process import NodeProcess
 
 LENGTHS = (2_055, 8_199, 30_007)
-# layers, width, width within, heads, heads of K and V, vocabulary; heads of 128
-MODELS = {"0.9b": (16, 2048, 5632, 16, 8, 32_000), "8b": (32, 4096, 14_336, 32, 8, 128_256)}
+# layers, width, width within, heads, heads of K and V, vocabulary, size of a head
+MODELS = {
+    "0.9b": (16, 2048, 5632, 16, 8, 32_000, 128),
+    "8b": (32, 4096, 14_336, 32, 8, 128_256, 128),
+    # 1.1 B in the shape of Qwen3.5: three layers of recurrent states for each of attention
+    "1b-hybrid": (24, 2048, 3584, 8, 2, 32_000, 256),
+}
+RECURRENT_HEADS = 16  # of 128, for queries, keys and values
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 500_000.0}
 REQUESTS, PROMPT_TOKENS, ANSWER_TOKENS = 64, 1024, 128
 SAVED_TOKENS_S = 50_000  # tokens that are saved in a second, at least
 SETTLED_S = 60.0
+SAVES = "What vLLM's connector stores of a prompt"
 OPS = ("miss", "skip", "hit", "local")
 WARMUPS = 1
 Prompts = Callable[[int], list[int]]
@@ -91,6 +100,10 @@ class Contender:
             ]
         return found
 
+    def dropped(self) -> float:
+        """Return how many pages were never saved, as a counter."""
+        return float(self._engine.ask("metrics").get("vllm:kvstore_pages_dropped", 0))
+
     def _hit(self, prompt: list[int]) -> list[float]:
         """Return the seconds of a hit; ours must hit, others may not."""
         found = self._engine.ask("generate", prompts=[prompt], max_tokens=1, logprobs=None)
@@ -121,25 +134,27 @@ class Contender:
 
 @contextlib.contextmanager
 def contenders(
-    names: list[str], model: Path, node: NodeProcess, kv_gib: int, tier_gib: int, tokens_max: int
+    names: list[str], model: Path, node: NodeProcess, args: argparse.Namespace, tokens_max: int
 ) -> Iterator[dict[str, Contender]]:
     """Yield the engines to compare."""
     arguments: dict[str, Any] = {
         "model": str(model),
+        # FlashInfer may not be installed.
+        "additional_config": {"gdn_prefill_backend": "triton"},
         "load_format": "dummy",
         "dtype": "bfloat16",
         "enforce_eager": False,
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         "block_size": 16,
         "num_gpu_blocks_override": None,
-        "kv_cache_memory_bytes": kv_gib << 30,
+        "kv_cache_memory_bytes": args.kv_gib << 30,
         "gpu_memory_utilization": 0.03,  # vLLM only compares it with the free memory
         "max_model_len": tokens_max + 256,
         "max_num_seqs": REQUESTS,
         "max_num_batched_tokens": 8192,
     }
     with contextlib.ExitStack() as stack:
-        connectors = {name: connector(name, node.address, tier_gib, stack) for name in names}
+        connectors = {name: connector(name, node.address, args.tier_gib, stack) for name in names}
         engines = {
             name: EngineHandle(
                 name, {**arguments, **({"kv_transfer_config": one.config} if one.config else {})}
@@ -176,26 +191,77 @@ def wait_agents(engine: EngineHandle) -> None:
 
 
 def save_config(name: str, directory: Path) -> None:
-    """Write a Llama's configuration, without weights."""
-    layers, hidden, within, heads, kv_heads, vocabulary = MODELS[name]
+    """Write the configuration of a Llama or a hybrid, without weights."""
+    layers, hidden, within, heads, kv_heads, vocabulary, head_dim = MODELS[name]
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **(_hybrid(layers) if name.endswith("hybrid") else LLAMA),
         "num_hidden_layers": layers,
         "hidden_size": hidden,
         "intermediate_size": within,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": 128,
+        "head_dim": head_dim,
         "vocab_size": vocabulary,
         "max_position_embeddings": 1 << 18,
-        "rope_theta": 500_000.0,
         "torch_dtype": "bfloat16",
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
+
+
+def _hybrid(layers: int) -> dict[str, Any]:
+    sizes = {
+        f"linear_{what}": value
+        for role in ("key", "value")
+        for what, value in ((f"num_{role}_heads", RECURRENT_HEADS), (f"{role}_head_dim", 128))
+    }
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
+        "linear_conv_kernel_dim": 4,
+        "mamba_ssm_dtype": "float32",
+        **sizes,
+    }
+
+
+def stored_rows(store: Contender, node: NodeProcess, new: Prompts, tokens: int) -> Iterator[Row]:
+    """Yield the rows of what a new prompt stores, by kind of layer.
+
+    Pages of recurrent states hold bytes; those of attention hold numbers.
+    """
+    with Client(ClientConfig(address=node.address)) as client:
+        before, dropped = _stored(client), store.dropped()
+        store.first_tokens(lambda: new(tokens))
+        found, dropped = _stored(client), store.dropped() - dropped
+    for kind, (pages, nbytes) in found.items():
+        pages, nbytes = pages - before[kind][0], nbytes - before[kind][1]
+        yield {
+            "prompt tokens": tokens,
+            "pages of": kind,
+            "pages": pages,
+            "KiB per token": round(nbytes / tokens / 1024, 2),
+        }
+    kind = "both, not saved"
+    yield {
+        "prompt tokens": tokens,
+        "pages of": kind,
+        "pages": round(dropped),
+        "KiB per token": None,
+    }
+
+
+def _stored(client: Client) -> dict[str, tuple[int, int]]:
+    """Return the number and the bytes of stored pages by kind."""
+    found = {"attention": (0, 0), "states": (0, 0)}
+    for space, _ in client.namespaces():
+        dtypes = {plane.dtype for group in space.layout.groups for plane in group.planes}
+        kind = "states" if dtypes <= {"int8", "uint8"} else "attention"
+        pages = sum(1 for _ in client.list_pages(space))
+        found[kind] = found[kind][0] + pages, found[kind][1] + pages * space.layout.page_nbytes
+    return found
 
 
 def spread(samples: list[float], unit: float) -> str:
@@ -267,12 +333,13 @@ def main(argv: list[str]) -> None:
     )
     args = options.parse_args(argv)
     command = " ".join(["python benchmarks/vllm_gpu.py", *argv])
-    firsts, sums = (
+    firsts, sums, saves = (
         Report("vLLM's first token on a GPU, ms", command),
         Report("vLLM's throughput on a GPU", command),
+        Report(SAVES, command),
     )
     numbers = random.Random(time.time_ns())
-    vocabulary = MODELS[args.model][-1]
+    vocabulary = MODELS[args.model][5]
 
     def new(tokens: int) -> list[int]:
         return [numbers.randrange(3, vocabulary) for _ in range(tokens)]
@@ -288,9 +355,11 @@ def main(argv: list[str]) -> None:
         node = stack.enter_context(NodeProcess(*flags, python=python))
         longest = max(*args.tokens, PROMPT_TOKENS + ANSWER_TOKENS)
         names = available(args.connectors)
-        engines = stack.enter_context(
-            contenders(names, model, node, args.kv_gib, args.tier_gib, longest)
-        )
+        engines = stack.enter_context(contenders(names, model, node, args, longest))
+        if "store" in engines:
+            for tokens in args.tokens:
+                saves.rows += stored_rows(engines["store"], node, new, tokens)
+            _show(saves, args)
         tick = stack.enter_context(progress((args.rounds + WARMUPS) * (len(args.tokens) + 1)))
         for tokens in args.tokens:
             firsts.rows += first_token_rows(engines, tokens, args.rounds, new, tick)
@@ -305,9 +374,10 @@ def main(argv: list[str]) -> None:
 
 
 def _show(report: Report, args: argparse.Namespace) -> None:
-    report.notes.append(
-        f"median (least–greatest) of {args.rounds} rounds; all engines up, one at a time works"
-    )
+    if report.title != SAVES:
+        report.notes.append(
+            f"median (least–greatest) of {args.rounds} rounds; all engines up, one at a time works"
+        )
     report.show(args.json)
     print(flush=True)
 
