@@ -257,6 +257,7 @@ def test_node_stops_in_time_on_a_hanging_disk_and_kills_its_io_process(
         clients = [stack.enter_context(Client(config)) for config in configs]
         for client in clients:
             pages.put(client, pages.keys(1))
+        clients[0].flush(60.0)  # a list of a namespace without rows would not wait for the disk
         os.kill(io_process, signal.SIGSTOP)
         pages.put(clients[0], pages.keys(2))  # the writer hangs with it
         pool.submit(clients[0].recover, 60.0)
