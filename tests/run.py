@@ -481,6 +481,20 @@ def test_vllm_scheduler() -> None:
 
 
 @target
+def test_conformance() -> None:
+    """the conformance suite over KVStoreConnector on the CPU (Python 3.11, 3.4 GB; ARGS)"""
+    python = engine("vllm", "tests/engines/vllm/install.sh")
+    conformance(python, str(ROOT / PYTHON))
+
+
+def conformance(python: str, node_python: str) -> None:
+    """Run tests/conformance; ARGS may name another configuration."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    chosen = words("ARGS", "kvstore --matrix")
+    run(python, "tests/conformance", *chosen, PYTHONPATH=path, KVSTORE_NODE_PYTHON=node_python)
+
+
+@target
 def test_sglang() -> None:
     """SGLang's controllers, pools and radix cache (Python 3.11, g++, ninja, 2.5 GB; SEEDS=1000)"""
     engine_tests(engine("sglang", "tests/engines/sglang/install.sh"), "tests/engines/sglang")
@@ -565,6 +579,14 @@ def gpu_engine(name: str, version: str) -> None:
 def gpu_test_vllm() -> None:
     """real vLLM 0.33: hits, caches, outages, server (6 minutes; two ranks need two GPUs)"""
     gpu_engine("vllm", "0.33.0")
+
+
+@target
+def gpu_test_conformance() -> None:
+    """the conformance suite on a GPU (10 minutes; ARGS="offloading --models mamba2")"""
+    packages = "vllm==0.33.0, cupy-cuda12x or -13x as its torch, and this project ('.[node]')"
+    need_gpu("torch, vllm", f"and in {sys.executable}: {packages}")
+    conformance(sys.executable, sys.executable)
 
 
 @target

@@ -1,0 +1,85 @@
+"""Compare answers of engines: equal to the last bit, equal but for rounding, or wrong.
+
+The last bits of an answer depend on which tokens are computed together. A restored prefix is
+therefore compared with a hit of the same length in the engine's own cache, which computes the same
+tokens over the same KV and must be equal to the last bit, and otherwise with computing all.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine_control import Answer, Engine
+
+UNLIKELY = -1e9
+# Largest difference of log-probabilities that rounding makes. Wrong KV makes larger ones: the case
+# `sensitivity` shows it for each model.
+ROUNDING = {"float32": 0.01, "bfloat16": 0.35}
+RIGHT, CLOSE, WRONG = "right", "close", "wrong"
+
+
+def equal(found: Answer, expected: Answer) -> bool:
+    """Return whether two answers are equal to the last bit of their log-probabilities."""
+    return (found.tokens, found.likely, found.finish) == (
+        expected.tokens,
+        expected.likely,
+        expected.finish,
+    )
+
+
+def close(found: Answer, expected: Answer, rounding: float) -> bool:
+    """Return whether two answers are equal but for rounding.
+
+    Up to the first token that differs, log-probabilities must be close. There, both engines must
+    find both tokens about as likely. Tokens behind it are not compared.
+    """
+    if found.finish != expected.finish or len(found.tokens) != len(expected.tokens):
+        return False
+    for mine, yours, token, other in zip(
+        found.likely, expected.likely, found.tokens, expected.tokens, strict=True
+    ):
+        for one in (str(token), str(other)):
+            if abs(mine.get(one, UNLIKELY) - yours.get(one, UNLIKELY)) > rounding:
+                return False
+        if token != other:
+            break
+    return True
+
+
+class Reference:
+    """An engine without a connector, and what it answers. Answers are kept by prompt."""
+
+    def __init__(self, engine: Engine, rounding: float) -> None:
+        self.engine = engine
+        self.rounding = rounding
+        self._computed: dict[Any, Answer] = {}
+        self._local: dict[Any, Answer] = {}
+
+    def computed(self, prompt: Sequence[int], **order: Any) -> Answer:
+        """Return the answer to a prompt with nothing in any cache."""
+        key = (tuple(prompt), tuple(sorted(order.items())))
+        if key not in self._computed:
+            self.engine.ask("reset")
+            self._computed[key] = self.engine.generate(prompt, **order)[0]
+        return self._computed[key]
+
+    def local_hit(self, prompt: Sequence[int], tokens: int, **order: Any) -> Answer:
+        """Return the answer with the first `tokens` in the engine's own cache, if it can be."""
+        key = (tuple(prompt), tokens, tuple(sorted(order.items())))
+        if key not in self._local:
+            self.engine.ask("reset")
+            self.engine.generate(prompt[:tokens] if tokens < len(prompt) else prompt, **order)
+            self._local[key] = self.engine.generate(prompt, **order)[0]
+        return self._local[key]
+
+    def verdict(self, prompt: Sequence[int], found: Answer, **order: Any) -> str:
+        """Return RIGHT, CLOSE or WRONG."""
+        candidates: list[Callable[[], Answer]] = [
+            lambda: self.computed(prompt, **order),
+            lambda: self.local_hit(prompt, found.cached, **order),
+        ]
+        expected = []
+        for candidate in candidates if found.cached else candidates[:1]:
+            expected.append(candidate())
+            if equal(found, expected[-1]):
+                return RIGHT
+        return CLOSE if any(close(found, one, self.rounding) for one in expected) else WRONG

@@ -1,0 +1,240 @@
+"""Start engines and give them orders (engine_process.py), from a process without vLLM."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+START_S = 400.0
+ANSWER_S = 150.0
+# A machine without a GPU: no core is bound, since engines share them, and nothing is compiled.
+ON_CPU = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+PROBE = (
+    "import json, vllm, torch; from vllm.platforms import current_platform as p;"
+    "print(json.dumps({'vllm': vllm.__version__, 'torch': torch.__version__,"
+    "'device': p.device_type, 'count': torch.cuda.device_count()}))"
+)
+
+
+class EngineDied(Exception):
+    """The engine's process ended or does not answer; the message has its last error."""
+
+
+class EngineRefused(Exception):
+    """The engine reported an error at its start; the message is the error."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A request's result. `likely`: the log-probabilities of the likeliest tokens, by position."""
+
+    tokens: tuple[int, ...]
+    likely: tuple[dict[str, float], ...] = field(repr=False)
+    cached: int
+    finish: str
+
+
+class Spawner:
+    """The process that has imported vLLM and forks engines. `python`: an interpreter with vLLM."""
+
+    def __init__(self, python: str, folder: Path, environment: dict[str, str]) -> None:
+        self.folder = folder
+        self._path = str(folder / "engines.socket")
+        paths = [str(HERE), environment.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
+        joined = os.pathsep.join(path for path in paths if path)
+        variables = {**ON_CPU, **os.environ, **environment, "PYTHONPATH": joined}
+        self.facts = _probe(python, variables)
+        if self.facts["device"] != "cpu":
+            for name in set(ON_CPU) - set(os.environ):
+                variables.pop(name)
+        self._log = (folder / "engines.log").open("w")
+        self._process = subprocess.Popen(
+            [python, str(HERE / "engine_process.py"), self._path],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=variables,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline().strip() != "ready":
+            raise EngineDied(f"vLLM does not import: {last_error(folder / 'engines.log')}")
+
+    def connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self._path)
+        return connection
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+
+
+def _probe(python: str, variables: dict[str, str]) -> dict[str, Any]:
+    """Return versions and the device. Raises EngineDied."""
+    done = subprocess.run(
+        [python, "-c", PROBE], capture_output=True, text=True, env=variables, check=False
+    )
+    if done.returncode:
+        why = (done.stderr.strip() or "no output").splitlines()[-1]
+        raise EngineDied(f"{python} has no vLLM that imports: {why}")
+    facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return facts
+
+
+class Engine:
+    """One engine. The constructor returns at once; the first order waits for the start."""
+
+    def __init__(
+        self,
+        spawner: Spawner,
+        name: str,
+        arguments: dict[str, Any],
+        environment: dict[str, str],
+        **more: Any,
+    ) -> None:
+        self.name = name
+        self.log = spawner.folder / f"{name.replace(' ', '-')}.log"
+        self._facts: dict[str, Any] | None = None
+        self._socket = spawner.connect()
+        self._lines = self._socket.makefile("rw")
+        first = {"arguments": arguments, "environment": environment, "log": str(self.log), **more}
+        print(json.dumps(first), file=self._lines, flush=True)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return the engine's facts. Raises EngineRefused and EngineDied."""
+        if self._facts is None:
+            found = self._receive(START_S)
+            if "error" in found:
+                raise EngineRefused(found["error"])
+            self._facts = found["facts"]
+        return self._facts
+
+    @property
+    def pid(self) -> int:
+        return int(self.facts["pid"])
+
+    @property
+    def block(self) -> int:
+        return int(self.facts["block"])
+
+    @property
+    def chunk(self) -> int:
+        return int(self.facts["chunk"])
+
+    def ask(self, do: str, **order: Any) -> dict[str, Any]:
+        """Give an order and return its answer. Raises EngineDied."""
+        self.send(do, **order)
+        return self.receive()
+
+    def send(self, do: str, **order: Any) -> None:
+        assert self.facts
+        with contextlib.suppress(BrokenPipeError):  # `receive` reports it
+            print(json.dumps({"do": do, **order}), file=self._lines, flush=True)
+
+    def receive(self) -> dict[str, Any]:
+        found = self._receive(ANSWER_S)
+        if "error" in found:
+            raise EngineDied(found["error"])
+        return found
+
+    def generate(self, *prompts: Sequence[int], **order: Any) -> list[Answer]:
+        """Serve prompts together."""
+        return answers(self.ask("generate", prompts=[list(one) for one in prompts], **order))
+
+    def settle(self) -> None:
+        """Wait until saves have ended. Raises EngineDied if blocks stay in use."""
+        found = self.ask("settle")
+        if not found["idle"] or found["held"]:
+            raise EngineDied(f"idle, but {found['held']} blocks stay in use")
+
+    def fresh(self) -> None:
+        """Clear the engine's own cache and poison its blocks."""
+        self.settle()
+        if not self.ask("reset")["done"]:
+            raise EngineDied("idle, but the prefix cache can not be reset")
+        self.ask("poison")
+
+    def kill(self) -> None:
+        """Kill the engine's process and its children."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._close()
+
+    def close(self) -> None:
+        """End the engine and wait until its process has exited."""
+        self._close()
+        if self._facts is None:
+            return
+        end = time.monotonic() + 20.0
+        while _alive(self.pid) and time.monotonic() < end:
+            time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._lines.close()
+        self._socket.close()
+
+    def _receive(self, timeout_s: float) -> dict[str, Any]:
+        ready, _, _ = select.select([self._socket], [], [], timeout_s)
+        line = ""
+        if ready:
+            with contextlib.suppress(ConnectionError):
+                line = self._lines.readline()
+        if not line:
+            state = "ended" if ready else f"does not answer within {timeout_s:.0f} s"
+            raise EngineDied(f"{state}: {last_error(self.log)}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def make_model(spawner: Spawner, kind: str, path: Path, dtype: str) -> None:
+    """Make a model or an adapter. Raises EngineRefused, if transformers does not know it."""
+    maker = Engine(spawner, f"make {path.name}", {}, {}, model=[kind, str(path), dtype])
+    assert maker.facts
+    maker.close()
+
+
+def answers(found: dict[str, Any]) -> list[Answer]:
+    return [
+        Answer(tuple(one["tokens"]), tuple(one["likely"]), one["cached"], one["finish"])
+        for one in found["answers"]
+    ]
+
+
+def last_error(log: Path) -> str:
+    """Return the last line of a log that names an error, or its last line."""
+    if not log.exists():
+        return "no output"
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line or "rror:" in line]
+    return (named or lines or ["no output"])[-1][-300:]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.killpg(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

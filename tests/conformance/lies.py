@@ -1,0 +1,18 @@
+"""The lies that `folder_connector.py` can tell."""
+
+LIES = {
+    "wrong block": "a page is loaded into the block behind its own",
+    "swapped layers": "a layer gets the page of the next layer",
+    "nothing loaded": "a hit is reported and nothing is loaded",
+    "last block missing": "the last block of a hit is not loaded",
+    "off by one": "a hit is one block longer than what is stored",
+    "no chain": "a page is named by its own tokens, not by all before it",
+    "adapter ignored": "a page is named by tokens only, whatever the LoRA",
+    "saved too early": "a page is saved before it is computed",
+    "loaded too late": "a load is reported done one step before it is",
+    "swapped states": "a recurrent state is that of the block before",
+    "state of null": "a state is saved at each boundary, also where none was kept",
+}
+# Lies that need a model with recurrent states, and one that needs a LoRA.
+OF_STATES = ("swapped states", "state of null")
+OF_ADAPTERS = ("adapter ignored",)

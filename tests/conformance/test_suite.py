@@ -1,0 +1,125 @@
+"""Tests of the suite's own parts that need no engine; `--self-test` tests the rest with lies."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from comparison import close, equal
+from configuration import Configuration, ConfigurationError, Store, StoreFailed, load
+from engine_control import Answer
+from outcomes import Outcome, matrix, outcome_of, status
+from session import Checks
+
+SUITE = Path(__file__).parent
+SHIPPED = sorted((SUITE / "configurations").glob("*.json"))
+
+
+def answer(*tokens: int, logprob: float = -0.5, other: int = 99, finish: str = "length") -> Answer:
+    likely = tuple({str(token): logprob, str(other): -1.0} for token in tokens)
+    return Answer(tokens, likely, 0, finish)
+
+
+def test_answers_are_equal_only_to_the_last_bit() -> None:
+    assert equal(answer(1, 2), answer(1, 2))
+    assert not equal(answer(1, 2), answer(1, 2, logprob=-0.5000001))
+    assert not equal(answer(1, 2), answer(1, 3))
+
+
+def test_close_answers_differ_by_rounding_only() -> None:
+    assert close(answer(1, 2), answer(1, 2, logprob=-0.501), 0.01)
+    assert not close(answer(1, 2), answer(1, 2, logprob=-0.6), 0.01)
+    assert not close(answer(1), answer(1, 2), 0.01)
+    assert not close(answer(1), answer(1, finish="error"), 0.01)
+
+
+def test_other_token_is_close_only_where_both_are_as_likely() -> None:
+    one = Answer((5, 7), ({"5": -0.70, "6": -0.71}, {"7": -0.1}), 0, "length")
+    two = Answer((6, 8), ({"6": -0.70, "5": -0.71}, {"8": -0.1}), 0, "length")
+    assert close(one, two, 0.05)
+    three = Answer((6, 8), ({"6": -0.1, "5": -2.4}, {"8": -0.1}), 0, "length")
+    assert not close(one, three, 0.05)
+
+
+def test_outcomes_and_exit_status() -> None:
+    right = outcome_of("llama", "full hit", Checks(exact=2, restored=64, wanted=64), 1.0)
+    no_hit = outcome_of("llama", "restart", Checks(exact=2, wanted=64), 1.0)
+    rounded = outcome_of("mla", "full hit", Checks(exact=1, close=1, restored=64, wanted=64), 1.0)
+    wrong = outcome_of("llama", "boundaries", Checks(["127"], restored=64, wanted=64), 1.0)
+    died = Outcome("mla", "boundaries", "engine died")
+    found = [one.outcome for one in (right, no_hit, rounded, wrong, died)]
+    assert found == ["right", "no hit", "close", "wrong", "engine died"]
+    assert status([right, no_hit, rounded]) == 0
+    assert status([no_hit]) == 3
+    assert status([right, wrong]) == status([right, died]) == 1
+    assert [line.split() for line in matrix([right, rounded, died])[2:]] == [
+        ["|", "full", "hit", "|", "right", "|", "close", "|"],
+        ["|", "boundaries", "|", "-", "|", "engine", "died", "|"],
+    ]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_configuration_is_valid(path: Path) -> None:
+    assert load(path).description
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "names no connector"),
+        ('{"kv_role": "kv_both"}', "names no connector"),
+        ('{"kv_transfer_config": {"kv_connector": "X"}, "stor": []}', "unknown fields: stor"),
+    ],
+)
+def test_bad_configuration_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(ConfigurationError, match=message):
+        load(tmp_path / "bad.json")
+
+
+def test_store_is_started_killed_and_restarted(tmp_path: Path) -> None:
+    serve = (
+        "import socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1])));"
+        "time.sleep(60)"
+    )
+    config = {"kv_connector": "X", "kv_connector_extra_config": {"path": "{folder}/x"}}
+    given = Configuration("x", config, store=["{python}", "-c", serve, "{port}"])
+    store = Store(given, tmp_path, sys.executable)
+    assert store.kv_transfer_config["kv_connector_extra_config"] == {
+        "path": f"{tmp_path / 'data'}/x"
+    }
+    for _ in range(2):
+        store.start()
+        store.kill()
+    broken = Store(Configuration("x", config, store=["{python}", "-c", "1 / 0"]), tmp_path, "false")
+    with pytest.raises(StoreFailed, match="does not listen"):
+        broken.start()
+
+
+def suite(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(SUITE), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_command_line_lists_and_refuses(tmp_path: Path) -> None:
+    listed = suite("--list")
+    assert listed.returncode == 0
+    assert all(path.stem in listed.stdout for path in SHIPPED)
+    refused = suite("folder", "--cases", "full hits", "--json")
+    assert refused.returncode == 2
+    assert "there is no case 'full hits'" in json.loads(refused.stdout)["error"]
+    absent = suite(str(tmp_path / "absent.json"))
+    assert absent.returncode == 2
+    assert "can not be read" in absent.stderr
+
+
+def test_suite_imports_nothing_of_this_project() -> None:
+    for path in SUITE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name.partition(".")[0] not in {"kvstore", "node", "gpu_agent"}, path

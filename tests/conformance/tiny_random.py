@@ -1,0 +1,146 @@
+"""Make tiny models with random weights, in which wrong KV changes tokens.
+
+Attention is peaked (large queries and keys), and recurrent states remember some hundred tokens.
+`python tiny_random.py KIND DIRECTORY [float32|bfloat16]` makes one.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+VOCABULARY = 512
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.2,
+}
+RECURRENT = (["linear_attention"] * 3 + ["full_attention"]) * 2
+# Kind -> transformers' class of the configuration, of the model, and what differs from COMMON.
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 32}),
+    # Alternating layers: two groups of the engine's cache, which share memory.
+    "sliding": (
+        "Olmo3Config",
+        "Olmo3ForCausalLM",
+        {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    # The size of DeepSeek's latent cache, 512 + 64, for which engines have kernels.
+    "mla": (
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        {
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 2,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 64,
+        },
+    ),
+    "mamba2": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            "num_hidden_layers": 8,
+            "layer_types": RECURRENT,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 256,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 0.2,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 64,
+            "mamba_d_state": 64,
+        },
+    ),
+    "gated-delta": (
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {
+            "num_hidden_layers": 8,
+            "head_dim": 64,
+            "layer_types": RECURRENT,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "mamba_ssm_dtype": "float32",
+        },
+    ),
+}
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+RANK = 8
+
+
+def save_model(kind: str, directory: Path, dtype: str) -> None:
+    """Save a checkpoint. Raises AttributeError if transformers does not know the model."""
+    import transformers
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    config_class, model_class, changes = KINDS[kind]
+    config = getattr(transformers, config_class)(**{**COMMON, **changes}, dtype=dtype)
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(config)
+    for name, weights in model.named_parameters():
+        if name.endswith("A_log"):
+            # transformers' initial values forget within a few tokens.
+            torch.nn.init.uniform_(weights, math.log(0.001), math.log(0.03))
+        elif name.endswith(("q_norm.weight", "k_norm.weight")) and kind == "gated-delta":
+            torch.nn.init.ones_(weights)  # this norm adds 1: doubles queries and keys
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
+
+
+def save_adapter(directory: Path, dtype: str, seed: int) -> None:
+    """Save a LoRA for the kind "llama" with random weights, large enough to change answers."""
+    directory.mkdir(parents=True)
+    numbers = torch.Generator().manual_seed(seed)
+    hidden, kv_heads, head = COMMON["hidden_size"], COMMON["num_key_value_heads"], 32
+    outputs = {"k_proj": kv_heads * head, "v_proj": kv_heads * head}
+    tensors = {}
+    for layer in range(COMMON["num_hidden_layers"]):
+        for target in TARGETS:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{target}"
+            shapes = {"A": (RANK, hidden), "B": (outputs.get(target, hidden), RANK)}
+            for part, shape in shapes.items():
+                weights = torch.randn(*shape, generator=numbers) * 0.15
+                tensors[f"{name}.lora_{part}.weight"] = weights.to(getattr(torch, dtype))
+    save_file(tensors, str(directory / "adapter_model.safetensors"))
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": RANK,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(TARGETS),
+        "base_model_name_or_path": "",
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def main(kind: str, directory: str, dtype: str = "float32") -> None:
+    if kind.startswith("adapter-"):
+        save_adapter(Path(directory), dtype, int(kind.partition("-")[2]))
+    else:
+        save_model(kind, Path(directory), dtype)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
