@@ -297,14 +297,9 @@ def service(release: str, path: str) -> None:
 def test_protobuf() -> None:
     """the service with each supported major version of protobuf (3 minutes; network)"""
     for version, companions in PROTOBUFS.items():
-        pinned = (
-            "--no-deps",
-            *(f"grpcio-{name}=={companions}" for name in ("health-checking", "reflection")),
-        )
-        service(
-            f"protobuf {version}",
-            overlay(f".venv-protobuf/{version}", f"protobuf=={version}", *pinned),
-        )
+        pinned = [f"grpcio-{name}=={companions}" for name in ("health-checking", "reflection")]
+        packages = (f"protobuf=={version}", "--no-deps", *pinned)
+        service(f"protobuf {version}", overlay(f".venv-protobuf/{version}", *packages))
 
 
 @target_in_venv
@@ -341,14 +336,9 @@ def test_oldest() -> None:
 @target_in_venv
 def test_transformers() -> None:
     """the adapters of transformers with 5.24, after the 5.23 of make test (2 minutes; network)"""
-    names = (
-        "test_transformers.py",
-        "test_transformers_paged.py",
-        "test_tenants.py",
-        "identity/test_rope.py",
-    )
+    names = ("test_transformers", "test_transformers_paged", "test_tenants", "identity/test_rope")
     path = overlay(".venv-transformers/5.24.0", "--no-deps", "transformers==5.24.0")
-    pytest(*(f"tests/gpu_agent/{name}" for name in names), PYTHONPATH=path)
+    pytest(*(f"tests/gpu_agent/{name}.py" for name in names), PYTHONPATH=path)
 
 
 @target
@@ -373,39 +363,23 @@ def test_dist() -> None:
     (wheel,) = (ROOT / "dist").glob("*.whl")
     shutil.rmtree(ROOT / ".venv-dist", ignore_errors=True)
     pip(environment(".venv-dist"), *CONSTRAINED, f"{wheel}[node,cli,agent]")
-    run(
-        PYTHON,
-        "-m",
-        "pytest",
-        "tests/packaging",
-        KVSTORE_DIST_PYTHON=str(ROOT / ".venv-dist/bin/python"),
-    )
+    python = str(ROOT / ".venv-dist/bin/python")
+    run(PYTHON, "-m", "pytest", "tests/packaging", KVSTORE_DIST_PYTHON=python)
 
 
 @target
 def audit() -> None:
     """the image's licences, dist/sbom.json, known vulnerabilities (network; status 3: unknown)"""
     run(MAKE, "--no-print-directory", "dist")
-    image, tools = (
-        environment(".venv-image", "--clear", "--without-pip"),
-        environment(".venv-audit"),
-    )
+    image = environment(".venv-image", "--clear", "--without-pip")
+    tools = environment(".venv-audit")
     pip(tools, *CONSTRAINED, "pip-audit", "cyclonedx-bom")
     for what in (
         ("--only-binary", ":all:", "--require-hashes", "--requirement", "docker/requirements.txt"),
         ("--no-deps", "--no-index", *map(str, (ROOT / "dist").glob("*.whl"))),
     ):
-        run(
-            tools,
-            "-m",
-            "pip",
-            "--python",
-            image,
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            *what,
-        )
+        install = ("install", "--quiet", "--disable-pip-version-check", *what)
+        run(tools, "-m", "pip", "--python", image, *install)
     for path in (ROOT / ".venv-image").glob(
         "lib/python*/site-packages/kvstore_llm-*.dist-info/direct_url.json"
     ):
@@ -482,16 +456,14 @@ def test_vllm_scheduler() -> None:
 
 @target
 def test_conformance() -> None:
-    """the conformance suite over KVStoreConnector on the CPU (Python 3.11, 3.4 GB; ARGS)"""
-    python = engine("vllm", "tests/engines/vllm/install.sh")
-    conformance(python, str(ROOT / PYTHON))
+    """the conformance suite on the CPU, over KVStoreConnector (as test-vllm; ARGS=example)"""
+    conformance(engine("vllm", "tests/engines/vllm/install.sh"), PYTHON)
 
 
 def conformance(python: str, node_python: str) -> None:
-    """Run tests/conformance; ARGS may name another configuration."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    """Run the suite; ARGS may name another configuration."""
     chosen = words("ARGS", "kvstore --matrix")
-    run(python, "tests/conformance", *chosen, PYTHONPATH=path, KVSTORE_NODE_PYTHON=node_python)
+    with_sources(python, "tests/conformance", *chosen, KVSTORE_NODE_PYTHON=node_python)
 
 
 @target
@@ -530,9 +502,10 @@ def demo_vllm() -> None:
 # ---- on this machine's GPU, with this interpreter --------------------------------------------
 
 
-def on_gpu(*command: str) -> None:
+def with_sources(*command: str, **variables: str) -> None:
+    """Run a command that imports this project from here."""
     path = os.pathsep.join(filter(None, (".", os.environ.get("PYTHONPATH"))))
-    run(*command, PYTHONPATH=path)
+    run(*command, PYTHONPATH=path, **variables)
 
 
 def need_gpu(modules: str, hint: str) -> None:
@@ -549,17 +522,17 @@ def gpu_test() -> None:
         "torch with CUDA and CuPy (pip install '.[dev,cuda13]' or [dev,cuda12]) in "
         f"{sys.executable}",
     )
-    on_gpu(sys.executable, "-m", "pytest", "tests/gpu_agent")
+    with_sources(sys.executable, "-m", "pytest", "tests/gpu_agent")
     if shutil.which("compute-sanitizer"):
         files = ("tests/gpu_agent/test_kernels_cuda.py", "tests/gpu_agent/test_leaves_cuda.py")
         sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
-        on_gpu(*sanitizer, sys.executable, "-m", "pytest", *files)
+        with_sources(*sanitizer, sys.executable, "-m", "pytest", *files)
     else:
         print("compute-sanitizer (CUDA toolkit) is not here: no memcheck", flush=True)
     several = "import sys, torch; sys.exit(torch.cuda.device_count() < 2)"
     alone = subprocess.run([sys.executable, "-c", several], check=False).returncode
     for name in ("transfer", "agent", *(() if alone else ("agents",)), "ttft"):
-        on_gpu(sys.executable, f"benchmarks/{name}.py")
+        with_sources(sys.executable, f"benchmarks/{name}.py")
 
 
 def gpu_engine(name: str, version: str) -> None:
@@ -572,7 +545,9 @@ def gpu_engine(name: str, version: str) -> None:
     )
     # One worker runs a whole file, because its tests share a node.
     parallel = ("-p", "no:benchmark", "--numprocesses", "4", "--dist", "loadfile")
-    on_gpu(sys.executable, "-m", "pytest", *parallel, f"tests/engines/{name}/gpu", *words("ARGS"))
+    with_sources(
+        sys.executable, "-m", "pytest", *parallel, f"tests/engines/{name}/gpu", *words("ARGS")
+    )
 
 
 @target
@@ -583,9 +558,8 @@ def gpu_test_vllm() -> None:
 
 @target
 def gpu_test_conformance() -> None:
-    """the conformance suite on a GPU (10 minutes; ARGS="offloading --models mamba2")"""
-    packages = "vllm==0.33.0, cupy-cuda12x or -13x as its torch, and this project ('.[node]')"
-    need_gpu("torch, vllm", f"and in {sys.executable}: {packages}")
+    """the conformance suite on a GPU, over KVStoreConnector (10 minutes; ARGS=offloading)"""
+    need_gpu("torch, vllm", f"and in {sys.executable}: vLLM, CuPy and this project ('.[node]')")
     conformance(sys.executable, sys.executable)
 
 
