@@ -505,7 +505,7 @@ def demo_vllm() -> None:
 def with_sources(*command: str, **variables: str) -> None:
     """Run a command that imports this project from here."""
     path = os.pathsep.join(filter(None, (".", os.environ.get("PYTHONPATH"))))
-    run(*command, PYTHONPATH=path, **variables)
+    run(*command, cwd=ROOT, PYTHONPATH=path, **variables)
 
 
 def need_gpu(modules: str, hint: str) -> None:
