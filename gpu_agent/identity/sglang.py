@@ -40,6 +40,17 @@ _SELDOM = (
     "torchao_config",
     "model_impl",
 )
+# Arguments that decide the bytes of recurrent states, and of the KV computed after them.
+_STATES = (
+    "mamba_ssm_dtype",
+    "mamba_backend",
+    "linear_attn_backend",
+    "linear_attn_decode_backend",
+    "linear_attn_prefill_backend",
+    "linear_attn_verify_backend",
+    "enable_mamba_cache_stochastic_rounding",
+    "mamba_cache_philox_rounds",
+)
 # Load formats that read all weights from the model's path. Others (remote_instance, ipc_cache,
 # private) read them from a server or a process, whose content has no name here.
 _FROM_ITS_PATH = {
@@ -105,6 +116,9 @@ def weights(
     facts |= {
         name: text_digest(value)[:16] for name, value in seldom.items() if value not in _UNUSED
     }
+    if getattr(args, "uses_mamba_radix_cache", False):
+        states = {name: str(getattr(args, name, None)) for name in _STATES}
+        facts["states"] = text_digest(sorted(states.items()))[:16]
     scales = args.quantization_param_path
     facts["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest() if scales else ""
     loras = [
@@ -163,6 +177,7 @@ def pool_namespace(
         layers=f"{host.start_layer}-{host.end_layer}" if hasattr(host, "start_layer") else "",
         format=getattr(host, "storage_format_tag", None),
         draft=facts["draft"] if packed or name.startswith("draft") else "",
+        **_state_dtypes(host),
         **{fact: value for fact, value in facts.items() if fact != "draft"},
     )
     # Pools with heads, and Mamba's state, differ between ranks even if the KV is a latent that does
@@ -178,6 +193,13 @@ def pool_namespace(
         cp_rank=engine.attn_cp_rank,
         cp_size=engine.attn_cp_size,
     )
+
+
+def _state_dtypes(host: Any) -> dict[str, Any]:
+    """Return the dtypes of a pool of recurrent states; its `dtype` is that of convolutions only."""
+    if not hasattr(host, "temporal_dtype"):
+        return {}
+    return {"temporal_dtype": host.temporal_dtype}
 
 
 def linker_namespace(

@@ -190,10 +190,10 @@ def dsa(layout: str = "page_first", slots: int = 1024, page: int = 64) -> list[A
     ]
 
 
-def mamba(layout: str = "page_first", slots: int = 64) -> Any:
+def mamba(layout: str = "page_first", slots: int = 64, dtype: torch.dtype = torch.float32) -> Any:
     """Return a pool of states with two layers: one temporal and two convolution tensors."""
     info = MambaStateBufferInfo(
-        temporal=torch.zeros(2, slots, 4, 8, 16, dtype=torch.float32),
+        temporal=torch.zeros(2, slots, 4, 8, 16, dtype=dtype),
         conv=(
             torch.zeros(2, slots, 24, 3, dtype=torch.bfloat16),
             torch.zeros(2, slots, 10, 3, dtype=torch.bfloat16),

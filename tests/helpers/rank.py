@@ -56,7 +56,8 @@ def heads(rank: int, config: dict[str, Any]) -> dict[str, Any]:
 
 def states(rank: int, config: dict[str, Any]) -> dict[str, Any]:
     engine = Engine([mha(), mamba()], config, tp_group=dist.group.WORLD)
-    keys = engine.hashes(TOKENS)
+    keys, host = engine.hashes(TOKENS), engine.hosts[PoolName.MAMBA]
+    fill(host)
     engine.backup(TOKENS, SLOTS)
     for slot, length in enumerate((3, 6, 9 if rank == 0 else 8)):
         state = PoolTransfer(
@@ -65,13 +66,19 @@ def states(rank: int, config: dict[str, Any]) -> dict[str, Any]:
         assert engine.backend.batch_set_v2([state], extra_info=None) == {PoolName.MAMBA: [True]}
     dist.barrier()
     asked = PoolTransfer(
-        name=PoolName.MAMBA, keys=keys[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES
+        name=PoolName.MAMBA,
+        keys=keys[-1:],
+        host_indices=torch.tensor([20]),
+        hit_policy=PoolHitPolicy.TRAILING_PAGES,
     )
     operation = engine.query(TOKENS, [asked])
+    engine.fetch(operation, TARGET)
     engine.detach()
     return {
         "restorable": operation.pool_storage_result.restorable_prefix_pages,
         "hit": operation.storage_hit_count // PAGE,
+        "loaded": operation.pool_storage_result.extra_pool_hit_pages[PoolName.MAMBA],
+        "right": len({*page_bytes(host, torch.tensor([1, 20]))}) == 1,
     }
 
 

@@ -51,10 +51,13 @@ def test_ranks_use_pages_that_all_of_them_have(found: list[dict[str, Any]]) -> N
 
 
 def test_ranks_intersect_their_sets_of_lengths(found: list[dict[str, Any]]) -> None:
-    """States end at {3, 6, 9} and {3, 6, 8}, so both ranks restore 6."""
+    """States end at {3, 6, 9} and {3, 6, 8}, so both ranks load their state after 6 pages."""
     first, second = (rank["states"] for rank in found)
     assert (first["restorable"], second["restorable"]) == ([3, 6, 9], [3, 6, 8])
     assert first["hit"] == second["hit"] == 6
+    assert first["loaded"] == second["loaded"] == 1
+    assert first["right"]
+    assert second["right"]
 
 
 def test_latents_are_written_by_one_rank_and_read_by_both(
