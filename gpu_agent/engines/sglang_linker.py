@@ -114,8 +114,7 @@ class KVStoreLinker(UnifiedCacheLinker):
         forward_stream: Any = None,
     ) -> None:
         """Connect the linker. Raises ConfigError for a wrong option or an unsupported model."""
-        if set(components) != {ComponentType.FULL} or params.mtp_draft_device_pools:
-            raise ConfigError("the linker serves full attention without packed draft layers only")
+        _check_served(components, params)
         self.forward_stream = forward_stream
         known = [field.name for field in dataclasses.fields(LinkerConfig)]
         options = read_options(extra_config or {}, known, DEFAULTS)
@@ -228,7 +227,11 @@ class KVStoreLinker(UnifiedCacheLinker):
     # ---- offloads --------------------------------------------------------------------------
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Begin to store pages."""
+        """Begin to store pages.
+
+        `session_id` names the request whose pages they are: all calls of a session, here and in the
+        nodes' logs, have one request id.
+        """
         hashes, slots = _kv(transfers)
         if not hashes or slots is None or len(self._pending) >= OFFLOADS_MAX:
             return False
@@ -239,7 +242,7 @@ class KVStoreLinker(UnifiedCacheLinker):
             self._pending.append((done, gathered))
             return True
         events = self.record_offload_ready() if self._entry.view.device.type == "cuda" else []
-        with request():  # the engine passes no request name
+        with request(session_id):
             done = self._offloads.submit(carried(self._save), hashes, slots, events, gathered)
         self._pending.append((done, gathered))
         return True
@@ -305,6 +308,18 @@ class KVStoreLinker(UnifiedCacheLinker):
         self._offloads.shutdown()
         self._agent.close()
         self._client.close()
+
+
+def _check_served(components: Any, params: Any) -> None:
+    """Raise ConfigError for a model with more state than the KV of full attention."""
+    others = sorted(str(kind) for kind in set(components) - {ComponentType.FULL})
+    if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
+        others.append("a draft model's KV")
+    if others:
+        raise ConfigError(
+            f"the linker stores KV of full attention only, and this model has "
+            f"{' and '.join(others)} too: use --enable-hierarchical-cache with KVStoreHiCache"
+        )
 
 
 def _kv(transfers: list[PoolTransfer]) -> tuple[list[bytes], torch.Tensor | None]:

@@ -10,7 +10,7 @@ import harness
 import pytest
 import torch
 from asking import traces_of_calls
-from harness import PAGE, hashes
+from harness import PAGE, dsa, hashes
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -90,11 +90,17 @@ def linker(
     monkeypatch.setattr(weights, "model_config", lambda _: {"model_type": "llama"})
     made = []
 
-    def make(pool: Any, components: Any = frozenset({ComponentType.FULL}), **options: Any) -> Any:
+    def make(
+        pool: Any,
+        components: Any = frozenset({ComponentType.FULL}),
+        drafts: tuple[Any, ...] = (),
+        **options: Any,
+    ) -> Any:
         params = SimpleNamespace(
             token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
             page_size=PAGE,
             mtp_draft_device_pools=(),
+            sidecar_draft_device_pools=drafts,
             attn_tp_cache_group=None,
             tp_cache_group=None,
             pp_rank=0,
@@ -149,6 +155,17 @@ def test_calls_carry_the_request_id(linker: Make, monkeypatch: pytest.MonkeyPatc
     assert set(asked) == {named("rid-7")}
     assert len(asked) > 1
     assert own != named("rid-7")
+
+
+def test_offloads_of_a_session_share_its_id(linker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, asked = linker(mha()), traces_of_calls(monkeypatch)
+    for number, session in enumerate(("session-1", "session-2", "session-1")):
+        del asked[:]
+        assert one.offload(transfer(SOURCE, tokens=[number, *TOKENS[1:]]), session_id=session)
+        while not one.num_completed_offloads():
+            threading.Event().wait(0.01)
+        assert one.pop_completed_offload()
+        assert set(asked) == {named(session)}
 
 
 @pytest.mark.parametrize("wire", ["shm", "bulk"])
@@ -382,7 +399,15 @@ def test_weight_update_with_a_version_makes_old_pages_miss(
     ("pool", "more", "message"),
     [
         (object, {}, "not object"),
-        (mha, {"components": {ComponentType.FULL, ComponentType.SWA}}, "full attention"),
+        (lambda: dsa()[0].device_pool, {}, "not DSATokenToKVPool: use --enable-hierarchical"),
+        (mha, {"components": {ComponentType.FULL, ComponentType.SWA}}, "this model has swa too"),
+        (mla, {"components": {ComponentType.FULL, ComponentType.MAMBA}}, "this model has mamba"),
+        (
+            mha,
+            {"components": {ComponentType.FULL, ComponentType.MAMBA, ComponentType.SWA}},
+            "has mamba and swa too: use --enable-hierarchical-cache",
+        ),
+        (mha, {"drafts": (object(),)}, "this model has a draft model's KV too"),
         (mha, {"hold": 3}, "unknown option 'hold'"),
         (mha, {"hold_s": 0.0}, "hold_s=0.0"),
     ],
