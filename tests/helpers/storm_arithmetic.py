@@ -1,4 +1,4 @@
-"""The forward pass of `storm_engine`, and copies between host and device without kernels."""
+"""The arithmetic of `storm_models`, and copies between host and device without kernels."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -8,16 +8,20 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.l2_transfer import L2Transfer, TransferCompletion
 
-PAGE, LAYERS = 4, 2
-# Marks of K and V of each layer
-MARKS = np.arange(1, 1 + 2 * LAYERS, dtype=np.uint32) * np.uint32(0x01010101)
+GARBAGE = 999_983
+MODULUS = 1_000_003
+
+
+def mark_of(index: int) -> int:
+    """Return the mark of a layer's plane, which its cells carry."""
+    return (index + 1) * 0x01010101
 
 
 def attend(past: Sequence[int], known: Sequence[int]) -> list[int]:
     """Return the values of `known`, which follow tokens with the values `past`."""
     seen, values = sum(past), []
     for token in known:
-        values.append((seen * 31 + token + 1) % 1_000_003)
+        values.append((seen * 31 + token + 1) % MODULUS)
         seen += values[-1]
     return values
 
@@ -34,14 +38,29 @@ def answer(prompt: Sequence[int], count: int) -> list[int]:
     return known[len(prompt) :]
 
 
-def page_values(raw: bytes) -> list[int] | None:
+def cells_of(values: Sequence[int], mark: int) -> Any:
+    """Return the cells `[tokens, 4]` of one layer's plane."""
+    cells = np.zeros((len(values), 4), np.uint32)
+    cells[:, 0] = values
+    cells[:, 1] = ~cells[:, 0]
+    cells[:, 3] = mark
+    return cells
+
+
+def state_of(values: Sequence[int], total: int = 0, count: int = 0) -> list[int]:
+    """Return the state after tokens with these values, from the one before them."""
+    total = (total + sum(values)) % (1 << 32)
+    return [total, total ^ 0xFFFFFFFF, count + len(values)]
+
+
+def values_of(raw: bytes, marks: Sequence[int], page: int) -> list[int] | None:
     """Return the values of a stored page's tokens, whatever the order of its layers.
 
     Returns None if a layer is missing or has garbage.
     """
     rows = np.frombuffer(raw, np.uint32).reshape(-1, 4)
-    found = [rows[rows[:, 3] == mark] for mark in MARKS]
-    if any(len(part) != PAGE for part in found) or len(rows) != PAGE * len(MARKS):
+    found = [rows[rows[:, 3] == mark] for mark in marks]
+    if any(len(part) != page for part in found):
         return None
     first = found[0][:, 0]
     whole = all((part[:, 0] == first).all() and (part[:, 1] == ~part[:, 0]).all() for part in found)
@@ -71,10 +90,13 @@ class Later:
 
 
 class Copies:
-    """A replacement of SGLang's copy kernels between host and device; backups lag at random."""
+    """A replacement of SGLang's copy kernels between host and device; backups lag at random.
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    `copy(transfer, to_host)` copies the slots of one pool.
+    """
+
+    def __init__(self, rng: random.Random, copy: Callable[[L2Transfer, bool], None]) -> None:
+        self._rng, self._copy_one = rng, copy
         self.device_to_host_stream = self.host_to_device_stream = torch.cpu.Stream()
 
     def submit_device_to_host(self, transfers: list[L2Transfer]) -> TransferCompletion:
@@ -97,13 +119,4 @@ class Copies:
 
     def _copy(self, transfers: list[L2Transfer], to_host: bool) -> None:
         for transfer in transfers:
-            host, device = transfer.host_indices.long(), transfer.device_indices.long()
-            for kind, buffers in enumerate(
-                (transfer.device_pool.k_buffer, transfer.device_pool.v_buffer)
-            ):
-                for layer, buffer in enumerate(buffers):
-                    kept = transfer.host_pool.kv_buffer[kind, :, layer]  # page_first
-                    if to_host:
-                        kept[host] = buffer[device]
-                    else:
-                        buffer[device] = kept[host]
+            self._copy_one(transfer, to_host)

@@ -1,9 +1,10 @@
 """SGLang's radix cache, pools, allocator, admission and storage threads, without a model.
 
-A forward pass is arithmetic on the KV pool. The KV of a token depends on the token and on the KV of
-all earlier tokens, read through the request's row, as in attention. Garbage in a slot therefore
-spreads to all later tokens, and each answer shows whether the whole prefix was right. `step` has
-the order of calls of SGLang's scheduler, whose process and model runner are not used.
+A forward pass is arithmetic on the pools of a model of `storm_models`. The KV of a token depends on
+the token and on the KV of all earlier tokens, read through the request's row, as in attention.
+Garbage in a slot or a state therefore spreads to all later tokens, and each answer shows whether
+the whole prefix was right. `step` has the order of calls of SGLang's scheduler, whose process and
+model runner are not used.
 """
 
 import collections
@@ -18,33 +19,33 @@ from typing import Any
 # SGLang's other core is built for another version of torch
 os.environ.setdefault("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
 
-import numpy as np
 import torch
 from harness import hashes
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, release_req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.allocation import alloc_for_decode, alloc_for_extend
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestOutcome, EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.pool_host import common as pool_host_common
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.components import mamba as mamba_component
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_params import SamplingParams
-from storm_arithmetic import LAYERS, MARKS, PAGE, Copies, answer, attend, token_of
+from storm_arithmetic import Copies, answer, attend, token_of
+from storm_models import ROWS, Model
 
-SLOTS, ROWS, CHUNK, CONTEXT = 160, 8, 32, 256
-GARBAGE = 999_983
+CHUNK = 32
+# SGLang reads the size of the states' chunks from a model's configuration
+mamba_component.mamba_cache_chunk_size = lambda: 1
+mamba_component.mamba_checkpoint_grid = lambda page: page
 
 
 @contextlib.contextmanager
-def server(kind: str, backend_config: str = "") -> Iterator[Any]:
+def server(kind: str, page: int, backend_config: str = "") -> Iterator[Any]:
     """Set the arguments of an SGLang server of this kind, "hicache" or "linker"."""
     options: dict[str, Any] = {
-        "page_size": PAGE,
+        "page_size": page,
         "device": "cpu",
         "attention_backend": "torch_native",
     }
@@ -71,23 +72,23 @@ class StormEngine:
     """
 
     def __init__(
-        self, arguments: Any, rng: random.Random, linker: Callable[[Any], Any] | None = None
+        self,
+        model: Model,
+        arguments: Any,
+        rng: random.Random,
+        linker: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.rng = rng
-        self.kv = MHATokenToKVPool(
-            SLOTS, PAGE, torch.bfloat16, 1, 8, LAYERS, "cpu", False, start_layer=0
-        )
-        self.allocator = PagedTokenToKVPoolAllocator(
-            SLOTS, PAGE, torch.bfloat16, "cpu", self.kv, False
-        )
-        self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", False)
+        self.model, self.rng = model, rng
+        self.page, self._chunk = model.page, CHUNK * model.scale
+        self.rows, self.allocator = model.rows, model.allocator
         params = CacheInitParams(
             False,
             self.rows,
             self.allocator,
-            PAGE,
-            tree_components=(ComponentType.FULL,),
+            self.page,
+            tree_components=model.components,
             tree_core_backend="python",
+            sliding_window_size=model.window,
         )
         self.cache = UnifiedRadixCache(params)
         self.linker = None if linker is None else linker(params)
@@ -96,7 +97,7 @@ class StormEngine:
         else:
             pool_host_common._cuda_host_register = lambda *_, **__: None
             self.cache.init_hicache(arguments, params)
-            self.cache.cache_controller.l2_transfer_engine = Copies(rng)
+            self.cache.cache_controller.l2_transfer_engine = Copies(rng, model.copy)
             self.cache.load_back_threshold = 1
         self.waiting: list[Req] = []
         self.running: list[Req] = []
@@ -149,6 +150,8 @@ class StormEngine:
         if req in self.waiting:
             self.waiting.remove(req)
             self.cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)
+            if req.kv.holds_mamba:
+                release_kv_cache(req, self.cache, checkpoint=False)
             self.ended[req.rid] = "aborted"
         elif req is self.chunked or req in self.running:
             self.aborting.add(req.rid)
@@ -189,7 +192,9 @@ class StormEngine:
 
     def _admit(self) -> list[Req]:
         resident = types.SimpleNamespace(reqs=self.running, batch_size=lambda: len(self.running))
-        adder = PrefillAdder(PAGE, self.cache, self.allocator, resident, 0.7, 4 * CHUNK, CHUNK)
+        adder = PrefillAdder(
+            self.page, self.cache, self.allocator, resident, 0.7, 4 * self._chunk, self._chunk
+        )
         had = self.chunked is not None
         if had:
             self.chunked = adder.add_chunked_req(self.chunked)
@@ -210,6 +215,8 @@ class StormEngine:
                 adder.add_one_req(req, has_chunked_req=had, truncation_align_size=None)
                 != AddReqResult.CONTINUE
             ):
+                if req not in adder.can_run_list:
+                    self.model.not_admitted(req)
                 break
         self.waiting = [req for req in self.waiting if req not in adder.can_run_list]
         if adder.new_chunked_req is not None:
@@ -227,7 +234,7 @@ class StormEngine:
             else self.cache.cache_controller.layer_done_counter
         )
         counter.set_consumer(consumer)
-        for layer in range(LAYERS):
+        for layer in range(counter.num_layers):
             counter.wait_until(layer)
         computed = {req.rid: self._forward(req, req.prefix_len, req.extend_end) for req in batch}
         if self.linker is not None:
@@ -265,7 +272,7 @@ class StormEngine:
             self._result(req, value, first=False)
 
     def _has_room(self, requests: int) -> bool:
-        needed = requests * PAGE
+        needed = requests * self.page
         self.allocator.evict_to_free_tokens(self.cache, needed)
         return bool(self.allocator.available_size() >= needed)
 
@@ -300,34 +307,12 @@ class StormEngine:
         """
         known = [*req.origin_input_ids, *req.output_ids][:end]
         slots = self.rows.req_to_token[req.kv.req_pool_idx, :end].long().numpy()
-        past = self.values(slots[:start])
+        self.model.begin(req)
+        past = self.model.past(req, slots[:start])
         self.counts["read"] += start
         values = attend(past, known[start:])
-        cells = np.zeros((end - start, 4), np.uint32)
-        cells[:, 0] = values
-        cells[:, 1] = ~cells[:, 0]
-        for mark, buffer in zip(MARKS, self._buffers(), strict=True):
-            cells[:, 3] = mark
-            buffer[slots[start:]] = cells
+        self.model.write(req, slots[start:], values)
         return past == attend([], known)[:start], values[-1]
-
-    def _buffers(self) -> list[Any]:
-        """Return all slots of K and V of each layer, four numbers per slot."""
-        return [
-            buffer.view(torch.uint8).view(buffer.shape[0], -1).numpy().view(np.uint32)
-            for pair in zip(self.kv.k_buffer, self.kv.v_buffer, strict=True)
-            for buffer in pair
-        ]
-
-    def values(self, slots: Any) -> list[int]:
-        """Return the values at these slots, GARBAGE where a layer has wrong data."""
-        parts = [buffer[slots] for buffer in self._buffers()]
-        whole = np.ones(len(slots), bool)
-        for mark, part in zip(MARKS, parts, strict=True):
-            whole &= (
-                (part[:, 3] == mark) & (part[:, 0] == parts[0][:, 0]) & (part[:, 1] == ~part[:, 0])
-            )
-        return [int(value) for value in np.where(whole, parts[0][:, 0], GARBAGE)]
 
     def _result(self, req: Req, value: int, first: bool) -> None:
         if req.rid in self.aborting:
@@ -357,16 +342,17 @@ class StormEngine:
     def evict(self, tokens: int, host_tokens: int) -> None:
         self.cache.evict(EvictParams(num_tokens=tokens))
         if self.linker is None:
-            self.cache.evict_host(host_tokens)
+            for component in self.model.components:
+                self.cache.evict_host(host_tokens, component)
 
     def known_pages(self) -> dict[bytes, list[int]]:
-        """Return the right values of each page of all requests, by its key in the store."""
-        pages = {}
+        """Return the values of all tokens up to each page's end, by the page's key."""
+        pages, size = {}, self.page
         for req in self.everything:
             known = [*req.origin_input_ids, *req.output_ids]
             values = attend([], known)
-            for number, key in enumerate(hashes(known[: len(known) // PAGE * PAGE], PAGE)):
-                pages[bytes.fromhex(key)] = values[number * PAGE : (number + 1) * PAGE]
+            for number, key in enumerate(hashes(known[: len(known) // size * size], size)):
+                pages[bytes.fromhex(key)] = values[: (number + 1) * size]
         return pages
 
     def leftovers(self) -> list[str]:
@@ -374,16 +360,17 @@ class StormEngine:
         cache, found = self.cache, []
         if cache.protected_size():
             found.append(f"{cache.protected_size()} tokens are locked")
-        if (free := self.allocator.available_size() + cache.evictable_size()) != SLOTS:
-            found.append(f"{free} of {SLOTS} slots are free or can be evicted")
+        found += self.model.leftovers(cache)
         if self.rows.available_size() != ROWS:
             found.append(f"{self.rows.available_size()} of {ROWS} rows are free")
         if self.linker is None:
-            pool = cache.host_pool_group.anchor_entry.host_pool
             # Host slots that back device slots are evicted only after the device slots
-            self.evict(SLOTS, pool.size)
-            if pool.available_size() != pool.size - pool.size % PAGE:
-                found.append(f"{pool.available_size()} of {pool.size} host slots are free")
+            sizes = {entry.name: entry.host_pool.size for entry in cache.host_pool_group.entries}
+            self.evict(self.model.slots, max(sizes.values()))
+            for entry in cache.host_pool_group.entries:
+                pool = entry.host_pool
+                if pool.available_size() != pool.size - pool.size % pool.page_size:
+                    found.append(f"{pool.available_size()} of {pool.size} {entry.name} slots")
         cache.sanity_check()
         return found
 
