@@ -4,12 +4,19 @@
        | pinned         |                                         | unpinned
        |                +--> no result of step 7: dropped, unpinned, staged again later
        +--> no room: not staged, tried again in a later step
+                       request ended: defer(step 7) --> step 7 ran --> late
+                                      not pinned                        | stage_late: the engine
+                                                                        v still has the block
+                                                                      stage(newest step)
 
 No rank can tell a computed block from one that was not computed. So blocks are pinned from before
-they are computed until the last rank has read them. This module takes the engine's calls and
-returns orders for the ranks (`StepOrders`), which answer with a `Report`; it moves no KV.
+they are computed until the last rank has read them. Blocks of an ended request that found no room
+are not pinned: they stay in the engine's prefix cache for a while, and are staged from there. This
+module takes the engine's calls and returns orders for the ranks (`StepOrders`), which answer with a
+`Report`; it moves no KV.
 """
 
+import itertools
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +24,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvstore.tracing import REQUESTS_MAX
+
+# Late blocks are given up when none of them could be staged for so long: longer than agents'
+# processes may take to start.
+LATE_S = 90.0
 
 
 class SavePart(NamedTuple):
@@ -89,8 +100,11 @@ class Report:
 
 @dataclass
 class _Staged:
+    """Blocks of a request; `late` ones are not pinned."""
+
     owner: str
     parts: list[SavePart]
+    late: bool = False
 
 
 @dataclass
@@ -107,6 +121,10 @@ class SavePlan:
     blocks do. They do not wait while blocks are `scarce`: then blocks are needed back, and a
     preempted request needs its own stored. `pin` and `unpin` take block ids. Not thread-safe: an
     engine has one scheduler.
+
+    `cached` returns, for each block of a part, whether the engine's prefix cache has it under its
+    key; without it no block waits after its request. `late_max`: so many may wait. `spare`: free
+    blocks of the engine that may be pinned for these.
     """
 
     def __init__(
@@ -118,6 +136,9 @@ class SavePlan:
         unpin: Callable[[Sequence[int]], None],
         hold_s: float = 0.0,
         scarce: Callable[[], bool] = lambda: False,
+        cached: Callable[[SavePart], Sequence[bool]] | None = None,
+        late_max: int = 0,
+        spare: Callable[[], int] = lambda: 0,
     ) -> None:
         self.ranks = ranks
         self._blocks_max = blocks_max
@@ -136,6 +157,14 @@ class SavePlan:
         self._known: dict[int, set[bytes]] = {}
         self._pinned = 0
         self._next_job = 0
+        self._cached = cached
+        self._late_max = late_max if cached else 0
+        self._spare = spare
+        self._late: deque[_Staged] = deque()  # of steps with a known result, oldest first
+        # By group: all late blocks, those of steps without a result included
+        self._late_keys: dict[int, set[bytes]] = {}
+        self._late_at = 0.0  # when one of them was staged, or the first was deferred
+        self._lost = 0  # late blocks that were given up, not returned by `take_lost` yet
 
     @property
     def room(self) -> int:
@@ -145,7 +174,7 @@ class SavePlan:
     @property
     def busy(self) -> bool:
         """Return whether steps are needed: something is staged, ready or being read."""
-        return bool(self._ready or self._jobs or any(self._steps.values()))
+        return bool(self._ready or self._jobs or any(self._steps.values()) or self._late)
 
     def begin(self, step: int) -> None:
         """Begin to schedule a step; numbers ascend."""
@@ -156,7 +185,7 @@ class SavePlan:
 
         Without a running step they are ready. Blocks that are in a save already are left out.
         """
-        new = [part for part in map(self._new_part, parts) if part.keys]
+        new = [part for part in (_without(self._known, part) for part in parts) if part.keys]
         if not new:
             return
         self._pinned += _count(new)
@@ -168,6 +197,61 @@ class SavePlan:
         else:
             self._make_ready(_Staged(owner, new))
 
+    def defer(self, owner: str, parts: Iterable[SavePart]) -> None:
+        """Remember blocks of an ended request, in the order to save them, for `stage_late`.
+
+        Their tokens are computed by the end of the newest step. The oldest late blocks are given up
+        if there are too many.
+        """
+        new = [part for part in (_without(self._late_keys, part) for part in parts) if part.keys]
+        excess = sum(map(len, self._late_keys.values())) - self._late_max
+        while excess > 0 and self._late:
+            excess -= _count(self._late[0].parts)
+            self._give_up(self._late.popleft().parts)
+        if excess > 0:
+            new, rest = _split(new, max(0, _count(new) - excess))
+            self._give_up(rest)
+        if not new:
+            return
+        if not self._late:
+            self._late_at = time.monotonic()
+        into = next(reversed(self._steps.values())) if self._steps else self._late
+        into.append(_Staged(owner, new, late=True))
+
+    def stage_late(self) -> None:
+        """Stage late blocks that the engine still has, as many as there is room for.
+
+        Nothing may change the engine's prefix cache during this call. Blocks may have been computed
+        again in the newest step, so they are saved after its result, like all others.
+        """
+        assert self._cached is not None
+        spare = self._spare()
+        while self._late and (room := min(self.room, spare)) > 0:
+            some = self._late.popleft()
+            parts, rest = _split(some.parts, room)
+            if rest:
+                self._late.appendleft(_Staged(some.owner, rest, late=True))
+            self._forget_late(parts)
+            kept = [_select(part, self._cached(part)) for part in parts]
+            self._lost += _count(parts) - _count(kept)
+            before = self._pinned
+            self.stage(some.owner, kept)
+            spare -= self._pinned - before
+            self._late_at = time.monotonic()
+        if self._late and time.monotonic() > self._late_at + LATE_S:
+            while self._late:
+                self._give_up(self._late.popleft().parts)
+
+    @property
+    def has_late(self) -> bool:
+        """Return whether blocks of ended requests wait for room."""
+        return bool(self._late)
+
+    def take_lost(self) -> int:
+        """Return the number of late blocks that were given up since the last call."""
+        lost, self._lost = self._lost, 0
+        return lost
+
     def ran(self, step: int) -> set[str]:
         """Release what a step staged, now that its result is known.
 
@@ -178,7 +262,11 @@ class SavePlan:
         while self._steps and next(iter(self._steps)) <= step:
             number, staged = self._steps.popitem(last=False)
             for some in staged:
-                if number == step:
+                if some.late and number == step:
+                    self._late.append(some)
+                elif some.late:
+                    self._give_up(some.parts)
+                elif number == step:
                     self._make_ready(some)
                 else:
                     dropped.add(some.owner)
@@ -213,15 +301,19 @@ class SavePlan:
         """Drop everything that is in no order yet."""
         for staged in self._steps.values():
             for some in staged:
-                self._release(some.parts)
+                if not some.late:
+                    self._release(some.parts)
             staged.clear()
+        self._late.clear()
+        self._late_keys.clear()
         self._release([part for _, part in self._ready])
         self._ready.clear()
         self._ready_count = 0
 
     def check(self) -> list[str]:
         """Return violated invariants; empty if all is well."""
-        held = [part for staged in self._steps.values() for some in staged for part in some.parts]
+        staged = [some for staged in self._steps.values() for some in staged]
+        held = [part for some in staged if not some.late for part in some.parts]
         ready = [part for _, part in self._ready]
         held += ready + [part for job in self._jobs.values() for part in job.parts]
         found = []
@@ -235,20 +327,23 @@ class SavePlan:
             found.append("the keys under way are not those of the pinned blocks")
         if _count(ready) != self._ready_count:
             found.append(f"{_count(ready)} blocks are ready, {self._ready_count} are counted")
+        late = [some for some in staged if some.late] + list(self._late)
+        keys = sorted(
+            (part.group, key) for some in late for part in some.parts for key in part.keys
+        )
+        if keys != sorted((group, key) for group, some in self._late_keys.items() for key in some):
+            found.append("the late keys are not those of the late blocks")
+        if len(keys) > self._late_max:
+            found.append(f"{len(keys)} blocks are late, at most {self._late_max}")
         return found
 
-    def _new_part(self, part: SavePart) -> SavePart:
-        """Return the blocks of a part that were not under way, and mark them."""
-        known = self._known.setdefault(part.group, set())
-        if not known.isdisjoint(part.keys):
-            new = [
-                (key, block)
-                for key, block in zip(part.keys, part.blocks, strict=True)
-                if key not in known
-            ]
-            part = SavePart(part.group, [key for key, _ in new], [block for _, block in new])
-        known.update(part.keys)
-        return part
+    def _give_up(self, parts: Sequence[SavePart]) -> None:
+        self._forget_late(parts)
+        self._lost += _count(parts)
+
+    def _forget_late(self, parts: Iterable[SavePart]) -> None:
+        for part in parts:
+            self._late_keys[part.group].difference_update(part.keys)
 
     def _make_ready(self, staged: _Staged) -> None:
         if not self._ready:
@@ -283,6 +378,39 @@ class SavePlan:
             # The last block first: blocks freed first are reused first, and a chain should lose its
             # end.
             self._unpin(part.blocks[::-1])
+
+
+def _without(known: dict[int, set[bytes]], part: SavePart) -> SavePart:
+    """Return the blocks of a part whose keys were not known in its group, and add them."""
+    keys = known.setdefault(part.group, set())
+    if not keys.isdisjoint(part.keys):
+        part = _select(part, [key not in keys for key in part.keys])
+    keys.update(part.keys)
+    return part
+
+
+def _select(part: SavePart, chosen: Sequence[bool]) -> SavePart:
+    """Return the chosen blocks of a part."""
+    if all(chosen):
+        return part
+    return SavePart(
+        part.group,
+        list(itertools.compress(part.keys, chosen)),
+        list(itertools.compress(part.blocks, chosen)),
+    )
+
+
+def _split(parts: Iterable[SavePart], count: int) -> tuple[list[SavePart], list[SavePart]]:
+    """Return the first `count` blocks and the others."""
+    head: list[SavePart] = []
+    rest: list[SavePart] = []
+    for part in parts:
+        if count:
+            head.append(SavePart(part.group, part.keys[:count], part.blocks[:count]))
+        if len(part.keys) > count:
+            rest.append(SavePart(part.group, part.keys[count:], part.blocks[count:]))
+        count = max(0, count - len(part.keys))
+    return head, rest
 
 
 def _count(parts: Iterable[SavePart]) -> int:

@@ -35,6 +35,7 @@ ALONE_MAX = 16  # running requests: with so many, one of them is being computed
 REFRESH_S = 2.0  # how long an answer is valid while a request waits
 QUIET_MAX = 1 << 20  # most steps without looking for due blocks
 COUNTS_WAIT_S = 0.25  # between the last block read and the outcome of its save
+DEFERRED_BLOCKS = 256  # of a request that ended, remembered together
 SILENCE_S = 10.0  # between two log lines with the same reason
 
 
@@ -43,7 +44,7 @@ class MatchCounts:
     """Count requested and loaded tokens, hits, declined hits and dropped pages.
 
     A declined hit would have been slower than computing. A dropped page belongs to a request that
-    ended before there was room to save it.
+    ended before there was room to save it, and was evicted from the engine's cache before, too.
     """
 
     queried_tokens: int = 0
@@ -211,6 +212,9 @@ class BlockScheduler:
             self._quiet -= 1
         else:
             prompts, short = self._stage_step(scheduled, table_of, scarce)
+        if self._plan.has_late:
+            self._plan.stage_late()
+            self._drop(self._plan.take_lost())
         self._hits.step_begins(self._step, time.monotonic(), prompts, short)
         blocked, self._told = self._told and not (scheduled or loads), False
         return StepOrders(self._step, self._epoch, loads, saves, scarce or blocked)
@@ -274,8 +278,8 @@ class BlockScheduler:
             self._ended[request.request_id] = state
             return
         # Otherwise another connector may still be loading blocks that count as computed
-        if state.scheduled:
-            self._drop(self._stage(state, request.num_computed_tokens, tables))
+        if state.scheduled and self._stage(state, request.num_computed_tokens, tables):
+            self._defer(state, request.num_computed_tokens, tables)
         if not state.barred:
             self._lookups.touch(request.request_id, self._question(request))
 
@@ -384,16 +388,29 @@ class BlockScheduler:
         """Stage blocks; return how many found no room and will be tried again."""
         if state.barred or state.loading:
             return 0
-        found, left = state.plan(
-            self._groups, self._hash_tokens, computed_tokens, tables, self._plan.room
-        )
+        parts, left = self._planned(state, computed_tokens, tables, self._plan.room)
+        self._plan.stage(state.request.request_id, parts)
+        return left
+
+    def _defer(self, state: Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> None:
+        """Leave the other blocks of an ended request to be saved when there is room."""
+        left = 1
+        while left:  # some at a time, so that the groups' blocks follow each other by their tokens
+            parts, left = self._planned(state, computed_tokens, tables, DEFERRED_BLOCKS)
+            self._plan.defer(state.request.request_id, parts)
+        self._drop(self._plan.take_lost())
+
+    def _planned(
+        self, state: Request, computed_tokens: int, tables: Sequence[Sequence[int]], room: int
+    ) -> tuple[list[SavePart], int]:
+        """Return the next blocks to save, `room` at most, and how many more there are."""
+        found, left = state.plan(self._groups, self._hash_tokens, computed_tokens, tables, room)
         parts = [
             self._part(state.request, number, blocks, tables)
             for number, blocks in enumerate(found)
             if blocks
         ]
-        self._plan.stage(state.request.request_id, parts)
-        return left
+        return parts, left
 
     def _plan_anew(self, state: Request) -> None:
         state.plan_anew()
@@ -427,7 +444,7 @@ class BlockScheduler:
         if time.monotonic() > self._silent_until:
             log.warning(
                 "%d blocks were not saved: requests ended while as many blocks were being saved as "
-                "may be pinned",
+                "may be pinned, and the engine needed their blocks before there was room",
                 self._unsaid,
             )
             self._unsaid, self._silent_until = 0, time.monotonic() + SILENCE_S

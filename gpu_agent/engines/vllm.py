@@ -37,7 +37,7 @@ from gpu_agent.blocks.backends import GroupPool
 from gpu_agent.blocks.cost_model import LoadCostModel
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.ranks import BlockRank, LoadsEnded
-from gpu_agent.blocks.save_plan import SavePlan, StepOrders
+from gpu_agent.blocks.save_plan import SavePart, SavePlan, StepOrders
 from gpu_agent.blocks.scheduler import BlockScheduler
 from gpu_agent.engines.vllm_identity import (
     block_groups,
@@ -288,7 +288,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         blocks_max = max(1, self._caches.num_blocks // PINNED_SHARE)
         order_blocks = max(1, min(ORDER_NBYTES // page_nbytes, blocks_max // 2))
         plan = SavePlan(
-            ranks, blocks_max, order_blocks, self._pin, self._unpin, HOLD_S, self._scarce
+            *(ranks, blocks_max, order_blocks, self._pin, self._unpin, HOLD_S, self._scarce),
+            *(self._cached, self._caches.num_blocks, self._spare),
         )
         self._lookups = self._lookups or self._made_lookups()
         step_tokens, self._hash_tokens = block_sizes(self._config, self._caches)
@@ -332,8 +333,18 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _unpin(self, blocks: Iterable[int]) -> None:
         self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
 
+    def _spare(self) -> int:
+        return int(self._pool.get_num_free_blocks() - self._caches.num_blocks // SCARCE_SHARE)
+
     def _scarce(self) -> bool:
-        return bool(self._pool.get_num_free_blocks() * SCARCE_SHARE < self._caches.num_blocks)
+        return self._spare() < 0
+
+    def _cached(self, part: SavePart) -> list[bool]:
+        """Return which blocks are in vLLM's prefix cache under their keys."""
+        # A hash of several units ends with the last one's in some releases.
+        hashes = [self._pool.blocks[block].block_hash or b"" for block in part.blocks]
+        ends = [key + part.group.to_bytes(4, "big") for key in part.keys]
+        return [bool(found.endswith(end)) for found, end in zip(hashes, ends, strict=True)]
 
     def on_new_request(self, request: Any) -> None:
         """Begin the lookup of a new request."""
