@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -445,8 +446,12 @@ def test_vllm() -> None:
 
 @target
 def test_vllm_scheduler() -> None:
-    """the official wheel's scheduler alone (Python 3.11, 2 GB)"""
-    python = engine("vllm-official", "tests/engines/vllm/install-official.sh")
+    """the official wheel's scheduler alone (Python 3.11, 2 GB; VLLM=0.34.0rc1 for another one)"""
+    version = os.environ.get("VLLM") or ""
+    if version and not re.fullmatch(r"\d+(\.\d+){1,3}((a|b|rc|\.post|\.dev)\d+)?", version):
+        fail(f"VLLM={version!r} is no version of vLLM, such as 0.34.0rc1")
+    name, chosen = (f"vllm-official-{version}", [version]) if version else ("vllm-official", [])
+    python = engine(name, "tests/engines/vllm/install-official.sh", *chosen)
     folder = ROOT / "tests/engines/vllm"
     files = [
         path for name in ("tier", "scheduler") for path in sorted(folder.glob(f"test_{name}*.py"))

@@ -87,6 +87,29 @@ def test_arguments_reach_pytest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert etcd.words[-4:] == ("tests/etcd", "-k", "this or that", "-x")
 
 
+def test_release_of_vllm_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VLLM", "0.34.0rc1")
+    (tests,) = commands_of("test-vllm-scheduler", monkeypatch, tmp_path)
+    assert tests.words[0] == ".venv-vllm-official-0.34.0rc1/bin/python"
+    for wrong in ("newest", "0.34; rm", "../0.33.0"):
+        monkeypatch.setenv("VLLM", wrong)
+        with pytest.raises(SystemExit):
+            load_run().TARGETS["test-vllm-scheduler"]()
+
+
+def test_install_script_refuses_a_release_that_does_not_exist(tmp_path: Path) -> None:
+    """Before it downloads anything else."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *vllm==*) exit 1;; *) exit 0;; esac\n')
+    python.chmod(0o755)
+    script = str(ROOT / "tests" / "engines" / "vllm" / "install-official.sh")
+    command = ["bash", script, str(tmp_path), "9.9.9"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == "pip finds no wheel of vllm 9.9.9 for this Python\n"
+
+
 def test_ci_runs_targets_on_every_supported_python() -> None:
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     run = [
