@@ -162,10 +162,11 @@ def namespace_of(
 
     Raises InvalidRequest if it can not be stored.
     """
-    for layer in DynamicCache(config=model.config).layers:
+    for number, layer in enumerate(DynamicCache(config=model.config).layers):
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise InvalidRequest(
-                f"the model caches with {type(layer).__name__}; only full attention can be stored"
+                f"layer {number} of {type(model).__name__} caches with {type(layer).__name__}; "
+                "only the keys and values of full or sliding attention can be stored"
             )
     return model_namespace(model, name, revision, page_tokens, key_id, tenant)
 

@@ -50,8 +50,18 @@ def model_namespace(
 
 
 def check_model(model: Any) -> None:
-    """Raise InvalidRequest for a model whose KV depends on more than its tokens."""
+    """Raise InvalidRequest for a model whose KV depends on more than its tokens.
+
+    Recurrent models are refused, also those whose state lies outside the cache (RWKV, xLSTM). A
+    state is valid after one token only, and from it transformers 5.24 computes several tokens
+    wrongly for Jamba and Mamba.
+    """
     config = model.config
+    if getattr(model, "_is_stateful", False):
+        raise InvalidRequest(
+            f"{type(model).__name__} keeps a recurrent state, which can not be stored; only models "
+            "of attention layers can"
+        )
     if config.is_encoder_decoder:
         raise InvalidRequest(
             "the model has an encoder, whose input its KV depends on and its tokens do not show"

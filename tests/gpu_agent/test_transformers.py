@@ -11,12 +11,16 @@ import pytest
 import torch
 from asking import traces_of_calls
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
+    FalconH1Config,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    Qwen3_5TextConfig,
+    RwkvConfig,
 )
 
 from gpu_agent.engines.transformers import TransformersAdapter, cache_argument, namespace_of
@@ -228,10 +232,28 @@ def test_sliding_window_cache_is_refused_by_name(make: Maker) -> None:
         adapter.save(cache, TOKENS)
 
 
-def test_model_with_other_layers_than_attention_is_refused() -> None:
-    model = tiny_llama()
-    model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
-    with pytest.raises(InvalidRequest, match="the model caches with LinearAttention"):
+HYBRID = {**SIZES, "num_hidden_layers": 2}
+MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
+RECURRENT = {
+    # A gated delta net beside attention, Mamba-2 and attention in one layer, and a state that
+    # transformers keeps outside its cache
+    "layer 1 of Qwen3_5ForCausalLM caches with LinearAttentionLayer;": lambda: Qwen3_5TextConfig(
+        **HYBRID, layer_types=["full_attention", "linear_attention"]
+    ),
+    "layer 0 of FalconH1ForCausalLM caches with LinearAttentionAndFullAttentionLayer;": lambda: (
+        FalconH1Config(**HYBRID, **MAMBA)
+    ),
+    "RwkvForCausalLM keeps a recurrent state": lambda: RwkvConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1
+    ),
+}
+
+
+@pytest.mark.parametrize("message", RECURRENT)
+def test_recurrent_model_is_refused_by_name(message: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(RECURRENT[message]())
+    with pytest.raises(InvalidRequest, match=message):
         namespace_of(model, "hybrid", "r1")
 
 
