@@ -27,8 +27,9 @@ from kvstore.cli.output import (
     show_fitting,
 )
 from kvstore.errors import InvalidRequest
+from kvstore.tools.model_config import cache_size
 from kvstore.tools.plan import NEARLY_ALL, Plan, Rate, Row, Wishes, planned, surveyed
-from kvstore.tools.survey import EXACT, MOST, Sampling, page_size, sampling, token_nbytes
+from kvstore.tools.survey import EXACT, MOST, Sampling, page_size, sampling
 from kvstore.tools.trace import TraceRequest, read_trace, trace_size
 
 LITTLE = 0.01  # gain of the hit rate that twice the size must bring to be worth it
@@ -63,7 +64,9 @@ PageOption = Annotated[
 ModelOption = Annotated[
     Path | None,
     typer.Option(
-        "--model-config", metavar="FILE", help="config.json of the model: bytes of a token."
+        "--model-config",
+        metavar="FILE",
+        help="config.json of the model: bytes of a token, of a state.",
     ),
 ]
 TokensOption = Annotated[
@@ -156,9 +159,9 @@ def plan(
             f"--sample {one_in:g} must be at least 1: one page in so many; at most {MOST:g}"
         )
     check_pictures(picture or [])
-    token = token_nbytes(model_config) if model_config else None
+    model = cache_size(model_config) if model_config else None
     nbytes = option_nbytes(page_bytes, "--page-bytes") if page_bytes is not None else None
-    page = page_size(read_trace(trace, limit), page_tokens, nbytes, token)
+    page = page_size(read_trace(trace, limit), page_tokens, nbytes, model)
     rams, disks = option_sizes(ram, "--ram"), option_sizes(disk, "--disk")
     wishes = Wishes(page, prefill, rams, disks, copies, near_share, window_s, disk_gb_per_s)
     requests, pages = trace_size(trace, limit)

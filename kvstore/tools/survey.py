@@ -14,7 +14,6 @@ partial (Mooncake's traces), or only full pages have ids (engines):
 """
 
 import itertools
-import json
 import math
 import statistics
 from array import array
@@ -22,11 +21,10 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from kvstore.errors import InvalidRequest
 from kvstore.tools.hit_curve import ID_NBYTES, Curve, Intervals, Stack, Starts, Windows
+from kvstore.tools.model_config import CacheSize
 from kvstore.tools.trace import TraceRequest
 
 GROUPS = 8  # groups of a sample
@@ -40,7 +38,6 @@ LEAST, MOST = 1e-9, 1e15  # range of accepted values: sums and products stay fin
 PAGE_NBYTES_MAX = 1 << 40
 # Of a model with 32 layers and 8 KV heads of 128, two bytes each (Llama 3 8B)
 TOKEN_NBYTES = 128 << 10
-_DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True)
@@ -315,11 +312,11 @@ def page_size(
     requests: Iterable[TraceRequest],
     tokens: float | None,
     nbytes: int | None,
-    token_nbytes: int | None,
+    model: CacheSize | None,
 ) -> PageSize:
     """Return the size of a trace's pages; None values are derived from requests or assumed.
 
-    Raises InvalidRequest.
+    A page of a model with recurrent layers holds a state beside its tokens. Raises InvalidRequest.
     """
     some = [request for request in itertools.islice(requests, LOOKED_AT) if request.hash_ids]
     assumed = []
@@ -331,7 +328,7 @@ def page_size(
         raise InvalidRequest(
             "the trace does not show how many tokens a page has; set --tokens-per-page"
         )
-    if nbytes is None and token_nbytes is None:
+    if nbytes is None and model is None:
         said = {request.page_nbytes for request in some} - {0}
         if said:
             nbytes = round(
@@ -340,14 +337,20 @@ def page_size(
         if len(said) > 1:
             assumed.append(f"the trace has pages of {len(said)} sizes; their mean is used")
         elif not said:
-            token_nbytes = TOKEN_NBYTES
+            model = CacheSize(TOKEN_NBYTES)
             assumed.append(
                 f"a token takes {TOKEN_NBYTES >> 10} KiB, as in Llama 3 8B at 16 bits; "
                 "otherwise set --model-config or --page-bytes"
             )
     check_positive("--tokens-per-page", tokens)
     if nbytes is None:
-        nbytes = math.ceil(tokens * (token_nbytes or 0))
+        model = model or CacheSize(0)
+        nbytes = math.ceil(tokens * model.token_nbytes) + model.state_nbytes
+        if model.state_nbytes:
+            assumed.append(
+                f"each page holds one recurrent state of {model.state_nbytes:,} bytes beside "
+                f"{model.token_nbytes:,} bytes a token; an engine that stores fewer needs less"
+            )
     return PageSize(tokens, nbytes, tuple(assumed))
 
 
@@ -378,57 +381,3 @@ def _tokens(requests: list[TraceRequest]) -> float | None:
     if full > max(tokens / (pages + 1) for tokens, pages in told):
         return float(full)
     return sum(tokens for tokens, _ in told) / sum(pages for _, pages in told)
-
-
-def token_nbytes(config: Path) -> int:
-    """Return the KV bytes of a token over all ranks, from a model's config.json.
-
-    Raises InvalidRequest.
-    """
-    try:
-        found = json.loads(config.read_bytes())
-        nbytes = _token_nbytes(found.get("text_config", found))
-        if not 1 <= nbytes <= PAGE_NBYTES_MAX:
-            raise ValueError(f"a token would take {nbytes} bytes")
-        return nbytes
-    except OSError as error:
-        raise InvalidRequest(f"can not read {config}: {error.strerror}") from error
-    except (
-        ValueError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
-        raise InvalidRequest(
-            f"{config} describes no model that is known here ({type(error).__name__}: "
-            f"{error}); set --page-bytes"
-        ) from error
-
-
-def _token_nbytes(model: dict[str, Any]) -> int:
-    kinds = set(model.get("layer_types") or ("full_attention",))
-    if kinds != {"full_attention"}:
-        raise ValueError(
-            f"it has layers of {', '.join(sorted(kinds))}, whose pages are not all alike"
-        )
-    dtype = model.get("dtype") or model.get("torch_dtype") or "bfloat16"
-    if dtype not in _DTYPE_NBYTES:
-        raise ValueError(f"unknown dtype {dtype!r}")
-    layers = int(model["num_hidden_layers"])
-    if model.get("kv_lora_rank"):  # MLA: one latent for all heads
-        return (
-            layers
-            * (int(model["kv_lora_rank"]) + int(model["qk_rope_head_dim"]))
-            * _DTYPE_NBYTES[dtype]
-        )
-    heads = int(model["num_attention_heads"])
-    head_dim = int(model.get("head_dim") or int(model["hidden_size"]) // heads)
-    return (
-        2
-        * layers
-        * int(model.get("num_key_value_heads") or heads)
-        * head_dim
-        * _DTYPE_NBYTES[dtype]
-    )

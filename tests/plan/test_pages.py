@@ -1,22 +1,13 @@
-"""The size of a page: as given, from the lengths of requests, or from a model's config.json."""
+"""The size of a page: as given, or from the lengths of requests."""
 
-import json
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvstore.errors import InvalidRequest
-from kvstore.tools.survey import TOKEN_NBYTES, page_size, token_nbytes
+from kvstore.tools.model_config import CacheSize
+from kvstore.tools.survey import TOKEN_NBYTES, page_size
 from kvstore.tools.trace import TraceRequest
-
-LLAMA = {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-}
 
 
 def requests(page_tokens: int, full_only: bool) -> list[TraceRequest]:
@@ -39,9 +30,15 @@ def test_tokens_of_a_page_follow_from_lengths(page_tokens: int, full_only: bool)
 
 
 def test_given_page_size_replaces_the_assumption() -> None:
-    found = page_size(requests(64, True), 128, None, 1000)
+    found = page_size(requests(64, True), 128, None, CacheSize(1000))
     assert (found.tokens, found.nbytes, found.assumed) == (128, 128_000, ())
     assert page_size(requests(64, True), None, 4096, None).nbytes == 4096
+
+
+def test_page_of_a_hybrid_model_holds_its_state() -> None:
+    found = page_size(requests(64, True), None, None, CacheSize(100, 50_000))
+    assert found.nbytes == 64 * 100 + 50_000
+    assert "recurrent state of 50,000 bytes beside 100 bytes a token" in found.assumed[0]
 
 
 def test_page_has_whole_tokens_if_no_request_fills_its_last_page() -> None:
@@ -68,57 +65,3 @@ def test_recorded_trace_has_its_page_size() -> None:
 def test_trace_without_lengths_needs_an_option() -> None:
     with pytest.raises(InvalidRequest, match="--tokens-per-page"):
         page_size([TraceRequest(0, 0, 0, (1, 2))], None, None, None)
-
-
-@pytest.mark.parametrize(
-    ("model", "nbytes"),
-    [
-        (LLAMA, 131_072),
-        ({**LLAMA, "torch_dtype": "float32"}, 262_144),
-        ({**LLAMA, "torch_dtype": "float8_e4m3fn"}, 65_536),
-        ({**LLAMA, "num_key_value_heads": None, "head_dim": 64}, 262_144),
-        ({"text_config": LLAMA, "vision_config": {}}, 131_072),
-        (
-            {
-                "num_hidden_layers": 61,
-                "kv_lora_rank": 512,
-                "qk_rope_head_dim": 64,
-                "dtype": "bfloat16",
-            },
-            70_272,
-        ),
-    ],
-)
-def test_model_config_gives_the_bytes_of_a_token(
-    tmp_path: Path, model: dict[str, Any], nbytes: int
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(model))
-    assert token_nbytes(path) == nbytes
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "describes no model"),
-        ("[]", "describes no model"),
-        ("{}", "num_attention_heads|num_hidden_layers"),
-        (json.dumps({**LLAMA, "torch_dtype": "int3"}), "unknown dtype 'int3'"),
-        (
-            json.dumps({**LLAMA, "layer_types": ["sliding_attention", "full_attention"]}),
-            "sliding_attention",
-        ),
-        (json.dumps({**LLAMA, "num_attention_heads": 0}), "ZeroDivisionError"),
-        (json.dumps({**LLAMA, "num_hidden_layers": -3}), "would take -12288 bytes"),
-        (json.dumps({**LLAMA, "num_hidden_layers": 1e300}), "a token would take"),
-        ("[" * 100_000, "RecursionError"),
-        (None, "can not read"),
-    ],
-)
-def test_invalid_model_description_is_named(tmp_path: Path, text: str | None, message: str) -> None:
-    path = tmp_path / "config.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(InvalidRequest, match=message) as caught:
-        token_nbytes(path)
-    assert "config.json" in str(caught.value)
