@@ -40,6 +40,10 @@ _HYBRID_ARGUMENTS = (
     "linear_att_ssm_data_type",
     "disable_linear_att_small_page_cpu_cache",
 )
+# Models whose recurrent states LightLLM puts into its CPU pages, and fields that models with such
+# states have.
+_HYBRID_MODELS = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
+_STATE_FIELDS = ("linear_", "mamba_", "ssm_", "hybrid_override_pattern")
 # Arguments that name a file whose content decides them.
 _FILES = ("kv_quant_calibration_config_path", "quant_cfg")
 _DIMENSIONS = ("num_hidden_layers", "num_key_value_heads", "head_dim")
@@ -84,6 +88,16 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
         )
 
 
+def _refuse_lost_states(model_type: object) -> None:
+    """Raise ConfigError for a hybrid model whose states LightLLM does not put into its pages."""
+    if model_type not in _HYBRID_MODELS:
+        raise ConfigError(
+            f"{model_type} has recurrent layers, whose states LightLLM does not put into its CPU "
+            "pages: a hit would skip tokens that the states must see. Its CPU cache keeps states "
+            f"of {', '.join(_HYBRID_MODELS)} only. Leave out --enable_disk_cache"
+        )
+
+
 def _facts(arguments: Mapping[str, Any], model_dir: Path, revision_given: bool) -> dict[str, Any]:
     config = _model_config(model_dir)
     text = config.get("text_config") or config
@@ -95,7 +109,8 @@ def _facts(arguments: Mapping[str, Any], model_dir: Path, revision_given: bool) 
     for number, draft in enumerate([drafts] if isinstance(drafts, str) else drafts):
         facts[f"draft{number}"] = secondary_weights(revision_given, str(draft))
     tp, dp, nodes = (int(arguments.get(name) or 1) for name in ("tp", "dp", "nnodes"))
-    if any(name.startswith("linear_") for name in text):
+    if any(name.startswith(_STATE_FIELDS) for name in text):
+        _refuse_lost_states(config.get("model_type"))
         facts |= {name: arguments.get(name) for name in _HYBRID_ARGUMENTS}
         facts["tp"] = tp // dp
     if nodes > dp:

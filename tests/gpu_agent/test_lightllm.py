@@ -103,6 +103,15 @@ def test_hybrid_namespace_covers_ranks_and_states(
     assert same.digest == kept.digest
 
 
+@pytest.mark.parametrize("field", ["linear_num_key_heads", "mamba_d_state"])
+def test_hybrid_model_without_states_in_its_pages_is_refused(
+    arguments: Arguments, tmp_path: Path, field: str
+) -> None:
+    config = {**CONFIG, "model_type": "qwen3_next", field: 4}
+    with pytest.raises(ConfigError, match="qwen3_next has recurrent layers"):
+        space_of(arguments(model_dir=checkpoint(tmp_path / "next", config)))
+
+
 def test_configuration_is_read_even_with_a_revision(
     arguments: Arguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ ARGUMENTS: dict[str, Any] = {
     "nnodes": 1,
     "node_rank": 0,
 }
-SSM: Way = {"config": {"text_config": {"linear_num_key_heads": 4}}}
+SSM: Way = {"config": {"model_type": "qwen3_5", "text_config": {"linear_num_key_heads": 4}}}
 
 
 def lightllm(tmp_path: Path, way: Way) -> Namespace:
