@@ -205,6 +205,7 @@ class NodeAdapter(L2AdapterInterface):
         self._node = _Node(options)
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
+        self._warned = False
         self._stored: dict[int, L2StoreResult] = {}
         self._found: dict[int, Any] = {}
         self._loaded: dict[int, Any] = {}
@@ -319,9 +320,17 @@ class NodeAdapter(L2AdapterInterface):
         self, keys: list[Any], objects: list[Any]
     ) -> tuple[list[ObjectName], list[memoryview]]:
         views = [item.byte_array for item in objects]
+        kinds = [_shapes(item) for item in objects]
+        if not self._warned and any(len(shapes) > 1 for shapes, _ in kinds):
+            self._warned = True
+            log.warning(
+                "LMCache's objects hold several layer groups. If the model has recurrent layers, "
+                "LMCache stores states that do not exist: run `lmcache server` with "
+                "--separate-object-groups and a --chunk-size of one block of vLLM"
+            )
         names = [
-            self._node.naming.of(key, object_layout(*_shapes(item), view.nbytes))
-            for key, item, view in zip(keys, objects, views, strict=True)
+            self._node.naming.of(key, object_layout(*kind, view.nbytes))
+            for key, kind, view in zip(keys, kinds, views, strict=True)
         ]
         return names, views
 
