@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -26,7 +27,7 @@ import self_test
 from configuration import Configuration, ConfigurationError, Store, StoreFailed, load
 from engine_control import EngineDied, Spawner
 from outcomes import HEADER, MEANINGS, Outcome, as_json, matrix, status
-from plan import MODELS, Runner
+from plan import MODELS, OWN, Runner
 
 HERE = Path(__file__).resolve().parent
 SHIPPED = HERE / "configurations"
@@ -43,10 +44,11 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--models", help="names, separated by commas; default: all")
     found.add_argument("--cases", help="names, separated by commas; default: all")
-    found.add_argument("--model", default="", help="a model of yours instead of the tiny ones")
+    found.add_argument("--own", metavar="JSON", help="arguments of vllm.LLM, with a model of yours")
     found.add_argument("--python", default=sys.executable, help="an interpreter that has vLLM")
     found.add_argument("--json", action="store_true", help="print JSON on stdout, nothing else")
     found.add_argument("--matrix", action="store_true", help="print a Markdown table at the end")
+    found.add_argument("--fresh", action="store_true", help="start engines without forking: slower")
     found.add_argument("--keep", help="a folder for logs and models; default: a temporary one")
     found.add_argument("--self-test", action="store_true", help="test the suite itself by lies")
     found.add_argument("--list", action="store_true", help="list models, cases and outcomes")
@@ -64,6 +66,7 @@ def listing() -> str:
     lines += [
         f"  {name:<17} {len(model.cases)} cases{'; GPU only' if model.gpu_only else ''}"
         for name, model in MODELS.items()
+        if name != OWN
     ]
     lines += ["outcomes:"]
     lines += [f"  {name:<17} {meaning}" for name, meaning in MEANINGS.items()]
@@ -79,6 +82,17 @@ def chosen(given: str | None, known: Sequence[str], kind: str) -> list[str]:
         if name not in known:
             raise ConfigurationError(f"there is no {kind} {name!r}; there are: {', '.join(known)}")
     return names
+
+
+def own_arguments(given: str | None) -> dict[str, Any]:
+    """Return the value of --own. Raises ConfigurationError."""
+    try:
+        found = json.loads(given) if given else {}
+    except ValueError as error:
+        raise ConfigurationError(f"--own is no JSON: {error}") from error
+    if not isinstance(found, dict) or (found and "model" not in found):
+        raise ConfigurationError('--own names no model; write --own \'{"model": "PATH"}\'')
+    return found
 
 
 def configuration_of(name: str | None) -> Configuration:
@@ -103,16 +117,18 @@ def run(arguments: argparse.Namespace, folder: Path) -> tuple[list[Outcome], dic
     """Run what was asked for. Raises ConfigurationError, EngineDied and StoreFailed."""
     lies = arguments.self_test
     configuration = self_test.HONEST if lies else configuration_of(arguments.configuration)
-    models = chosen(arguments.models, list(MODELS), "model")
+    own = own_arguments(arguments.own)
+    tiny = [name for name in MODELS if name != OWN]
+    models = [OWN] if own else chosen(arguments.models, tiny, "model")
     wanted = chosen(arguments.cases, list(cases.CASES), "case")
     store = Store(configuration, folder, arguments.python)
-    spawner = Spawner(arguments.python, folder, store.environment)
+    spawner = Spawner(arguments.python, folder, store.environment, arguments.fresh)
     outcomes: list[Outcome] = []
     try:
         if why := lacking(configuration, arguments.python, spawner.facts["device"]):
             raise ConfigurationError(why)
         store.start()
-        runner = Runner(spawner, store, models, wanted, arguments.model)
+        runner = Runner(spawner, store, models, wanted, own)
         found: Iterator[Outcome] = runner.run()
         if lies:
             found = self_test.run(runner, self_test.models(runner, arguments.models), store)

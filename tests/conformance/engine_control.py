@@ -15,7 +15,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 START_S = 400.0
-ANSWER_S = 150.0
+# A hanging engine must not hold a GPU for long; a machine without one may be busy.
+ANSWER_S = {"cpu": 150.0, "cuda": 60.0}
 # A machine without a GPU: no core is bound, since engines share them, and nothing is compiled.
 ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -23,11 +24,6 @@ ON_CPU = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }
-PROBE = (
-    "import json, vllm, torch; from vllm.platforms import current_platform as p;"
-    "print(json.dumps({'vllm': vllm.__version__, 'torch': torch.__version__,"
-    "'device': p.device_type, 'count': torch.cuda.device_count()}))"
-)
 
 
 class EngineDied(Exception):
@@ -49,29 +45,35 @@ class Answer:
 
 
 class Spawner:
-    """The process that has imported vLLM and forks engines. `python`: an interpreter with vLLM."""
+    """The process that has imported vLLM and forks engines. `python`: an interpreter with vLLM.
 
-    def __init__(self, python: str, folder: Path, environment: dict[str, str]) -> None:
+    `fresh`: engines are not forked, but import vLLM again. `facts`: versions, and the device.
+    """
+
+    def __init__(
+        self, python: str, folder: Path, environment: dict[str, str], fresh: bool = False
+    ) -> None:
         self.folder = folder
         self._path = str(folder / "engines.socket")
         paths = [str(HERE), environment.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
         joined = os.pathsep.join(path for path in paths if path)
-        variables = {**ON_CPU, **os.environ, **environment, "PYTHONPATH": joined}
-        self.facts = _probe(python, variables)
-        if self.facts["device"] != "cpu":
-            for name in set(ON_CPU) - set(os.environ):
-                variables.pop(name)
+        device = {} if Path("/dev/nvidiactl").exists() else ON_CPU
+        variables = {**device, **os.environ, **environment, "PYTHONPATH": joined}
         self._log = (folder / "engines.log").open("w")
         self._process = subprocess.Popen(
-            [python, str(HERE / "engine_process.py"), self._path],
+            [python, str(HERE / "engine_process.py"), self._path, *["fresh"] * fresh],
             stdout=subprocess.PIPE,
             stderr=self._log,
             env=variables,
             text=True,
         )
         assert self._process.stdout is not None
-        if self._process.stdout.readline().strip() != "ready":
-            raise EngineDied(f"vLLM does not import: {last_error(folder / 'engines.log')}")
+        # vLLM may log to stdout before.
+        ready = next((line for line in self._process.stdout if line.startswith('{"vllm"')), "")
+        if not ready:
+            self.close()
+            raise EngineDied(f"{python} has no vLLM: {last_error(folder / 'engines.log')}")
+        self.facts: dict[str, Any] = json.loads(ready)
 
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
@@ -86,18 +88,6 @@ class Spawner:
         self._log.close()
 
 
-def _probe(python: str, variables: dict[str, str]) -> dict[str, Any]:
-    """Return versions and the device. Raises EngineDied."""
-    done = subprocess.run(
-        [python, "-c", PROBE], capture_output=True, text=True, env=variables, check=False
-    )
-    if done.returncode:
-        why = (done.stderr.strip() or "no output").splitlines()[-1]
-        raise EngineDied(f"{python} has no vLLM that imports: {why}")
-    facts: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return facts
-
-
 class Engine:
     """One engine. The constructor returns at once; the first order waits for the start."""
 
@@ -110,6 +100,7 @@ class Engine:
         **more: Any,
     ) -> None:
         self.name = name
+        self._answer_s = ANSWER_S.get(spawner.facts["device"], 60.0)
         self.log = spawner.folder / f"{name.replace(' ', '-')}.log"
         self._facts: dict[str, Any] | None = None
         self._socket = spawner.connect()
@@ -150,7 +141,7 @@ class Engine:
             print(json.dumps({"do": do, **order}), file=self._lines, flush=True)
 
     def receive(self) -> dict[str, Any]:
-        found = self._receive(ANSWER_S)
+        found = self._receive(self._answer_s)
         if "error" in found:
             raise EngineDied(found["error"])
         return found

@@ -1,12 +1,12 @@
 """Engines under test: this program imports vLLM once and forks a process for each engine.
 
-    python engine_process.py SOCKET
+    python engine_process.py SOCKET [fresh]
 
 A connection to the Unix socket is an engine. Its first line is {"arguments": {...of vllm.LLM},
 "environment": {...}, "log": PATH}; with "model", the arguments of tiny_random.py, a model is made
 instead. Each further line is an order, {"do": NAME, ...}, and has an answer of one line. Orders are
 the public methods of `Engine`; an error in one is answered with {"error": TEXT}. The engine ends
-when the connection closes.
+when the connection closes. With `fresh`, each engine is a new interpreter that imports vLLM anew.
 """
 
 import json
@@ -25,12 +25,16 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Counting GPUs must not start CUDA in a process that forks.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import cache_blocks
 import tiny_random
 import torch
+import vllm
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 
 SETTLE_S = 60.0
 END_S = 15.0
@@ -68,10 +72,9 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         max_tokens: int = 8,
         adapter: str | None = None,
-        image: int | None = None,
     ) -> dict[str, Any]:
         """Serve the prompts together."""
-        asked = [self._prompt(prompt, image) for prompt in prompts]
+        asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
         lora = LoRARequest("adapter", 1, adapter) if adapter else None
         found = self.llm.generate(asked, _params(max_tokens), use_tqdm=False, lora_request=lora)
         return {"answers": [_answer(output) for output in found]}
@@ -80,7 +83,8 @@ class Engine:
         """Abort a request after some steps; return whether it was still running."""
         self.requests += 1
         name = f"aborted-{self.requests}"
-        self.llm.llm_engine.add_request(name, self._prompt(prompt), _params(8))
+        asked = TokensPrompt(prompt_token_ids=list(prompt))
+        self.llm.llm_engine.add_request(name, asked, _params(8))
         ended = False
         for _ in range(steps):
             ended |= any(output.finished for output in self.llm.llm_engine.step())
@@ -154,15 +158,6 @@ class Engine:
             found.append([kind, list(group.layer_names), [one for one in numbers if one]])
         return found
 
-    def _prompt(self, prompt: Sequence[int], image: int | None = None) -> Any:
-        if image is None:
-            return TokensPrompt(prompt_token_ids=list(prompt))
-        from tiny_images import picture
-
-        return TokensPrompt(
-            prompt_token_ids=list(prompt), multi_modal_data={"image": picture(image)}
-        )
-
     def _step_until_idle(self) -> None:
         end = time.monotonic() + SETTLE_S
         while self._busy() and time.monotonic() < end:
@@ -175,13 +170,14 @@ class Engine:
         return bool(self.scheduler.has_requests() or (connector is not None and pending()))
 
     def _count_preemptions(self) -> None:
-        preempt = self.scheduler._preempt_request
+        schedule = self.scheduler.schedule
 
         def counted(*arguments: Any, **options: Any) -> Any:
-            self.preempted += 1
-            return preempt(*arguments, **options)
+            output = schedule(*arguments, **options)
+            self.preempted += len(output.preempted_req_ids or ())
+            return output
 
-        self.scheduler._preempt_request = counted
+        self.scheduler.schedule = counted
 
 
 def _params(max_tokens: int) -> SamplingParams:
@@ -242,14 +238,23 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def main(path: str) -> None:
+def main(path: str, *fresh: str) -> None:
+    if path.isdecimal():
+        serve(socket.socket(fileno=int(path)))
+        return
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        sys.exit("importing vLLM has started CUDA in this process, which therefore can not fork")
-    print("ready", flush=True)
+    # A process that has started CUDA can not fork.
+    anew = bool(fresh) or torch.cuda.is_initialized()
+    facts = {
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "device": current_platform.device_type,
+        "gpus": torch.cuda.device_count(),
+    }
+    print(json.dumps(facts), flush=True)
     while True:
         connection, _ = listener.accept()
         if os.fork():
@@ -259,6 +264,9 @@ def main(path: str) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.setpgid(0, 0)
+        if anew:
+            connection.set_inheritable(True)
+            os.execv(sys.executable, [sys.executable, __file__, str(connection.fileno())])
         status = 1
         try:
             serve(connection)
@@ -270,4 +278,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

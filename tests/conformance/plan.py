@@ -35,6 +35,7 @@ class Model:
     gpu_only: str = ""
 
 
+OWN = "own model"
 STATES_ON_CPU = "vLLM's CPU mixers fail with prefix caching (tried: 0.32)"
 STATES: dict[str, Any] = {"block_size": None, "max_num_batched_tokens": 512}
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
@@ -46,6 +47,7 @@ MODELS: dict[str, Model] = {
     "mamba2": Model("mamba2", ONE_ENGINE, arguments=STATES, gpu_only=STATES_ON_CPU),
     "gated-delta": Model("gated-delta", ONE_ENGINE, arguments=STATES, gpu_only=STATES_ON_CPU),
     "lora": Model("llama", ("control", "adapters"), arguments=LORA),
+    OWN: Model("", WHOLE),
     "two ranks": Model("llama", ("control", "other rank count"), ranks=2),
 }
 COMMON: dict[str, Any] = {
@@ -67,7 +69,7 @@ TWO_RANKS: dict[str, Any] = {
 
 
 class Runner:
-    """Runs cases. `connect(True)` gives vLLM's arguments of the connector under test."""
+    """Runs cases. `own`: more arguments of vLLM, for a model that is not one of the tiny ones."""
 
     def __init__(
         self,
@@ -75,13 +77,13 @@ class Runner:
         store: Store,
         models: Sequence[str],
         chosen: Sequence[str],
-        own_model: str = "",
+        own: dict[str, Any] | None = None,
     ) -> None:
         self._spawner = spawner
         self._store = store
         self._models = models
         self._chosen = chosen
-        self._own_model = own_model
+        self._own = own or {}
         self._count = 0
 
     def run(self) -> Iterator[Outcome]:
@@ -95,7 +97,7 @@ class Runner:
             session = None
             try:
                 if not why:
-                    session = self.session(name)
+                    session = self.session(name, roles_of(wanted))
                     assert session.plain.facts
             except (EngineRefused, EngineDied) as error:
                 why = f"the engine does not run this model: {error}"
@@ -112,19 +114,16 @@ class Runner:
         facts = self._spawner.facts
         if facts["device"] == "cpu":
             return model.gpu_only
-        if model.ranks > facts["count"]:
+        if model.ranks > facts["gpus"]:
             return f"needs {model.ranks} GPUs"
         return ""
 
-    def session(self, name: str, **more: Any) -> Session:
-        """Start the engines of a model; they start side by side."""
+    def session(self, name: str, roles: Sequence[str]) -> Session:
+        """Start the engines of a model, side by side: one without a connector, and these roles."""
         model = MODELS[name]
         dtype = self.dtype(model)
-        arguments = {**self.arguments(model), **more}
-        if self._own_model:
-            arguments["model"] = self._own_model
+        arguments = self.arguments(model)
         adapters = self.adapters(dtype) if arguments.get("enable_lora") else []
-        folder = self._spawner.folder
 
         def start(role: str) -> Engine:
             self._count += 1
@@ -140,15 +139,14 @@ class Runner:
             label = f"{name} {role} {self._count}"
             return Engine(self._spawner, label, given, environment)
 
-        assert folder.exists()
-        session = Session(name, start, self._store, ROUNDING[dtype], adapters)
-        if model.cases != ("control", "sensitivity"):
-            assert session.writer
-        return session
+        return Session(
+            name, start, self._store, ROUNDING.get(dtype, max(ROUNDING.values())), adapters, roles
+        )
 
     def dtype(self, model: Model) -> str:
         on_cpu = self._spawner.facts["device"] == "cpu"
-        return model.dtype or ("float32" if on_cpu else "bfloat16")
+        dtype: str = self._own.get("dtype", model.dtype)
+        return dtype or ("float32" if on_cpu else "bfloat16")
 
     def arguments(self, model: Model) -> dict[str, Any]:
         """Return vLLM's arguments; makes the model if needed. Raises EngineRefused."""
@@ -156,7 +154,9 @@ class Runner:
         on_cpu = self._spawner.facts["device"] == "cpu"
         device = model.cpu if on_cpu else {**ON_GPU, **model.gpu}
         found = {**COMMON, "dtype": dtype, **device, **model.arguments}
-        found["model"] = self._made(model.kind, dtype)
+        found |= self._own
+        if "model" not in found:
+            found["model"] = self._made(model.kind, dtype)
         return {name: value for name, value in found.items() if value is not None}
 
     def adapters(self, dtype: str) -> list[str]:
@@ -182,6 +182,12 @@ class Runner:
             found, refused = run_case(name, case, session)
             deaths += found.outcome == "engine died"
             yield found
+
+
+def roles_of(wanted: Sequence[str]) -> list[str]:
+    """Return the engines to start with the first one, so that they start side by side."""
+    roles = ["writer"] if set(wanted) - set(cases.CONTROLS) else []
+    return [*roles, "reader"] if "another process" in wanted else roles
 
 
 def run_case(name: str, case: str, session: Session) -> tuple[Outcome, str]:

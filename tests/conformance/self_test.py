@@ -34,7 +34,7 @@ def run(runner: Runner, names: Sequence[str], store: Store) -> Iterator[Outcome]
     """Yield an outcome for the honest connector and each lie: "right" if the lie was caught."""
     folder = Path(store.names["folder"])
     for name in names:
-        session = runner.session(name)
+        session = runner.session(name, ["writer"])
         states = any("Mamba" in kind for kind in session.plain.facts["groups"])
         try:
             yield _honest(name, session, folder)

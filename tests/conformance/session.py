@@ -36,7 +36,7 @@ class Checks:
 
 
 class Session:
-    """Engines of one model. `start(role)` returns an engine with a new name.
+    """Engines of one model. `start(role)` returns an engine; `roles` are started at once.
 
     Roles: "plain" has no connector, "writer" and "reader" have the connector under test.
     """
@@ -48,6 +48,7 @@ class Session:
         store: Store,
         rounding: float,
         adapters: Sequence[str] = (),
+        roles: Sequence[str] = (),
     ) -> None:
         self.model = model
         self.store = store
@@ -56,6 +57,8 @@ class Session:
         self._numbers = random.Random(model)
         self.adapters = adapters
         self.reference = Reference(start("plain"), rounding)
+        for role in roles:
+            self.engine(role)
         self.checks = Checks()
         # Prompts that the writer has computed, for engines that come later.
         self.written: list[list[int]] = []

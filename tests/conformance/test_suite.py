@@ -111,6 +111,9 @@ def test_command_line_lists_and_refuses(tmp_path: Path) -> None:
     refused = suite("folder", "--cases", "full hits", "--json")
     assert refused.returncode == 2
     assert "there is no case 'full hits'" in json.loads(refused.stdout)["error"]
+    nameless = suite("folder", "--own", '{"dtype": "float32"}')
+    assert nameless.returncode == 2
+    assert "--own names no model" in nameless.stderr
     absent = suite(str(tmp_path / "absent.json"))
     assert absent.returncode == 2
     assert "can not be read" in absent.stderr
