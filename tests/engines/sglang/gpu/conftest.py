@@ -16,7 +16,8 @@ from sglang_handle import SGLangHandle
 HERE = Path(__file__).parent
 
 
-TINY = {"dtype": "bfloat16", "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+TINY = {"dtype": "bfloat16", "hidden_size": 256, "intermediate_size": 512}
+LLAMA = {"head_dim": 64}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,15 +35,18 @@ def _one_rank() -> None:
 def engines(
     models: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., SGLangHandle]]:
-    """Return `engines(name, model={...}, ...)`, which begins to start an engine with a tiny Llama.
+    """Return `engines(name, model={...}, ...)`, which begins to start an engine with a tiny model.
 
-    `model` changes the model's configuration. All other arguments go to sglang.Engine.
+    `kind`: a model of `tiny_models`, a Llama if not given; `model` changes its configuration. All
+    other arguments go to sglang.Engine.
     """
     running: dict[str, SGLangHandle] = {}
     faults = tmp_path_factory.mktemp("faults")
 
-    def engine(name: str, model: dict[str, Any] | None = None, **arguments: Any) -> SGLangHandle:
-        path = models("llama", **{**TINY, **(model or {})})
+    def engine(
+        name: str, model: dict[str, Any] | None = None, kind: str = "llama", **arguments: Any
+    ) -> SGLangHandle:
+        path = models(kind, **{**TINY, **(LLAMA if kind == "llama" else {}), **(model or {})})
         running[name] = SGLangHandle(name, {"model_path": path, **arguments}, faults / name)
         return running[name]
 
