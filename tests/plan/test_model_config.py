@@ -15,8 +15,7 @@ LLAMA = {
     "num_key_value_heads": 8,
     "hidden_size": 4096,
 }
-# Fields of published models. Their layers: 12 of 48, 10 of 40, 4 of 40, 4 + 24 of 52, all of 44, 4
-# of 32 and 7 of 27 have attention.
+# Fields of published models
 QWEN3_NEXT = {
     "num_hidden_layers": 48,
     "num_attention_heads": 16,
