@@ -34,6 +34,7 @@ import torch
 import vllm
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 SETTLE_S = 60.0
@@ -215,6 +216,10 @@ def serve(connection: socket.socket) -> None:
             tiny_random.main(*first["model"])
             print(json.dumps({"facts": {"pid": os.getpid()}}), file=lines, flush=True)
             return
+        # vLLM looks into a model's class in another process, which imports all of vLLM again. An
+        # engine in this process may as well import the class here.
+        if hasattr(registry, "_run_in_subprocess"):
+            registry._run_in_subprocess = lambda function: function()
         engine = Engine(first["arguments"])
         print(json.dumps({"facts": engine.facts()}), file=lines, flush=True)
     except Exception as error:  # noqa: BLE001 -- of vLLM and the connector: logged and answered

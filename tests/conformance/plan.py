@@ -60,7 +60,8 @@ COMMON: dict[str, Any] = {
     "max_num_batched_tokens": 128,
     "num_gpu_blocks_override": 512,
 }
-# Engines share the GPU, so none may size its cache by the GPU's free memory.
+# Engines share the device, so none may size its cache by the free memory.
+ON_CPU: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20}
 ON_GPU: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.03}
 TWO_RANKS: dict[str, Any] = {
     "tensor_parallel_size": 2,
@@ -152,7 +153,7 @@ class Runner:
         """Return vLLM's arguments; makes the model if needed. Raises EngineRefused."""
         dtype = self.dtype(model)
         on_cpu = self._spawner.facts["device"] == "cpu"
-        device = model.cpu if on_cpu else {**ON_GPU, **model.gpu}
+        device = {**ON_CPU, **model.cpu} if on_cpu else {**ON_GPU, **model.gpu}
         found = {**COMMON, "dtype": dtype, **device, **model.arguments}
         found |= self._own
         if "model" not in found:
