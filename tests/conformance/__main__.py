@@ -122,8 +122,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> tuple[list[Outcome], dic
     models = [OWN] if own else chosen(arguments.models, tiny, "model")
     wanted = chosen(arguments.cases, list(cases.CASES), "case")
     store = Store(configuration, folder, arguments.python)
-    spawner = Spawner(arguments.python, folder, store.environment, arguments.fresh)
     outcomes: list[Outcome] = []
+    spawner = Spawner(arguments.python, folder, store.environment, arguments.fresh)
     try:
         if why := lacking(configuration, arguments.python, spawner.facts["device"]):
             raise ConfigurationError(why)
@@ -159,6 +159,9 @@ def main(given: Sequence[str]) -> int:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="conformance-")))
         try:
             outcomes, facts = run(arguments, folder)
+        except KeyboardInterrupt:
+            print("conformance: interrupted", file=sys.stderr)
+            return 130
         except (ConfigurationError, EngineDied, StoreFailed) as error:
             if arguments.json:
                 print(json.dumps({"error": str(error), "status": 2}))

@@ -61,6 +61,7 @@ class Spawner:
         self._log = (folder / "engines.log").open("w")
         self._process = subprocess.Popen(
             [python, str(HERE / "engine_process.py"), self._path, *["fresh"] * fresh],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             env=variables,
@@ -82,8 +83,9 @@ class Spawner:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
         self._log.close()
 
 

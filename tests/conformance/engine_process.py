@@ -11,6 +11,7 @@ when the connection closes. With `fresh`, each engine is a new interpreter that 
 
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -261,6 +262,10 @@ def main(path: str, *fresh: str) -> None:
     }
     print(json.dumps(facts), flush=True)
     while True:
+        # The suite's process holds the other end of stdin, so this one ends with it.
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            return
         connection, _ = listener.accept()
         if os.fork():
             connection.close()
