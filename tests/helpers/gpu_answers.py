@@ -4,10 +4,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from engine_answers import cached, prompt
 from engine_handle import EngineHandle
 
 # To import torch and page-lock the node's memory while other engines start
 READY_S = 120.0
+BACK_S = 90.0  # an agents' process takes ten seconds to start, after a backoff
 
 
 def agents_ready(engine: EngineHandle) -> list[dict[str, Any]]:
@@ -35,3 +37,17 @@ def stored(writer: EngineHandle, *prompts: Sequence[int], **order: Any) -> list[
     found = writer.generate(*prompts, **order)
     writer.settle()
     return found
+
+
+def hits_again(engine: EngineHandle, seed: int) -> None:
+    """Wait until the engine's saves are stored and hit again."""
+    end = time.monotonic() + BACK_S
+    while True:
+        one = prompt(seed, 100)
+        engine.alone(one, max_tokens=1)
+        if cached(engine.alone(one, max_tokens=1)) == [96]:
+            return
+        seed += 1
+        assert time.monotonic() < end, (
+            f"the engine does not use its store any more:\n{engine.said()[-3000:]}"
+        )

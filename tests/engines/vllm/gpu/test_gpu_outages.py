@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from engine_answers import agree, answers, cached, found_locally, prompt
+from engine_answers import agree, answers, found_locally, prompt
 from engine_handle import EngineHandle
-from gpu_answers import agents_ready, stored
+from gpu_answers import agents_ready, hits_again, stored
 from processes import GONE_S, children, gone, wait_gone
 from restartable_node import RestartableNode
 
 Engines = Callable[..., EngineHandle]
-BACK_S = 90.0  # an agents' process takes ten seconds to start, after a backoff
 LEFT_NBYTES = 64 << 20  # of GPU memory, which drivers allocate in large pieces
 
 
@@ -42,20 +41,6 @@ def engine(on_gpu: Engines, store: RestartableNode) -> EngineHandle:
 def node_is_back(store: RestartableNode) -> Iterator[None]:
     yield
     store.start()
-
-
-def hits_again(engine: EngineHandle, seed: int) -> None:
-    """Wait until the engine's saves are stored and hit again."""
-    end = time.monotonic() + BACK_S
-    while True:
-        one = prompt(seed, 100)
-        engine.alone(one, max_tokens=1)
-        if cached(engine.alone(one, max_tokens=1)) == [96]:
-            return
-        seed += 1
-        assert time.monotonic() < end, (
-            f"the engine does not use its store any more:\n{engine.said()[-3000:]}"
-        )
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.03, 0.1, 0.3])

@@ -3,6 +3,8 @@
 One GPU is enough to read and write the shards of two ranks. Two ranks need two GPUs.
 """
 
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from engine_answers import agree, answers, cached, found_locally, prompt
 from engine_handle import EngineHandle
-from gpu_answers import agents_ready, stored
+from gpu_answers import agents_ready, hits_again, stored
 from restartable_node import RestartableNode
 
 from kvstore import PutOutcome
@@ -82,6 +84,13 @@ def test_swapped_shards_change_the_answer(
     assert not agree(found, plain.alone(one))
 
 
+def of_two_ranks(on_gpu: Engines, store: RestartableNode) -> EngineHandle:
+    if torch.cuda.device_count() < SHARDS:
+        pytest.skip(f"needs {SHARDS} GPUs")
+    options = {"address": store.address, "head_shards": SHARDS}
+    return on_gpu("two ranks", store=options, **TWO_RANKS)
+
+
 @pytest.mark.parametrize("writers", [1, 2])
 def test_ranks_read_what_another_number_of_ranks_wrote(
     writers: int,
@@ -91,10 +100,7 @@ def test_ranks_read_what_another_number_of_ranks_wrote(
     store: RestartableNode,
 ) -> None:
     """Results of one and two ranks differ by rounding, so hits are compared within an engine."""
-    if torch.cuda.device_count() < SHARDS:
-        pytest.skip(f"needs {SHARDS} GPUs")
-    options = {"address": store.address, "head_shards": SHARDS}
-    two_ranks = on_gpu("two ranks", store=options, **TWO_RANKS)
+    two_ranks = of_two_ranks(on_gpu, store)
     engines = [one_rank("writer"), two_ranks]
     writer, reader = engines if writers == 1 else reversed(engines)
     for engine in engines:
@@ -111,3 +117,21 @@ def test_ranks_read_what_another_number_of_ranks_wrote(
     assert cached(found) == [96, 288]
     assert agree(found, expected)
     reader.settle()
+
+
+def test_agents_process_of_one_rank_is_killed(
+    plain: EngineHandle, on_gpu: Engines, store: RestartableNode
+) -> None:
+    """Half of the heads cannot be loaded: the engine computes instead, on all ranks."""
+    engine = of_two_ranks(on_gpu, store)
+    known = [prompt(30 + i, 300) for i in range(4)]
+    expected = plain.alone(*known)
+    stored(engine, *known)
+    engine.reset()
+    _, second = agents_ready(engine)
+    os.kill(second["pid"], signal.SIGKILL)
+    assert agree(engine.generate(*known), expected)
+    engine.settle()
+    assert [worker["pid"] != second["pid"] for worker in agents_ready(engine)] == [True, True]
+    assert agree(engine.alone(*known), expected)
+    hits_again(engine, 3000)
