@@ -557,7 +557,7 @@ def gpu_engine(name: str, version: str) -> None:
 
 @target
 def gpu_test_vllm() -> None:
-    """real vLLM 0.33: hits, caches, outages, server (6 minutes; two ranks need two GPUs)"""
+    """real vLLM 0.33: hits, caches, hybrids, outages, server (6 minutes; two ranks: two GPUs)"""
     gpu_engine("vllm", "0.33.0")
 
 
