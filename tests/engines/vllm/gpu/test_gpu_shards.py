@@ -135,3 +135,26 @@ def test_agents_process_of_one_rank_is_killed(
     assert [worker["pid"] != second["pid"] for worker in agents_ready(engine)] == [True, True]
     assert agree(engine.alone(*known), expected)
     hits_again(engine, 3000)
+
+
+def test_pipeline_of_two_ranks_shares_pages_with_one(
+    plain: EngineHandle, on_gpu: Engines, store: RestartableNode
+) -> None:
+    """Each rank holds half of the layers."""
+    if torch.cuda.device_count() < SHARDS:
+        pytest.skip(f"needs {SHARDS} GPUs")
+    options = {"address": store.address, "layer_shards": SHARDS}
+    pipeline = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    engines = [
+        on_gpu("layers of one rank", store=options, enforce_eager=True),
+        on_gpu("pipeline", store=options, enforce_eager=True, **pipeline),
+    ]
+    for engine in engines:
+        agents_ready(engine)
+    for number, (writer, reader) in enumerate([engines, engines[::-1]]):
+        one = prompt(40 + number, 300)
+        expected = plain.alone(one)
+        assert agree(stored(writer, one), expected)
+        found = reader.alone(one)
+        assert cached(found) == [288]
+        assert agree(found, expected)
