@@ -37,7 +37,11 @@ class Model:
 
 OWN = "own model"
 STATES_ON_CPU = "vLLM's CPU mixers fail with prefix caching (tried: 0.32)"
-STATES: dict[str, Any] = {"block_size": None, "max_num_batched_tokens": 512}
+STATES: dict[str, Any] = {
+    "block_size": None,
+    "max_num_batched_tokens": 512,
+    "additional_config": {"gdn_prefill_backend": "triton"},  # FlashInfer may not be installed
+}
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 MODELS: dict[str, Model] = {
     "llama": Model("llama", WHOLE),
