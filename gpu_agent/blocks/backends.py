@@ -1,6 +1,6 @@
 """Run the agents of a rank: in the engine's process, or in one of their own (`gpu_agent.worker`).
 
-BlockRank --- AgentBackend --- BlockAgent of each group --- saves and loads
+BlockRank --- AgentBackend --- BlockAgent of each shard --- saves and loads
               LocalBackend     LocalAgent
               ProcessBackend   RemoteAgent
 """
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GroupPool:
-    """A cache group on this rank: its blocks, one page each, and the namespace of its pages."""
+    """A shard of a cache group on this rank: its blocks' pages, and their namespace."""
 
     namespace: Namespace
     pool: KVPool
@@ -49,7 +49,7 @@ class GroupPool:
 
 
 class BlockAgent(Protocol):
-    """A group's agent as a rank uses it: like `gpu_agent.agent.Agent`, with block numbers."""
+    """A shard's agent as a rank uses it: like `gpu_agent.agent.Agent`, with block numbers."""
 
     namespace: Namespace
 
@@ -67,7 +67,7 @@ class AgentBackend(Protocol):
     """
 
     def agents(self, epoch: int | None) -> Sequence[BlockAgent | None]:
-        """Make an agent per group; None for a group without layers on this rank."""
+        """Make an agent per pool; None for a group without layers on this rank."""
 
     @property
     def loads(self) -> bool:
@@ -105,9 +105,9 @@ class AgentBackend(Protocol):
 def group_config(
     config: AgentConfig, groups: Sequence[GroupPool | None], group: GroupPool
 ) -> AgentConfig:
-    """Return the configuration of one group's agent.
+    """Return the configuration of one pool's agent.
 
-    Groups share the memory for staging, and each gets at least a page. Pending jobs are limited by
+    Pools share the memory for staging, and each gets at least a page. Pending jobs are limited by
     the blocks, which are pinned or allocated, so that no order of an engine is refused.
     """
     layout = group.pool.layout
@@ -131,7 +131,7 @@ def check_blocks(group: GroupPool, keys: Sequence[bytes], blocks: Sequence[int])
 
 
 class LocalAgent:
-    """A group's agent in this process: `BlockAgent`."""
+    """A shard's agent in this process: `BlockAgent`."""
 
     def __init__(self, agent: Agent, group: GroupPool) -> None:
         self.namespace = agent.namespace
@@ -167,7 +167,7 @@ class LocalBackend:
         self.startup_seconds: deque[float] = deque()  # stays empty: there is no process
 
     def agents(self, epoch: int | None) -> list[LocalAgent | None]:
-        """Make an agent per group in this epoch."""
+        """Make an agent per pool in this epoch."""
         made = [self._made(group, epoch) if group else None for group in self._groups]
         self._live += [agent for agent in made if agent]
         return made

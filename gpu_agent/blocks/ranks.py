@@ -1,8 +1,9 @@
-"""Carry out the orders for one rank of an engine with block tables, with an agent per group.
+"""Carry out the orders for one rank of an engine with block tables, with an agent per shard.
 
-    StepOrders --- load: an agent per group ---> finished, and which blocks are wrong
-               +-- save: an agent per group ---> acknowledged as soon as the blocks have been read
+    StepOrders --- load: all shards of a group ---> finished, and which blocks are wrong
+               +-- save: all shards of a group ---> acknowledged as soon as all have read the blocks
 
+A cache group has one shard or several (`gpu_agent.identity.shards`): different bytes of its blocks.
 The orders come from `scheduler.py`, and the rank's `Report` goes back to it. Every load is
 reported, however it ended.
 """
@@ -63,13 +64,13 @@ class LoadsEnded:
 @dataclass(frozen=True)
 class _Load:
     order: LoadOrder
-    jobs: list[tuple[SavePart, LoadJob | None]]  # None: it could not begin
+    jobs: list[tuple[SavePart, BlockAgent, LoadJob | None]]  # None: it could not begin
     began_at: float
     epoch: int
 
     @property
     def done(self) -> bool:
-        return all(job is None or job.done.done() for _, job in self.jobs)
+        return all(job is None or job.done.done() for _, _, job in self.jobs)
 
 
 class BlockRank:
@@ -79,12 +80,16 @@ class BlockRank:
 
     `backend`: makes the agents and is closed here.
     `writes`: whether this rank stores; of ranks with the same KV only one does.
+    `shards`: the number of agents of each cache group, in the backend's order; by default one.
     """
 
-    def __init__(self, backend: AgentBackend, writes: bool) -> None:
+    def __init__(
+        self, backend: AgentBackend, writes: bool, shards: Sequence[int] | None = None
+    ) -> None:
         self.counts = RankCounts()
         self._backend = backend
         self._agents = backend.agents(None)
+        self._shards = list(shards) if shards is not None else [1] * len(self._agents)
         self._writes = writes
         self._epoch: int | None = None
         self._generation = 0  # incremented with every change of the epoch
@@ -113,9 +118,10 @@ class BlockRank:
             began_at = time.monotonic()
             with request(order.request_id):
                 jobs = [
-                    (part, self._start_load(part))
+                    (part, agent, self._start_load(agent, part))
                     for part in order.parts
-                    if part.keys and self._agents[part.group]
+                    if part.keys
+                    for agent in self._agents_of(part.group)
                 ]
             self._loads.append(_Load(order, jobs, began_at, self._generation))
 
@@ -193,7 +199,7 @@ class BlockRank:
     def drain(self) -> None:
         """Wait until no job reads or writes the engine's blocks: by the deadlines of the jobs."""
         self._backend.wait([job.gathered for jobs in self._saves.values() for job in jobs])
-        self._backend.wait([job.done for load in self._loads for _, job in load.jobs if job])
+        self._backend.wait([job.done for load in self._loads for _, _, job in load.jobs if job])
 
     def close(self) -> None:
         """End pending saves in bounded time."""
@@ -212,25 +218,26 @@ class BlockRank:
         """
         self._read.put(number)
 
+    def _agents_of(self, group: int) -> list[BlockAgent]:
+        """Return the agents of a group's shards; none for a group without layers on this rank."""
+        first = sum(self._shards[:group])
+        return [agent for agent in self._agents[first : first + self._shards[group]] if agent]
+
     def _start_saves(self, order: SaveOrder) -> list[SaveJob]:
         jobs = []
         with request(*order.requests):
             for part in order.parts:
-                agent = self._agents[part.group]
-                if agent is None:
-                    continue
-                try:
-                    job = agent.save(part.keys, part.blocks)
-                except InvalidRequest as error:
-                    log.error("blocks could not be stored: %s", error)
-                    continue
-                jobs.append(job)
-                self._outcomes.append((agent, job))
+                for agent in self._agents_of(part.group):
+                    try:
+                        job = agent.save(part.keys, part.blocks)
+                    except InvalidRequest as error:
+                        log.error("blocks could not be stored: %s", error)
+                        continue
+                    jobs.append(job)
+                    self._outcomes.append((agent, job))
         return jobs
 
-    def _start_load(self, part: SavePart) -> LoadJob | None:
-        agent = self._agents[part.group]
-        assert agent is not None
+    def _start_load(self, agent: BlockAgent, part: SavePart) -> LoadJob | None:
         try:
             return agent.load(part.keys, part.blocks)
         except InvalidRequest as error:
@@ -238,18 +245,19 @@ class BlockRank:
             return None
 
     def _wrong_blocks(self, load: _Load) -> set[int] | None:
-        """Return the blocks whose content is undefined after a load; None if there are none."""
+        """Return the blocks whose content is undefined after a load; None if there are none.
+
+        A block is right only if all its shards came.
+        """
         wrong: set[int] = set()
         self.counts.loads += 1
         self.counts.load_seconds += time.monotonic() - load.began_at
-        for part, job in load.jobs:
+        for part, agent, job in load.jobs:
             pages = 0
             if job and load.epoch == self._generation:
                 result = job.done.result()
                 pages = result.pages
                 self.counts.pages_loaded += result.loaded
-                agent = self._agents[part.group]
-                assert agent is not None
                 self.counts.loaded_nbytes += result.loaded * agent.namespace.layout.page_nbytes
             wrong.update(part.blocks[pages:])
         if not wrong:

@@ -8,10 +8,10 @@
     SCHEDULER   BlockScheduler: lookups, hits, which blocks to load and to save, pins
     WORKER      BlockRank: an agent per cache group, which moves them
 
-Options (docs/engines/vllm.md): those of gpu_agent.options, and `min_tokens`, `slow_hits`, `lora`,
-`agents`.
+Options (docs/engines/vllm.md): those of gpu_agent.options, and OWN_OPTIONS.
 """
 
+import itertools
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -51,19 +51,21 @@ from gpu_agent.engines.vllm_metrics import KVStorePromMetrics, KVStoreStats
 from gpu_agent.engines.vllm_multi import (
     ForeignLoads,
     RankNamespaces,
+    block_nbytes_of,
     called_by_other_connector,
     register,
     shards_of,
 )
+from gpu_agent.identity.shards import shard_options
 from gpu_agent.identity.vllm import namespaces
+from gpu_agent.identity.vllm_shards import group_shards, rank_axes
 from gpu_agent.options import Options, read_options
 from gpu_agent.worker.choice import WHERE, agent_backend_for, lookup_backend_for
 from kvstore.errors import ConfigError
-from kvstore.keys import Namespace
 
 logger = init_logger("vllm.kvstore")
 
-OWN_OPTIONS = ("min_tokens", "slow_hits", "lora", "agents")
+OWN_OPTIONS = ("min_tokens", "slow_hits", "lora", "agents", "head_shards", "layer_shards")
 MIN_TOKENS = 16
 ORDER_NBYTES = 256 << 20  # of one rank's save job: blocks are pinned until all of it has been read
 HOLD_S = 0.05  # time that a smaller job waits for more blocks,
@@ -100,7 +102,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._rank: BlockRank | None = None
         self._rank_id: RankId = ()
         self._knows_ranks = True
-        self._namespaces: list[Namespace | None] = []
+        self._namespaces: Held = []
         self._ended = LoadsEnded()
 
     def _warn(self, groups: Any) -> None:
@@ -147,29 +149,39 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Take the KV cache tensors and start this rank's agents."""
         if not self._groups:
             return
-        pools = group_pools(self._caches, kv_caches)
         tp_rank = get_tp_group().rank_in_group
         ranks = {"tp": tp_rank, "pp": get_pp_group().rank_in_group, "cp": _prefill_context_rank()}
         self._rank_id = tuple(ranks.values())
         copies, from_hub = replicas(self._config, self._caches), not envs.VLLM_USE_MODELSCOPE
-        self._namespaces = namespaces(
-            *(self._config, self._caches, self._options.identity, pools, ranks),
-            *(copies, get_none_hash_seed(), from_hub),
-        )
-        places = [
-            GroupPool(namespace, pool) if namespace and pool else None
-            for namespace, pool in zip(self._namespaces, pools, strict=True)
-        ]
         options = self._options
-        home = agent_backend_for(
-            places, options.client, options.agent, options.own.get("agents", "auto")
+        shards = group_shards(
+            *(self._config, self._caches, kv_caches, group_pools(self._caches, kv_caches)),
+            rank_axes(self._config.parallel_config, ranks, copies),
+            shard_options(options.own),
         )
-        self._rank = BlockRank(home, writes=tp_rank % copies == 0)
-        for namespace in self._namespaces:
-            if namespace is not None:
-                logger.info(
-                    "kvstore: %d bytes per page, %s", namespace.layout.page_nbytes, namespace.salt
-                )
+        self._namespaces = namespaces(
+            *(self._config, self._caches, options.identity, shards),
+            *(get_none_hash_seed(), from_hub),
+        )
+        groups = [
+            [
+                GroupPool(namespace, shard.pool)
+                for namespace, shard in zip(names, parts, strict=True)
+            ]
+            for names, parts in zip(self._namespaces, shards, strict=True)
+        ]
+        home = agent_backend_for(
+            list(itertools.chain(*groups)),
+            *(options.client, options.agent, options.own.get("agents", "auto")),
+        )
+        self._rank = BlockRank(home, tp_rank % copies == 0, list(map(len, groups)))
+        for namespace in itertools.chain(*self._namespaces):
+            logger.info(
+                "kvstore: shard %d of %d of the heads, %d of %d of the layers: %d bytes per page, "
+                "%s",
+                *(namespace.tp_rank, namespace.tp_size, namespace.pp_rank, namespace.pp_size),
+                *(namespace.layout.page_nbytes, namespace.salt),
+            )
 
     def unregister_kv_caches(self) -> None:
         """Wait until nothing reads or writes the KV cache."""
@@ -284,9 +296,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return
         ranks = self._config.parallel_config.world_size
         options = self._options
-        page_nbytes = max(namespace.layout.page_nbytes for group in shards for namespace in group)
         blocks_max = max(1, self._caches.num_blocks // PINNED_SHARE)
-        order_blocks = max(1, min(ORDER_NBYTES // page_nbytes, blocks_max // 2))
+        order_blocks = max(1, min(ORDER_NBYTES // block_nbytes_of(held), blocks_max // 2))
         plan = SavePlan(
             *(ranks, blocks_max, order_blocks, self._pin, self._unpin, HOLD_S, self._scarce),
             *(self._cached, self._caches.num_blocks, self._spare),
@@ -522,6 +533,7 @@ def connector_options(values: Mapping[str, Any]) -> Options:
         )
     if options.own.get("lora", "skip") not in ("skip", "named"):
         raise ConfigError(f'option lora={options.own["lora"]!r} is neither "skip" nor "named"')
+    shard_options(options.own)
     return replace(
         options,
         own={**options.own, "min_tokens": _whole(options.own.get("min_tokens", MIN_TOKENS))},

@@ -15,7 +15,7 @@ from gpu_agent.blocks.save_plan import Report, StepOrders
 from kvstore.keys import Namespace
 
 RankId = tuple[int, ...]
-Held = list[Namespace | None]  # of one rank, per cache group
+Held = list[list[Namespace]]  # of one rank: its shards of each cache group
 
 
 @dataclass

@@ -12,6 +12,7 @@ them.
 """
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterable, Mapping
 from types import FrameType
@@ -126,5 +127,12 @@ class ForeignLoads:
 
 
 def shards_of(held: Iterable[Held]) -> list[list[Namespace]]:
-    """Return for each cache group the namespaces of all ranks, each once."""
-    return [list(dict.fromkeys(filter(None, group))) for group in zip(*held, strict=True)]
+    """Return for each cache group the namespaces of all shards, each once."""
+    return [list(dict.fromkeys(itertools.chain(*group))) for group in zip(*held, strict=True)]
+
+
+def block_nbytes_of(held: Iterable[Held]) -> int:
+    """Return the most bytes that one block has on one rank, in all its shards."""
+    return max(
+        sum(namespace.layout.page_nbytes for namespace in group) for rank in held for group in rank
+    )

@@ -15,8 +15,8 @@ from gpu_agent.identity.checkpoint import (
     secondary_weights,
     text_digest,
 )
+from gpu_agent.identity.vllm_shards import GroupShard
 from gpu_agent.options import Identity, facts_text
-from gpu_agent.pool import KVPool
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
 from kvstore.layout import PAGE_TOKENS_MAX, PageLayout, opaque_layout
@@ -161,34 +161,30 @@ def namespaces(
     vllm_config: Any,
     kv_cache_config: Any,
     identity: Identity,
-    pools: Sequence[KVPool | None],
-    ranks: Mapping[str, int],
-    copies: int,
+    shards: Sequence[Sequence[GroupShard]],
     seed: str,
     from_hub: bool = True,
-) -> list[Namespace | None]:
-    """Return this rank's namespaces, one per cache group. Raises ConfigError.
+) -> list[list[Namespace]]:
+    """Return the namespaces of this rank's shards, per cache group. Raises ConfigError.
 
-    `ranks` has tp, pp and cp (prefill context parallel). `copies`: number of consecutive
-    tensor-parallel ranks with the same KV. `seed`: that of the first block's hash.
+    `seed`: that of the first block's hash.
     """
-    parallel = vllm_config.parallel_config
-    shard = {
-        "tp_rank": ranks["tp"] // copies,
-        "tp_size": parallel.tensor_parallel_size // copies,
-        "pp_rank": ranks["pp"],
-        "pp_size": parallel.pipeline_parallel_size,
-        "cp_rank": ranks["cp"],
-        "cp_size": getattr(parallel, "prefill_context_parallel_size", 1),
-    }
     facts = model_facts(vllm_config, bool(identity.revision), from_hub) | _cache_facts(
         vllm_config, seed
     )
     identity = weights_of(vllm_config, identity, from_hub)
-    found: list[Namespace | None] = []
-    for group, pool in zip(kv_cache_config.kv_cache_groups, pools, strict=True):
-        text = facts_text("vllm", **facts, **_group_facts(vllm_config, group))
-        found.append(identity.namespace(pool.layout, text, **shard) if pool else None)
+    found: list[list[Namespace]] = []
+    for group, parts in zip(kv_cache_config.kv_cache_groups, shards, strict=True):
+        texts = [
+            facts_text("vllm", **facts, **_group_facts(vllm_config, group, part.layers))
+            for part in parts
+        ]
+        found.append(
+            [
+                identity.namespace(part.pool.layout, text, **part.axes)
+                for part, text in zip(parts, texts, strict=True)
+            ]
+        )
     return found
 
 
@@ -204,8 +200,8 @@ def _cache_facts(vllm_config: Any, seed: str) -> dict[str, Any]:
     }
 
 
-def _group_facts(vllm_config: Any, group: Any) -> dict[str, Any]:
-    spec, names = group.kv_cache_spec, sorted(group.layer_names)
+def _group_facts(vllm_config: Any, group: Any, layer_names: Sequence[str]) -> dict[str, Any]:
+    spec, names = group.kv_cache_spec, sorted(layer_names)
     layers = vllm_config.compilation_config.static_forward_context
     backends = {
         layers[name].get_attn_backend().get_name()

@@ -1,6 +1,6 @@
 """Carry out an engine's saves and loads in a worker process.
 
-    SETUP ---> the engine's memory mapped, a client, an agent per group ---> READY
+    SETUP ---> the engine's memory mapped, a client, an agent per pool ---> READY
     SAVE, LOAD ---> Agent.save, Agent.load ---> GATHERED, SAVED, LOADED     by the agents' threads
 
 The other side of `process_backend.py`. `__main__.py` starts and ends it.

@@ -280,7 +280,7 @@ class ProcessBackend:
     # ---- AgentBackend ----------------------------------------------------------------------
 
     def agents(self, epoch: int | None) -> list["RemoteAgent | None"]:
-        """Make an agent per group in this epoch."""
+        """Make an agent per pool in this epoch."""
         made: list[RemoteAgent | None] = []
         for number, group in enumerate(self._groups):
             if group is None:
@@ -502,7 +502,7 @@ class ProcessBackend:
 
 
 class RemoteAgent:
-    """A group's agent in the other process: `gpu_agent.blocks.backends.BlockAgent`."""
+    """A shard's agent in the other process: `gpu_agent.blocks.backends.BlockAgent`."""
 
     def __init__(
         self,

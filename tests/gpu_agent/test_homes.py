@@ -35,14 +35,17 @@ class Rank:
         self.views = [{f"layers.{i}": packed[:, i] for i in (0, 1)}]
         apart = torch.randn((2, BLOCKS, 1, BLOCK, 4), device=device).bfloat16()
         self.views.append({f"layers.{i}": apart[i] for i in (0, 1)})
-        pools = [table_pool(views, BLOCKS, BLOCK) for views in self.views]
+        heads = torch.randint(0, 256, (BLOCKS, 4, BLOCK, cell), dtype=torch.uint8, device=device)
+        self.views.append({"layers.0": heads})
+        shards = [{"layers.0": heads[:, first : first + 2]} for first in (0, 2)]
+        pools = [table_pool(views, BLOCKS, BLOCK) for views in [*self.views[:2], *shards]]
         self.places = [
             GroupPool(Namespace(f"homes {secrets.token_hex(8)}", pool.layout), pool)
             for pool in pools
         ]
         config = AgentConfig(staging_nbytes=1 << 20, pending_nbytes_max=1 << 22, hashers=2)
         self.home: AgentBackend = kind(
-            [self.places[0], None, self.places[1]], ClientConfig(address=address), config
+            [self.places[0], None, *self.places[1:]], ClientConfig(address=address), config
         )
         self.agents = self.home.agents(None)
 
@@ -114,6 +117,19 @@ def test_saved_blocks_load_into_other_blocks(rank: Rank) -> None:
         assert (loaded.pages, loaded.loaded, loaded.error) == (5, 5, None)
         assert same(rank.content(views, target), rank.content(views, source))
         assert same(rank.content(views, [*range(32), 34]), before)
+
+
+def test_shards_of_a_group_are_slices_of_its_blocks(rank: Rank) -> None:
+    """Each shard has pages of its own and writes its heads only."""
+    chain, before = keys(2), rank.content(2, [3, 4, 40, 41])
+    for shard in (3, 4):
+        assert rank.save(shard, chain, [3, 4]).stored == 2
+    rank.load(4, chain, [40, 41])
+    (view,) = rank.views[2].values()
+    assert torch.equal(view[40:42, :2], before[0][2:, :2])
+    assert torch.equal(view[40:42, 2:], before[0][:2, 2:])
+    rank.load(3, chain, [40, 41])
+    assert same(rank.content(2, [40, 41]), rank.content(2, [3, 4]))
 
 
 def test_group_without_layers_has_no_agent(rank: Rank) -> None:

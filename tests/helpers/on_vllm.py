@@ -14,6 +14,7 @@ from gpu_agent.identity.vllm import (
     tier_namespace,
     weights_of,
 )
+from gpu_agent.identity.vllm_shards import GroupShard, rank_axes
 from gpu_agent.options import identity_of
 from kvstore import ConfigError, LayerGroup, Namespace, PageLayout, Plane
 
@@ -82,11 +83,11 @@ def connector(tmp_path: Path, way: Way) -> Namespace:
     if reason := not_shareable(made):  # the real connector logs this and stays inactive
         raise ConfigError(f"kvstore: nothing is saved or loaded: this engine has {reason}")
     caches = tree(kv_cache_groups=[group])
-    pools: list[Any] = [tree(layout=layout)]
-    (found,) = namespaces(
-        made, caches, identity_of(way.get("options", {})), pools, ranks, 1, way.get("seed", "none")
+    pool: Any = tree(layout=layout)
+    shard = GroupShard(pool, tuple(group.layer_names), rank_axes(made.parallel_config, ranks, 1))
+    ((found,),) = namespaces(
+        made, caches, identity_of(way.get("options", {})), [[shard]], way.get("seed", "none")
     )
-    assert found is not None
     return found
 
 

@@ -131,7 +131,7 @@ def test_engine_without_pages_serves_without_a_store(
         engine.config, KVConnectorRole.SCHEDULER, engine.ranks[0].caches
     )
     connector.bind_gpu_block_pool(engine.pool)
-    connector.set_xfer_handshake_metadata({0: adapter.Handshake([None])})
+    connector.set_xfer_handshake_metadata({0: adapter.Handshake([[]])})
     assert connector._scheduler is None
     assert not connector.has_pending_push_work()
 
