@@ -108,12 +108,10 @@ def scales_in_blocks(kv_cache_config: Any) -> bool:
 
 def replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     """Return how many consecutive tensor-parallel ranks have the same KV in every layer."""
-    known = getattr(kv_cache_config, "kv_tp_replicas", None)  # 0.33
-    if known is not None:
-        return int(known)
+    known = int(getattr(kv_cache_config, "kv_tp_replicas", 1))  # 0.33, for latents only
     parallel, tp = vllm_config.parallel_config, vllm_config.parallel_config.tensor_parallel_size
-    if parallel.decode_context_parallel_size > 1:
-        return 1
+    if known > 1 or parallel.decode_context_parallel_size > 1:
+        return known
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if all(isinstance(spec, MLAAttentionSpec) for spec in specs):
         return int(tp)

@@ -386,7 +386,8 @@ class Engine:
     def forget(self, keys: list[bytes], rank: int = 0, group: int = 0) -> None:
         """Remove pages of one rank and group from the store."""
         connector = self.ranks[rank].connector
-        assert all(connector._rank._backend._client.remove(connector._namespaces[group], keys))
+        (space,) = connector._namespaces[group]
+        assert all(connector._rank._backend._client.remove(space, keys))
 
     def forget_when_loading(self, page: int, rank: int = 0, group: int = 0) -> None:
         """Remove a page between the lookup that found it and the load, once."""
