@@ -12,7 +12,6 @@ are sent at once, to threads of its process or to another process (`gpu_agent.wo
 import concurrent.futures
 import itertools
 import logging
-import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -131,9 +130,12 @@ def look_up_all_shards(client: Client, question: Question, deadline: Deadline) -
     answer = []
     for namespaces, keys in question:
         there = bytes((True,)) * len(keys)
-        for namespace in namespaces if keys else ():
-            found = client.lookup(namespace, keys, timeout_s=deadline.remaining()).present
-            there = bytes(map(operator.and_, there, found))
+        for namespace in namespaces:
+            left = list(itertools.compress(keys, there))  # what all shards before it have
+            if not left:
+                break
+            found = iter(client.lookup(namespace, left, timeout_s=deadline.remaining()).present)
+            there = bytes(has and next(found) for has in there)
         answer.append(there)
     return tuple(answer)
 

@@ -1,6 +1,7 @@
 """Background lookups: polls never block, deadlines hold, and each request makes one lookup."""
 
 import concurrent.futures
+import contextlib
 import threading
 import time
 from typing import Any
@@ -268,3 +269,21 @@ def test_unreachable_node_is_a_miss(shared_node: NodeProcess) -> None:
         lookups.ask("r", [([namespace("a")], KEYS)])
         assert answered(lookups, "r") == (bytes(4),)
         lookups.close()
+
+
+def test_later_shards_are_asked_only_for_pages_that_earlier_ones_have() -> None:
+    asked = []
+
+    class Recording(FakeClient):
+        def lookup(self, namespace: Namespace, keys: Any, *more: Any, **named: Any) -> LookupResult:
+            asked.append((namespace.model, list(keys)))
+            return super().lookup(namespace, keys, *more, **named)
+
+    client: Any = Recording({"a": set(KEYS[:3]), "b": {KEYS[0], KEYS[2]}, "c": set(KEYS)})
+    shards = [namespace(name) for name in "abc"]
+    with contextlib.closing(Lookups(ThreadLookups(client), 5.0)) as lookups:
+        lookups.ask("r", [(shards, KEYS)])
+        assert answered(lookups, "r") == (bytes([1, 0, 1, 0]),)
+        lookups.ask("miss", [(shards, KEYS[3:])])
+        assert answered(lookups, "miss") == (bytes([0]),)
+    assert asked == [("a", KEYS), ("b", KEYS[:3]), ("c", [KEYS[0], KEYS[2]]), ("a", KEYS[3:])]

@@ -312,8 +312,8 @@ def test_r1_other_configurations_never_hit(make: Engines, change: dict[str, Any]
     make.save(P)
     engine = make(**change)
     first = make()
-    mine = {namespace.digest for namespace in engine.ranks[0].connector._namespaces}
-    assert not mine & {namespace.digest for namespace in first.ranks[0].connector._namespaces}
+    mine = {namespace.digest for namespace in engine.ranks[0].connector._namespaces[0]}
+    assert not mine & {namespace.digest for namespace in first.ranks[0].connector._namespaces[0]}
     assert engine.generate(P) == answer(P, 8)
     assert engine.cached == {"r": 0}
 
@@ -332,11 +332,11 @@ def test_r1_namespace_covers_every_fact(
 ) -> None:
     """R1: an engine's dtype, quantization, KV dtype and layout are read from its configuration."""
     engine = make()
-    before = engine.ranks[0].connector._namespaces[0].digest
+    before = engine.ranks[0].connector._namespaces[0][0].digest
     monkeypatch.setattr(getattr(engine.config, place), name, value)
     connector = engine.ranks[0].connector
     connector.register_kv_caches(engine.ranks[0].kv)
-    assert connector._namespaces[0].digest != before
+    assert connector._namespaces[0][0].digest != before
 
 
 def test_engine_without_prefix_caching_does_not_use_the_store(

@@ -230,7 +230,8 @@ def test_counts_appear_in_vllms_statistics(make: Engines) -> None:
     assert counts["lookups"] == counts["hits"] == counts["loads"] == 1
     assert (counts["queried_tokens"], counts["hit_tokens"], counts["pages_loaded"]) == (60, 48, 3)
     assert (
-        counts["loaded_nbytes"] == 3 * engine.ranks[0].connector._namespaces[0].layout.page_nbytes
+        counts["loaded_nbytes"]
+        == 3 * engine.ranks[0].connector._namespaces[0][0].layout.page_nbytes
     )
     assert "loads_failed" not in counts
     rebuilt = type(engine.connector).build_kv_connector_stats(counts)
