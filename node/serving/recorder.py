@@ -147,7 +147,7 @@ class Recorder:
             at_ms=int(1000 * (use.at_s - recording.begin_s)),
             stored=use.stored,
             page_nbytes=space.page_nbytes,
-            # A rank's page has a share of its tokens' KV: so the pages of all ranks count each
+            # A shard's page has a share of its tokens' KV: so the pages of all shards count each
             # token once.
             page_tokens=value.layout.page_tokens / (value.tp_size * value.pp_size * value.cp_size),
             pages=[

@@ -312,8 +312,10 @@ def test_r1_other_configurations_never_hit(make: Engines, change: dict[str, Any]
     make.save(P)
     engine = make(**change)
     first = make()
-    mine = {namespace.digest for namespace in engine.ranks[0].connector._namespaces[0]}
-    assert not mine & {namespace.digest for namespace in first.ranks[0].connector._namespaces[0]}
+    mine = {space.digest for group in engine.ranks[0].connector._namespaces for space in group}
+    assert not mine & {
+        space.digest for group in first.ranks[0].connector._namespaces for space in group
+    }
     assert engine.generate(P) == answer(P, 8)
     assert engine.cached == {"r": 0}
 
