@@ -35,7 +35,8 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from gpu_agent.engines.sglang_weights import served_weights, weight_version
 from gpu_agent.host.pages import HostPages
 from gpu_agent.identity.sglang import pool_namespace
-from gpu_agent.layouts.sglang import host_pool, page_numbers
+from gpu_agent.identity.shards import head_shards, shard_options, shards_of_rank
+from gpu_agent.layouts.sglang import head_pool, host_pool, page_numbers
 from gpu_agent.lookup_cache import covered, together
 from gpu_agent.options import read_options
 from gpu_agent.outage_log import startup_warning
@@ -58,6 +59,7 @@ Result = TypeVar("Result")
 # s for each thread when it detaches. Its own options are in the same mapping as ours.
 DEFAULTS = {"lookup_timeout_s": 0.3, "load_timeout_s": 0.7, "save_timeout_s": 5.0, "workers": 1}
 ENGINES_OWN = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
+KV_RUNS = 2  # K and V of a range of heads lie apart
 BATCH_PAGES_MAX = 128  # pages of one call of the engine
 OPEN_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 2.0
@@ -104,8 +106,15 @@ class KVStoreHiCache(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         """Connect the backend. Raises ConfigError for wrong options or weights without a name."""
         self._engine = storage_config
-        known = (*ENGINES_OWN, *(field.name for field in dataclasses.fields(HiCacheConfig)))
+        known = (
+            *ENGINES_OWN,
+            "head_shards",
+            *(field.name for field in dataclasses.fields(HiCacheConfig)),
+        )
         options = read_options(storage_config.extra_config or {}, known, DEFAULTS)
+        # SGLang's own option of this meaning
+        lcm = storage_config.tp_lcm_size if storage_config.should_split_heads else None
+        self._head_shards = shard_options(options.own).heads or lcm
         self._config = options.agent
         self._interface_v1 = bool(options.own.get("interface_v1"))
         self._per_ki_token_s = load(
@@ -144,7 +153,8 @@ class KVStoreHiCache(HiCacheStorage):
             )
         for name, pages in self._pages.items():
             try:
-                self._client.open(pages.namespace, OPEN_TIMEOUT_S)
+                for namespace in pages.namespaces:
+                    self._client.open(namespace, OPEN_TIMEOUT_S)
             except KVStoreError as error:
                 log.warning("%s", startup_warning(error))
                 return
@@ -180,10 +190,39 @@ class KVStoreHiCache(HiCacheStorage):
         identity = dataclasses.replace(
             self._identity, epoch=self._epochs.current(self._identity.epoch)
         )
-        namespace = pool_namespace(
-            identity, self._facts, self._engine, name, pool.host, pool.view.layout
-        )
-        return HostPages(self._client, namespace, pool.view, self._config, BATCH_PAGES_MAX)
+        first, *more = [
+            (
+                pool_namespace(
+                    identity, self._facts, self._engine, name, pool.host, view.layout, heads
+                ),
+                view,
+            )
+            for view, heads in self._shards(name, pool)
+        ]
+        return HostPages(self._client, *first, self._config, BATCH_PAGES_MAX, more, KV_RUNS)
+
+    def _shards(self, name: str, pool: _Pool) -> list[tuple[KVPool, tuple[int, int] | None]]:
+        """Return the head shards of a pool with their numbers; the whole pool if it is not cut.
+
+        Raises ConfigError if the option does not fit the pool.
+        """
+        assert pool.view is not None
+        wanted, ranks = self._head_shards, self._engine.tp_size
+        heads = getattr(pool.host, "head_num", 0)
+        if wanted in (None, ranks) or not heads or name.startswith("draft"):
+            return [(pool.view, None)]
+        head_shards(wanted, heads * ranks, ranks, 0)
+        views = [
+            (head_pool(pool.host, slice(shard.first, shard.end)), (shard.number, shard.total))
+            for shard in shards_of_rank(wanted, self._engine.tp_rank, ranks, heads)
+        ]
+        cut = [(view, number) for view, number in views if view is not None]
+        if len(cut) < len(views):
+            raise ConfigError(
+                f"head_shards={wanted} can not cut pool {name} ({type(pool.host).__name__}, "
+                f"{pool.host.layout}): start the server with --hicache-mem-layout page_head"
+            )
+        return [*cut]
 
     # ---- which pages are there -------------------------------------------------------------
 

@@ -1,12 +1,16 @@
 """Store one pool of host pages with blocking calls, for engines that have threads of their own.
 
+A page is stored whole, or as several shards: ranges of its heads, each a page of its own namespace.
+
 After a call returns, no thread reads or writes the pool. Nothing raises for a store that is slow,
 faulty or unreachable: the result is False.
 """
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +19,9 @@ from gpu_agent.agent import Agent
 from gpu_agent.host.slot_copies import SlotSegments
 from gpu_agent.options import AgentConfig
 from gpu_agent.pool import KVPool
+from kvstore.buffers import byte_view
 from kvstore.client import Client
+from kvstore.deadline import Deadline
 from kvstore.errors import KVStoreError
 from kvstore.keys import Namespace
 from kvstore.tracing import NamesRequest
@@ -32,7 +38,9 @@ class HostPages:
     """Store a pool of host pages. Thread-safe.
 
     `pool`: with one index space, whose unit is a page. Counters are in `agent.stats`.
-    `batch_pages_max`: pages of one call; a batch of that size is never refused.
+    `batch_pages_max`: pages of one call; a batch of that size is never refused. `more`: the other
+    shards of the same pages. `runs`: how many runs of a whole page's bytes each shard has a part
+    of, such as K and V.
     """
 
     def __init__(
@@ -42,34 +50,43 @@ class HostPages:
         pool: KVPool,
         config: AgentConfig,
         batch_pages_max: int,
+        more: Sequence[tuple[Namespace, KVPool]] = (),
+        runs: int = 1,
     ) -> None:
-        nbytes = pool.layout.page_nbytes
-        config = dataclasses.replace(
-            config,
-            staging_nbytes=max(
-                nbytes, min(config.staging_nbytes, STAGING_PAGES_MAX * nbytes), 4096
-            ),
-            pending_nbytes_max=max(
-                config.pending_nbytes_max, config.workers * batch_pages_max * nbytes, nbytes
-            ),
-        )
         self.namespace = namespace
         self._client = client
-        self.agent = Agent(client, namespace, pool, config, SlotSegments(pool))
+        self._runs = runs
+        self.agents = [
+            _agent(client, space, shard, config, batch_pages_max)
+            for space, shard in [(namespace, pool), *more]
+        ]
+        self.agent = self.agents[0]
+
+    @property
+    def namespaces(self) -> list[Namespace]:
+        """Return the namespaces of all shards."""
+        return [agent.namespace for agent in self.agents]
 
     @property
     def page_nbytes(self) -> int:
-        """Return the bytes of a page."""
-        return self.namespace.layout.page_nbytes
+        """Return the bytes of a page, all shards together."""
+        return sum(namespace.layout.page_nbytes for namespace in self.namespaces)
 
     def present(self, hashes: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """Return which pages are stored."""
-        return list(self.agent.present(hashes, timeout_s))
+        """Return which pages are stored, with all shards."""
+        deadline, there = Deadline(timeout_s), [True] * len(hashes)
+        for agent in self.agents:
+            left = list(itertools.compress(hashes, there))
+            if left:
+                found = iter(agent.present(left, max(deadline.left(), 0.001)))
+                there = [has and next(found) for has in there]
+        return there
 
     def save(self, hashes: Sequence[bytes], numbers: torch.Tensor, timeout_s: float) -> list[bool]:
         """Save pages, return which are stored now; `numbers` is int64 `[pages]`, their indices."""
-        result = self.agent.save(hashes, numbers, timeout_s=timeout_s).done.result()
-        if not result.dropped:
+        jobs = [agent.save(hashes, numbers, timeout_s=timeout_s) for agent in self.agents]
+        results = [job.done.result() for job in jobs]
+        if not any(result.dropped for result in results):
             return [True] * len(hashes)
         return self.present(hashes, self.agent.config.lookup_timeout_s)
 
@@ -78,37 +95,77 @@ class HostPages:
 
         The content of the other pages' slots is undefined.
         """
-        result = self.agent.load(hashes, numbers, timeout_s=timeout_s).done.result()
-        return _leading(result.pages, len(hashes))
+        jobs = [agent.load(hashes, numbers, timeout_s=timeout_s) for agent in self.agents]
+        results = [job.done.result() for job in jobs]
+        return _leading(min(result.pages for result in results), len(hashes))
 
     def put(self, hashes: Sequence[bytes], pages: Sequence[Any], timeout_s: float) -> list[bool]:
         """Save pages from buffers outside the pool."""
+        kept, deadline = [True] * len(hashes), Deadline(timeout_s)
         try:
-            outcomes = (
-                self._client.put(self.namespace, hashes, pages, timeout_s=timeout_s)
-                if hashes
-                else []
-            )
+            for space, parts in self._cut(pages) if hashes else ():
+                outcomes = self._client.put(space, hashes, parts, timeout_s=deadline.remaining())
+                kept = [has and one.kept for has, one in zip(kept, outcomes, strict=True)]
         except KVStoreError as error:
             log.info("%d pages were not stored: %s", len(hashes), error)
             return [False] * len(hashes)
-        return [outcome.kept for outcome in outcomes]
+        return kept
 
     def get(self, hashes: Sequence[bytes], pages: Sequence[Any], timeout_s: float) -> list[bool]:
         """Load pages into buffers; those of misses are undefined."""
+        there, deadline = [True] * len(hashes), Deadline(timeout_s)
         try:
-            return (
-                self._client.get(self.namespace, hashes, pages, prefix=True, timeout_s=timeout_s)
-                if hashes
-                else []
-            )
+            for space, parts in self._cut(pages) if hashes else ():
+                found = self._client.get(
+                    space, hashes, parts, prefix=True, timeout_s=deadline.remaining()
+                )
+                there = [has and one for has, one in zip(there, found, strict=True)]
         except KVStoreError as error:
             log.info("%d pages were not loaded: %s", len(hashes), error)
             return [False] * len(hashes)
+        return there
+
+    def _cut(self, pages: Sequence[Any]) -> Iterator[tuple[Namespace, Sequence[Any]]]:
+        """Yield each shard's namespace, and its parts of whole pages."""
+        if len(self.agents) == 1:
+            yield self.namespace, pages
+            return
+        run_nbytes, first = self.page_nbytes // self._runs, 0
+        for namespace in self.namespaces:
+            nbytes = namespace.layout.page_nbytes // self._runs
+            starts = [run * run_nbytes + first for run in range(self._runs)]
+            yield (
+                namespace,
+                [
+                    tuple(whole[start : start + nbytes] for start in starts)
+                    for whole in map(byte_view, pages)
+                ],
+            )
+            first += nbytes
 
     def close(self, timeout_s: float) -> None:
         """End at the deadline of the running call at the latest."""
-        self.agent.close(timeout_s)
+        end = time.monotonic() + timeout_s
+        for agent in self.agents:
+            agent.close(max(0.0, end - time.monotonic()))
+
+
+def _agent(
+    client: Client,
+    namespace: Namespace,
+    pool: KVPool,
+    config: AgentConfig,
+    batch_pages_max: int,
+) -> Agent:
+    nbytes = pool.layout.page_nbytes
+    config = dataclasses.replace(
+        config,
+        staging_nbytes=max(nbytes, min(config.staging_nbytes, STAGING_PAGES_MAX * nbytes), 4096),
+        pending_nbytes_max=max(
+            config.pending_nbytes_max, config.workers * batch_pages_max * nbytes, nbytes
+        ),
+    )
+    return Agent(client, namespace, pool, config, SlotSegments(pool))
 
 
 def _leading(length: int, count: int) -> list[bool]:

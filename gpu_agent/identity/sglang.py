@@ -161,10 +161,12 @@ def pool_namespace(
     name: str,
     host: Any,
     layout: PageLayout,
+    heads: tuple[int, int] | None = None,
 ) -> Namespace:
     """Return the namespace of a host pool's pages.
 
-    `facts` are those of `weights`; `engine` is SGLang's HiCacheStorageConfig.
+    `facts` are those of `weights`; `engine` is SGLang's HiCacheStorageConfig. `heads`: number of
+    the head shard, and of all; None: named by rank.
     """
     packed = getattr(host, "layer_num", 0) > getattr(host, "target_layer_num", 1 << 30)
     text = facts_text(
@@ -183,11 +185,13 @@ def pool_namespace(
     # Pools with heads, and Mamba's state, differ between ranks even if the KV is a latent that does
     # not.
     split = not engine.is_mla_model or name == _MAMBA or hasattr(host, "head_num")
+    by_rank = (engine.tp_rank, engine.tp_size) if split else (0, 1)
+    tp_rank, tp_size = heads or by_rank
     return identity.namespace(
         layout,
         text,
-        tp_rank=engine.tp_rank if split else 0,
-        tp_size=engine.tp_size if split else 1,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
         pp_rank=engine.pp_rank,
         pp_size=engine.pp_size,
         cp_rank=engine.attn_cp_rank,

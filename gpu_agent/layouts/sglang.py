@@ -121,6 +121,23 @@ def host_pool(pool: Any) -> tuple[KVPool, bool]:
     return _pool(page_tokens, {f"segment{i}": segment for i, segment in enumerate(segments)}), False
 
 
+def head_pool(pool: Any, heads: slice) -> KVPool | None:
+    """View some heads of each page as pages of their own; None for a pool that has no such view.
+
+    Only in the layout `page_head` has a range of heads few runs of memory: one of K, one of V.
+    """
+    page_tokens = int(pool.page_size or 1)
+    view = _page_view(pool, page_tokens, int(pool.size) // page_tokens)
+    if (
+        pool.layout != "page_head"
+        or view is None
+        or view.dim() != 7  # [pages, K and V, 1, heads, tokens, layers, dim]
+        or view.shape[3] != pool.head_num
+    ):
+        return None
+    return _pool(page_tokens, {"page": view[:, :, :, heads]})
+
+
 def page_numbers(indices: torch.Tensor, page_tokens: int, count: int) -> torch.Tensor:
     """Return page numbers of int64 slots `[count * page_tokens]`.
 
