@@ -78,7 +78,8 @@ class HostPages:
         for agent in self.agents:
             left = list(itertools.compress(hashes, there))
             if left:
-                found = iter(agent.present(left, max(deadline.left(), 0.001)))
+                left_s = timeout_s if agent is self.agent else max(deadline.left(), 0.001)
+                found = iter(agent.present(left, left_s))
                 there = [has and next(found) for has in there]
         return there
 
