@@ -3,6 +3,7 @@
     tokens        0        32       64       96      128
     full          [   0   ][   1   ][   2   ][   3   ]      all blocks of the prefix
     window 40                       [   2   ][   3   ]      those that the next token attends to
+    state                                    [   3   ]      the state after the last token
                                                      ^ end of a prefix
 
 No I/O: tables, hashes and answers in, numbers out. `Request` keeps the state of a running request:
@@ -20,6 +21,7 @@ from gpu_agent.blocks.lookups import Answer
 NULL_BLOCK = 0  # entry of a block table that a window has left behind; never read or written
 # blocks of an answer saved together while it is generated: as much work as for one
 STAGED_BLOCKS = 16
+NEVER = 1 << 62  # tokens; more than any request has
 
 
 @dataclass(frozen=True)
@@ -28,12 +30,14 @@ class BlockGroup:
 
     `block_tokens`: tokens of a block id. `window_tokens`: how many tokens before the next one its
     layers attend to; 0: all. `chunk_tokens`: its layers attend to the current chunk of so many
-    tokens; 0: no chunks.
+    tokens; 0: no chunks. `is_state`: a block holds a recurrent state, the sum of all tokens before
+    its end; see `state_group`.
     """
 
     block_tokens: int
     window_tokens: int = 0
     chunk_tokens: int = 0
+    is_state: bool = False
 
     @property
     def forgets(self) -> bool:
@@ -62,6 +66,16 @@ class BlockGroup:
         if isinstance(blocks, range):
             return list(hashes[(blocks.start + 1) * step - 1 : blocks.stop * step : step])
         return [hashes[(block + 1) * step - 1] for block in blocks]
+
+
+def state_group(block_tokens: int) -> BlockGroup:
+    """Return a group of recurrent states.
+
+    A prefix needs only the block that ends with it, like a window of one token. But a block's
+    position does not tell whether it holds a state: engines overwrite states and leave blocks out.
+    So states are saved only when the engine offers them (`BlockScheduler.step`).
+    """
+    return BlockGroup(block_tokens, window_tokens=1, is_state=True)
 
 
 def longest_prefix(
@@ -209,6 +223,8 @@ class Request:
     # a step was scheduled since its blocks were allocated, so its tokens were computed
     scheduled: bool = False
     barred: bool = False  # its KV must not be stored
+    # computed tokens before its first draft tokens since its blocks were allocated; None: no drafts
+    drafted_at: int | None = None
 
     def plan_anew(self) -> None:
         """Plan all blocks again."""
@@ -225,12 +241,13 @@ class Request:
     ) -> tuple[list[Sequence[int]], int]:
         """Return each group's blocks to save now, `room` at most, and how many more there are.
 
-        Returned blocks count as planned; the others are found again next time.
+        Returned blocks count as planned; the others are found again next time. States are none of
+        them.
         """
         # No drafts, no placeholders
         tokens = min(computed_tokens, len(self.request.block_hashes) * hash_tokens)
         full = [
-            min(tokens // group.block_tokens, len(table))
+            0 if group.is_state else min(tokens // group.block_tokens, len(table))
             for group, table in zip(groups, tables, strict=True)
         ]
         there = self.present or [b""] * len(tables)
@@ -246,10 +263,26 @@ class Request:
         following = [
             (planned, group.block_tokens)
             for planned, group in zip(self.planned, groups, strict=True)
+            if not group.is_state
         ]
-        self.next_tokens = min((blocks + 1) * tokens for blocks, tokens in following)
-        self.due_tokens = min(self._due(blocks, tokens) for blocks, tokens in following)
+        self.next_tokens = min(
+            ((blocks + 1) * tokens for blocks, tokens in following), default=NEVER
+        )
+        self.due_tokens = min(
+            (self._due(blocks, tokens) for blocks, tokens in following), default=NEVER
+        )
         return found, 0
+
+    def has_state(self, number: int, block: int, end_tokens: int) -> bool:
+        """Return whether the state of a block, which ends at `end_tokens`, needs no save.
+
+        It is stored, or draft tokens took part in it. If the engine rejects drafts, it rolls their
+        state back, but no test here has seen how, so such states are not stored.
+        """
+        if self.drafted_at is not None and end_tokens > self.drafted_at:
+            return True
+        there = self.present[number] if self.present else b""
+        return block < len(there) and bool(there[block])
 
     def _due(self, planned: int, block_tokens: int) -> int:
         """Return how many tokens must be computed until there is more to save."""

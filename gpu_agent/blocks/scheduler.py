@@ -12,6 +12,8 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from gpu_agent.blocks.cost_model import PROMPT_TOKENS_MIN, HitPolicy, LoadCostModel
 from gpu_agent.blocks.groups import (
@@ -44,7 +46,8 @@ class MatchCounts:
     """Count requested and loaded tokens, hits, declined hits and dropped pages.
 
     A declined hit would have been slower than computing. A dropped page belongs to a request that
-    ended before there was room to save it, and was evicted from the engine's cache before, too.
+    ended before there was room to save it, and was evicted from the engine's cache before, too. Or
+    it is a state that was offered while there was no room.
     """
 
     queried_tokens: int = 0
@@ -54,12 +57,26 @@ class MatchCounts:
     pages_dropped: int = 0
 
 
+class StateOffer(NamedTuple):
+    """An engine's offer of a recurrent state, valid in one step.
+
+    After the step, `block` of the group holds the state of the first `end_tokens` tokens of the
+    request.
+    """
+
+    group: int
+    block: int
+    end_tokens: int
+
+
 class BlockScheduler:
     """Serve an engine's scheduler. Not thread-safe.
 
     `shards`: for each group the namespaces of all shards, each once. `hash_tokens`: tokens of one
     of the engine's hashes. `step_tokens`: lengths of hits are multiples of it. A hit of fewer than
     `min_tokens` tokens is ignored; with a `cost_model`, so is one slower than computing.
+    `whole_hits`: a hit may cover the last token, which the engine then computes again. It never
+    does with recurrent states, because the token would be added to them twice.
 
     Loads run beside steps: a request computes nothing, and no other one reads its blocks, until its
     load has ended on all ranks. So no step ever computes over blocks of a load that fails.
@@ -75,9 +92,11 @@ class BlockScheduler:
         plan: SavePlan,
         min_tokens: int = 1,
         cost_model: LoadCostModel | None = None,
+        whole_hits: bool = True,
     ) -> None:
         self._counts = MatchCounts()
         self._groups = groups
+        self._last_tokens = int(not whole_hits or any(group.is_state for group in groups))
         self._shards = shards
         self._hash_tokens = hash_tokens
         self._step_tokens = step_tokens
@@ -149,8 +168,7 @@ class BlockScheduler:
             )
         if answer is None:
             return None
-        # A load may cover the last token too: the engine computes it again.
-        limit, end = request.num_tokens, local_tokens
+        limit, end = request.num_tokens - self._last_tokens, local_tokens
         if answer:
             end = longest_prefix(self._groups, answer, local_tokens, limit, self._step_tokens)
         if end - local_tokens < self._min_tokens or self._declines(state, local_tokens, end):
@@ -167,7 +185,7 @@ class BlockScheduler:
         if state is None or state.loading:
             return
         # Also for a request without a second lookup, because a load of it failed
-        state.scheduled, self._quiet = False, 0
+        state.scheduled, state.drafted_at, self._quiet = False, None, 0
         if self._lookups.age_s(request.request_id) is not None:
             self._lookups.drop(request.request_id)
             self._plan_anew(state)
@@ -188,18 +206,26 @@ class BlockScheduler:
         self._counts.hit_tokens += tokens
 
     def step(
-        self, scheduled: Mapping[str, int], table_of: Callable[[str], Sequence[Sequence[int]]]
+        self,
+        scheduled: Mapping[str, int],
+        table_of: Callable[[str], Sequence[Sequence[int]]],
+        offers: Mapping[str, Sequence[StateOffer]] = MappingProxyType({}),
+        drafted: Iterable[str] = (),
     ) -> StepOrders:
         """Finish the scheduling of a step and return the ranks' orders.
 
         `scheduled` maps requests to their tokens in this step. Tables are requested only if there
-        is something to save: most steps of most requests complete no block.
+        is something to save: most steps of most requests complete no block. `offers`: recurrent
+        states, by request. `drafted`: requests with draft tokens in this step.
         """
         self._step += 1
         self._lookups.poll()
         saves = self._plan.orders()
         self._plan.begin(self._step)
         loads, self._loads = self._loads, []
+        self._note_drafts(drafted)
+        # First, because they are few and are not offered again
+        self._stage_states(scheduled, offers)
         # Then a request may be preempted, and comes back with what is stored
         scarce = self._plan.scarce()
         prompts, short = list[tuple[int, int]](), False
@@ -412,6 +438,47 @@ class BlockScheduler:
         ]
         return parts, left
 
+    def _note_drafts(self, drafted: Iterable[str]) -> None:
+        for request_id in drafted:
+            state = self._requests.get(request_id)
+            if state and state.drafted_at is None:
+                state.drafted_at = state.request.num_computed_tokens
+
+    def _stage_states(
+        self, scheduled: Mapping[str, int], offers: Mapping[str, Sequence[StateOffer]]
+    ) -> None:
+        """Stage the states that the engine offers in this step.
+
+        A request that is not scheduled was preempted within the step, or has just loaded its state.
+        """
+        for request_id, states in offers.items():
+            state = self._requests.get(request_id)
+            if state is None or state.barred or state.loading or request_id not in scheduled:
+                continue
+            for offer in states:
+                part = self._state_part(state, offer)
+                if part is None:
+                    continue
+                if self._plan.room:
+                    self._plan.stage(request_id, [part])
+                else:
+                    self._drop(1)
+
+    def _state_part(self, state: Request, offer: StateOffer) -> SavePart | None:
+        """Return the save of an offered state; None if it needs none or cannot be found again.
+
+        An engine may offer a state at any token. Only those at the end of a block have a page.
+        """
+        group = self._groups[offer.group]
+        block, rest = divmod(offer.end_tokens, group.block_tokens)
+        hashed_tokens = len(state.request.block_hashes) * self._hash_tokens
+        if not group.is_state or rest or not 0 < offer.end_tokens <= hashed_tokens:
+            return None
+        if offer.block == NULL_BLOCK or state.has_state(offer.group, block - 1, offer.end_tokens):
+            return None
+        keys = group.keys_of(state.request.block_hashes, self._hash_tokens, [block - 1])
+        return SavePart(offer.group, keys, [offer.block])
+
     def _plan_anew(self, state: Request) -> None:
         state.plan_anew()
         self._quiet = 0
@@ -436,7 +503,7 @@ class BlockScheduler:
         )
 
     def _drop(self, blocks: int) -> None:
-        """Count blocks that were dropped with their request, unsaved."""
+        """Count blocks that were dropped, unsaved."""
         if not blocks:
             return
         self._counts.pages_dropped += blocks
@@ -444,7 +511,8 @@ class BlockScheduler:
         if time.monotonic() > self._silent_until:
             log.warning(
                 "%d blocks were not saved: requests ended while as many blocks were being saved as "
-                "may be pinned, and the engine needed their blocks before there was room",
+                "may be pinned, and the engine needed their blocks before there was room; or "
+                "recurrent states were offered meanwhile",
                 self._unsaid,
             )
             self._unsaid, self._silent_until = 0, time.monotonic() + SILENCE_S

@@ -13,7 +13,7 @@ Options (docs/engines/vllm.md): those of gpu_agent.options, and OWN_OPTIONS.
 
 import itertools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,13 +38,15 @@ from gpu_agent.blocks.cost_model import LoadCostModel
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.ranks import BlockRank, LoadsEnded
 from gpu_agent.blocks.save_plan import SavePart, SavePlan, StepOrders
-from gpu_agent.blocks.scheduler import BlockScheduler
+from gpu_agent.blocks.scheduler import BlockScheduler, StateOffer
 from gpu_agent.engines.vllm_identity import (
     block_groups,
     block_sizes,
     group_pools,
     replicas,
     scales_in_blocks,
+    whole_hits,
+    with_groups,
 )
 from gpu_agent.engines.vllm_metadata import Handshake, Held, Orders, RankId, WorkerReport
 from gpu_agent.engines.vllm_metrics import KVStorePromMetrics, KVStoreStats
@@ -83,9 +85,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options = connector_options(transfer.kv_connector_extra_config)
-        self._config, self._caches = vllm_config, kv_cache_config
+        self._config, self._all_caches = vllm_config, kv_cache_config
         groups = block_groups(vllm_config, kv_cache_config)
-        self._groups = [] if isinstance(groups, str) else groups
+        stored = {} if isinstance(groups, str) else {n: g for n, g in enumerate(groups) if g}
+        # vLLM's numbers of the groups that are stored; all else here counts only these
+        self._numbers, self._groups = list(stored), list(stored.values())
+        self._caches = with_groups(kv_cache_config, self._numbers)
         if role is KVConnectorRole.SCHEDULER:
             self._warn(groups)
         self._told_at = 0.0
@@ -239,16 +244,24 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._rank:
             return KVConnectorTransferResults()
         self._ended = self._rank.loads_ended()
-        several = len(self._groups) > 1  # a block id is ambiguous without its group
         return KVConnectorTransferResults(
             finished_recving=self._ended.finished,
-            failed_recving=self._ended.failed if several else set(),
+            failed_recving=self._ended.failed if self._fails_whole else set(),
         )
+
+    @property
+    def _fails_whole(self) -> bool:
+        """Return whether a request whose load failed is computed from its start.
+
+        Of several groups a block id is ambiguous. And where blocks are left out of a prefix, vLLM
+        cannot continue from a shorter one.
+        """
+        return len(self._all_caches.kv_cache_groups) > 1 or self._groups[0].forgets
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks that a failed load left wrong."""
         wrong, self._ended = self._ended.wrong_blocks, LoadsEnded()
-        return wrong if len(self._groups) == 1 else set()
+        return set() if self._groups and self._fails_whole else wrong
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this rank's report for the scheduler."""
@@ -303,7 +316,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             *(self._cached, self._caches.num_blocks, self._spare),
         )
         self._lookups = self._lookups or self._made_lookups()
-        step_tokens, self._hash_tokens = block_sizes(self._config, self._caches)
+        step_tokens, self._hash_tokens = block_sizes(self._config, self._all_caches)
         self._scheduler = BlockScheduler(
             self._groups,
             shards,
@@ -313,6 +326,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             plan,
             options.own["min_tokens"],
             None if options.own.get("slow_hits") == "take" else LoadCostModel(),
+            whole_hits(self._all_caches),
         )
         logger.info(
             "kvstore: store at %s, %d ranks, %d cache groups",
@@ -354,7 +368,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Return which blocks are in vLLM's prefix cache under their keys."""
         # A hash of several units ends with the last one's in some releases.
         hashes = [self._pool.blocks[block].block_hash or b"" for block in part.blocks]
-        ends = [key + part.group.to_bytes(4, "big") for key in part.keys]
+        group = self._numbers[part.group].to_bytes(4, "big")
+        ends = [key + group for key in part.keys]
         return [bool(found.endswith(end)) for found, end in zip(hashes, ends, strict=True)]
 
     def on_new_request(self, request: Any) -> None:
@@ -384,7 +399,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take the blocks of an admitted request."""
         if self._scheduler:
-            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+            tables = self._tables(blocks.get_block_ids())
+            self._scheduler.allocated(request, tables, num_external_tokens)
+
+    def _tables(self, tables: Sequence[list[int]]) -> Sequence[list[int]]:
+        """Return the block tables of the groups that are stored."""
+        whole = len(tables) == len(self._numbers)
+        return tables if whole else [tables[number] for number in self._numbers]
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the ranks' orders for the step."""
@@ -396,11 +417,27 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return Orders(StepOrders(0, None, [], []), bool(scheduled), self._held is None)
         self._scales_unset &= not scheduled  # a load is enqueued behind this step's forward
         self._computes = bool(scheduled)
+        state = scheduler_output.kv_connector_block_state
         orders = self._scheduler.step(
-            scheduled, scheduler_output.kv_connector_block_state.get_block_ids
+            scheduled,
+            lambda request_id: self._tables(state.get_block_ids(request_id)),
+            self._offers(state),
+            scheduler_output.scheduled_spec_decode_tokens,
         )
         self._others.scheduled(orders.step, scheduler_output)
         return Orders(orders, self._computes)
+
+    def _offers(self, state: Any) -> dict[str, list[StateOffer]]:
+        """Return the recurrent states that vLLM offers in this step, by request."""
+        offers = getattr(state, "boundary_state_offloads", None) or {}
+        return {
+            request_id: [
+                StateOffer(self._numbers.index(group), block, end_tokens)
+                for group, block, end_tokens in states
+                if group in self._numbers
+            ]
+            for request_id, states in offers.items()
+        }
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the ranks' reports."""
@@ -436,7 +473,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request and return that its blocks may be freed at once."""
         if self._scheduler:
-            self._scheduler.finished(request, block_ids)
+            self._scheduler.finished(request, self._tables(block_ids))
         elif self._held:
             self._held.requests.pop(request.request_id, None)
         return False, None

@@ -3,7 +3,8 @@
 Names of the KV are in `gpu_agent/identity/vllm.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
-from gpu_agent.blocks.groups import BlockGroup
+from gpu_agent.blocks.groups import BlockGroup, state_group
+from gpu_agent.engines.vllm_specs import LIMITS, SPECS, kind_of, layer_specs, refusal
 from gpu_agent.identity.vllm import not_shareable
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.pool import KVPool
@@ -34,42 +36,87 @@ def block_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
     return step_tokens, hash_tokens
 
 
-def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup] | str:
-    """Return the cache groups, or why their blocks cannot be stored."""
-    if reason := not_shareable(vllm_config):
+def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup | None] | str:
+    """Return the cache groups, or why their blocks cannot be stored.
+
+    None is a group of which a hit needs no page.
+    """
+    if reason := not_shareable(vllm_config) or _states_not_offered(vllm_config, kv_cache_config):
         return reason
     dcp = vllm_config.parallel_config.decode_context_parallel_size
-    found = []
+    found: list[BlockGroup | None] = []
     for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        if not spec.prefix_cacheable or getattr(group, "host_resident", False):
-            return f"a group of {type(spec).__name__} that vLLM itself does not cache"
-        specs = (
-            list(spec.kv_cache_specs.values())
-            if isinstance(spec, UniformTypeKVCacheSpecs)
-            else [spec]
-        )
-        kinds = {_kind(layer, spec.block_size * dcp) for layer in specs}
-        if len(kinds) != 1 or None in kinds:
-            return f"a group of {', '.join(sorted({type(layer).__name__ for layer in specs}))}"
-        found += [kind for kind in kinds if kind]
-    return found or "no KV cache"
+        specs, on_host = layer_specs(group.kv_cache_spec), getattr(group, "host_resident", False)
+        if refused := sorted({refusal(spec, on_host) for spec in specs} - {""}):
+            return f"a group of {', '.join(refused)}"
+        kinds = {_kind(spec, dcp) for spec in specs}
+        if len(kinds) != 1:
+            return f"a group of several of {', '.join(sorted({type(s).__name__ for s in specs}))}"
+        found += kinds
+    return found if any(found) else "no KV cache"
 
 
-def _kind(spec: Any, block_tokens: int) -> BlockGroup | None:
-    """Return a group; None for recurrent states and others that do not follow from tokens."""
-    if getattr(spec, "non_causal", False):
+def _kind(spec: Any, dcp: int) -> BlockGroup | None:
+    """Return the group of a spec that is not refused; None if a hit needs no page of it."""
+    kind = kind_of(spec)
+    if SPECS[kind].connector == LIMITS:
         return None
-    if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
-        return BlockGroup(block_tokens)
-    if type(spec) in (SlidingWindowSpec, SlidingWindowMLASpec):
-        return BlockGroup(
-            block_tokens,
-            window_tokens=spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0),
-        )
-    if type(spec) is ChunkedLocalAttentionSpec:
-        return BlockGroup(block_tokens, chunk_tokens=spec.attention_chunk_size)
-    return None
+    if isinstance(spec, MambaSpec):
+        return state_group(spec.block_size)
+    block_tokens = spec.block_size * (dcp if getattr(spec, "dcp_sharded", True) else 1)
+    window = getattr(spec, "sliding_window", None) if "SlidingWindow" in kind else None
+    retained = getattr(spec, "extra_retained_tokens", 0)
+    return BlockGroup(
+        block_tokens,
+        window_tokens=window - 1 + retained if window else 0,
+        chunk_tokens=spec.attention_chunk_size if kind == "ChunkedLocalAttentionSpec" else 0,
+    )
+
+
+def _states_not_offered(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Return why vLLM's recurrent states cannot be stored; empty if they can, or there are none."""
+    groups = kv_cache_config.kv_cache_groups
+    specs = [spec for group in groups for spec in layer_specs(group.kv_cache_spec)]
+    if not any(isinstance(spec, MambaSpec) for spec in specs):
+        return ""
+    if not offers_states():
+        return "recurrent states (MambaSpec), which this vLLM does not offer to connectors"
+    for option in ("use_replayssm", "use_kda_recoverssm"):
+        if getattr(vllm_config.cache_config, option, False):
+            return f"recurrent states (MambaSpec) that are completed from other memory ({option})"
+    return ""
+
+
+def offers_states() -> bool:
+    """Return whether this vLLM tells connectors which blocks hold states."""
+    from vllm.v1.core.sched import output
+
+    state = getattr(output, "KVConnectorBlockState", None)
+    return "boundary_state_offloads" in getattr(state, "__dataclass_fields__", {})
+
+
+def whole_hits(kv_cache_config: Any) -> bool:
+    """Return whether vLLM can compute the last token again over a hit that covers it.
+
+    Not where it would write into a state, a ring or a compressed cell that has the token already.
+    """
+    specs = [
+        spec
+        for group in kv_cache_config.kv_cache_groups
+        for spec in layer_specs(group.kv_cache_spec)
+    ]
+    return all(
+        SPECS[kind_of(spec)].connector != LIMITS
+        and not isinstance(spec, MambaSpec)
+        and getattr(spec, "tokens_per_state", 1) <= 1
+        for spec in specs
+    )
+
+
+def with_groups(kv_cache_config: Any, numbers: Sequence[int]) -> Any:
+    """Return the cache configuration with these groups only."""
+    groups = [kv_cache_config.kv_cache_groups[number] for number in numbers]
+    return replace(kv_cache_config, kv_cache_groups=groups)
 
 
 def check_tier_groups(kv_cache_config: Any) -> None:
@@ -120,11 +167,34 @@ def replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     return tp // heads if plain and tp > heads and tp % heads == 0 else 1
 
 
-def group_pools(kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> list[KVPool | None]:
-    """Return a pool per cache group; None for one without layers on this rank."""
+def group_pools(kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> list[KVPool | None]:
+    """Return a pool per cache group; None for one without layers on this rank.
+
+    Raises ConfigError for states in tensors that cannot be viewed as bytes.
+    """
     pools: list[KVPool | None] = []
     for group in kv_cache_config.kv_cache_groups:
-        views = {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
+        views: dict[str, torch.Tensor] = {}
+        for name in group.layer_names:
+            if name in kv_caches:
+                views |= _state_views(name, kv_caches[name])
         block_tokens = group.kv_cache_spec.block_size
         pools.append(table_pool(views, kv_cache_config.num_blocks, block_tokens) if views else None)
     return pools
+
+
+def _state_views(name: str, cache: Any) -> dict[str, torch.Tensor]:
+    """Return a layer's tensors, `[blocks, heads, tokens, cell]` each.
+
+    vLLM 0.33 has one for each layer, also for states. Earlier releases have several tensors of
+    states in other shapes, and each block's part of a tensor becomes one cell.
+    """
+    if isinstance(cache, torch.Tensor):
+        return {name: cache}
+    views = {}
+    for number, state in enumerate(cache):
+        if not state[0].is_contiguous():
+            raise ConfigError(f"{name}: a state of {tuple(state.shape[1:])} is not contiguous")
+        shape, strides = (state.shape[0], 1, 1, state[0].numel()), (state.stride(0), 1, 1, 1)
+        views[f"{name}.{number}"] = state.as_strided(shape, strides)
+    return views

@@ -135,6 +135,9 @@ def model_facts(vllm_config: Any, revision_given: bool, from_hub: bool = True) -
     facts |= {name: text_digest(value)[:16] for name, value in more.items() if value}
     if vllm_config.speculative_config:
         facts["draft"] = _draft(vllm_config, revision_given, from_hub)
+    # vLLM 0.33 has none beside a connector
+    if lookahead := getattr(vllm_config, "num_hash_lookahead_tokens", 0):
+        facts["hash_lookahead"] = lookahead  # tokens after a block that its hash covers
     if length_dependent(config):
         # Longrope is chosen once, by the longest allowed prompt
         facts["max_len"] = model.max_model_len
@@ -216,7 +219,33 @@ def _group_facts(vllm_config: Any, group: Any, layer_names: Sequence[str]) -> di
         "window": window,
         "backend": "+".join(sorted(backends)),
         "layers": hashlib.sha256("\n".join(names).encode()).hexdigest()[:16],
-    }
+    } | _state_facts(vllm_config, spec)
+
+
+def _state_facts(vllm_config: Any, spec: Any) -> dict[str, Any]:
+    """Return what decides the bytes of recurrent states; nothing for other groups.
+
+    The page's layout has only their length: vLLM registers them as bytes. The model's configuration
+    has the chunk size of its kernels.
+    """
+    specs = list(getattr(spec, "kv_cache_specs", {"": spec}).values())
+    if not any(hasattr(state, "mamba_type") for state in specs):
+        return {}
+    mamba, cache = getattr(vllm_config, "mamba_config", None), vllm_config.cache_config
+    states = [
+        (
+            [tuple(shape) for shape in state.shapes],
+            list(map(str, state.dtypes)),
+            getattr(state.mamba_type, "name", state.mamba_type),
+            state.mamba_cache_mode,
+            getattr(state, "tp_replicated", False),
+        )
+        for state in specs
+    ]
+    rounding = getattr(mamba, "enable_stochastic_rounding", False)
+    backend = getattr(mamba, "backend", "")
+    how = (getattr(backend, "name", backend), rounding, getattr(cache, "mamba_ssm_cache_dtype", ""))
+    return {"states": text_digest([states, how])[:16]}
 
 
 # ---- the tier behind vLLM's CPU offloading ----------------------------------------------------

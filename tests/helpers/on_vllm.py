@@ -51,6 +51,8 @@ def config(tmp_path: Path, way: Way) -> Any:
         ),
         load_config=tree(load_format="auto", download_dir=None, model_loader_extra_config={}),
         attention_config=tree(backend=None),
+        mamba_config=tree(backend=tree(name="TRITON"), enable_stochastic_rounding=False),
+        num_hash_lookahead_tokens=0,
         lora_config=None,
         speculative_config=way.get("draft") and draft(checkpoint(tmp_path, way["draft"])),
         compilation_config=tree(

@@ -53,6 +53,7 @@ with warnings.catch_warnings():
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
+        MambaSpec,
         SlidingWindowSpec,
     )
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -63,6 +64,9 @@ with warnings.catch_warnings():
 
 BLOCK = 16
 HEADS, CELL = 2, 4
+CELLS_NBYTES = HEADS * BLOCK * CELL * 4  # of a layer's block
+CHECKPOINTS = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": BLOCK}
+STATE_MODULUS = (1 << 61) - 1
 # The context of a forward pass without attention
 NOWHERE = SimpleNamespace(attn_metadata=None, no_compile_layers={})
 CONFIG = {
@@ -103,6 +107,13 @@ def attend(past: list[int], known: list[int], window: int) -> list[int]:
     return values[before:]
 
 
+def advance(state: int, known: list[int]) -> int:
+    """Return the recurrent state after more tokens; a wrong state stays wrong for ever."""
+    for token in known:
+        state = (state * 31 + token + 1) % STATE_MODULUS
+    return state
+
+
 def token_of(value: int) -> int:
     return value % 500 + 5
 
@@ -121,18 +132,45 @@ class Rank:
             config, KVConnectorRole.WORKER, caches
         )
         self.connector = ours_of(self.outer)
+        # As in vLLM, groups share the memory: a block belongs to one of them at a time
+        self.memory = [
+            torch.full((caches.num_blocks, CELLS_NBYTES), -1, dtype=torch.int8) for _ in range(2)
+        ]
         self.kv = {
-            name: torch.full((caches.num_blocks, HEADS, BLOCK, CELL), -1, dtype=torch.int32)
+            name: self._view(memory, group.kv_cache_spec)
             for group in caches.kv_cache_groups
-            for name in group.layer_names
+            for name, memory in zip(group.layer_names, self.memory, strict=True)
         }
         self.outer.register_kv_caches(self.kv)
 
-    def forward(self, group: int, table: list[int], start: int, known: list[int]) -> int:
+        # Right states by layer and position, where rejected drafts left wrong ones
+        self.rolled_back: dict[tuple[str, int], int] = {}
+        self.hash_tokens = self.hit_tokens = BLOCK
+
+    def _view(self, memory: torch.Tensor, spec: Any) -> torch.Tensor:
+        """View memory as vLLM does, `[blocks, heads, tokens, cell]`; states are bytes."""
+        if isinstance(spec, MambaSpec):
+            nbytes = spec.state_content_size_bytes
+            return memory[:, :nbytes].view(-1, 1, 1, nbytes)
+        return memory.view(torch.int32).view(-1, HEADS, BLOCK, CELL)
+
+    def prepare(self, output: Any) -> None:
+        """Zero new blocks and copy blocks, as vLLM's workers do before a forward pass."""
+        for memory in self.memory:
+            for block in output.new_block_ids_to_zero or ():
+                memory[block] = 0
+            for copy in output.kv_cache_block_copies or ():
+                memory[copy.dst_block_id] = memory[copy.src_block_id]
+
+    def forward(
+        self, group: int, table: list[int], start: int, known: list[int], drafts: list[int]
+    ) -> int:
         """Compute the KV of `known[start:]` and return the last token's value.
 
-        Returns 0 if the prefix in any layer is wrong.
+        Returns 0 if the prefix in any layer is wrong. All drafts are rejected.
         """
+        if isinstance(self.caches.kv_cache_groups[group].kv_cache_spec, MambaSpec):
+            return self._forward_states(group, table, start, known, drafts)
         window = (
             getattr(self.caches.kv_cache_groups[group].kv_cache_spec, "sliding_window", None) or 0
         )
@@ -158,12 +196,59 @@ class Rank:
             found.add(values[-1])
         return found.pop() if found == {attend([], known, window)[-1]} else 0
 
+    def _forward_states(
+        self, group: int, table: list[int], start: int, known: list[int], drafts: list[int]
+    ) -> int:
+        """Advance the states of a group; return 1 if they were right, else 0.
+
+        Rejected drafts leave a wrong state in the block. The next step of the request rolls it
+        back, as an engine does that keeps the right one elsewhere.
+        """
+        spec = self.caches.kv_cache_groups[group].kv_cache_spec
+        right = 1
+        for layer, name in enumerate(self.caches.kv_cache_groups[group].layer_names):
+            mark = 1 + layer + 10 * self.rank + 100 * group
+            cells = self.kv[name].view(-1, spec.state_content_size_bytes).view(torch.int64)
+            state = 0
+            if start:
+                block = table[(start - 1) // spec.block_size]
+                assert block, "the null block is read"
+                state, found = cells[block].tolist()
+                state = self.rolled_back.pop((name, start), state)
+                right &= found == mark and state == advance(0, known[:start])
+            end = len(known)
+            for column, position in self._checkpoint(spec, start, end):
+                at = advance(state, known[start:position])
+                cells[table[column]] = torch.tensor([at, mark])
+            state = advance(state, known[start:])
+            block = table[(end - 1) // spec.block_size]
+            assert block, "the null block is written"
+            if drafts:
+                self.rolled_back[name, end] = state
+            cells[block] = torch.tensor([advance(state, drafts), mark])
+        return right
+
+    def _checkpoint(self, spec: Any, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the block and the position of a state that is stored within a chunk, if any."""
+        if not spec.num_prefill_checkpoint_blocks:
+            return []
+        from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
+
+        sizes = (self.hash_tokens, spec.block_size, spec.prefill_checkpoint_alignment)
+        offsets, columns = compute_mamba_prefill_checkpoints(
+            [end], [end - start], *sizes, False, self.hit_tokens
+        )
+        return [(columns[0], start + offsets[0])] if columns[0] >= 0 else []
+
 
 class Engine:
     """An engine of vLLM's scheduler with our connector.
 
     `store`: the connector's options. `window`: add a second cache group with a sliding window of so
-    many tokens. `overlap`: schedule a step before the result of the previous one is processed.
+    many tokens. `states`: add a group of recurrent states with blocks of so many tokens;
+    `checkpoints`: chunks of prompts store one within; `attention`: there are other groups;
+    `ring`: the spec of a group that no hit needs. `overlap`: schedule a step before the result of
+    the previous one is processed.
     """
 
     def __init__(
@@ -174,6 +259,10 @@ class Engine:
         ranks: int = 1,
         blocks: int = 64,
         window: int = 0,
+        states: int = 0,
+        checkpoints: bool = False,
+        attention: bool = True,
+        ring: Any = None,
         policy: str = "recompute",
         batch_tokens: int = 512,
         hash_algorithm: str = "sha256",
@@ -186,7 +275,8 @@ class Engine:
         (model / "config.json").write_text(json.dumps(CONFIG))
         (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
         cache = CacheConfig(
-            block_size=BLOCK,
+            block_size=states or BLOCK,
+            mamba_cache_mode="align" if states else "none",
             enable_prefix_caching=prefix_caching,
             prefix_caching_hash_algo=hash_algorithm,
         )
@@ -217,7 +307,11 @@ class Engine:
         hybrid = KVConnectorFactory.supports_hma_config(self.config.kv_transfer_config)
         self.config.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
         parallel.tensor_parallel_size = parallel.world_size = ranks
-        caches = _caches(blocks, window)
+        caches = _caches(blocks, window, states, checkpoints)
+        if not attention:
+            caches.kv_cache_groups = caches.kv_cache_groups[-1:]
+        if ring:  # first, so that the numbers of the others are not those that we count
+            caches.kv_cache_groups.insert(0, KVCacheGroupSpec(["ring.0", "ring.1"], ring))
         hasher = get_hash_fn_by_name(hash_algorithm)
         init_none_hash(hasher)
         step_tokens, hash_tokens = resolve_kv_cache_block_sizes(caches, self.config)
@@ -231,6 +325,9 @@ class Engine:
             hash_block_size=hash_tokens,
             log_stats=True,
         )
+        for rank in self.ranks if states else ():
+            manager = self.scheduler.kv_cache_manager.coordinator.single_type_managers[-1]
+            rank.hash_tokens, rank.hit_tokens = hash_tokens, manager.cache_hit_alignment_tokens
         self.outer: Any = self.scheduler.connector
         self.connector: Any = ours_of(self.outer)
         metadata = {
@@ -245,7 +342,7 @@ class Engine:
         self.stats: Any = self.outer.build_kv_connector_stats()
         self.steps: list[dict[str, int]] = []  # tokens scheduled, per step
         self.requests: dict[str, Request] = {}
-        self._overlap = overlap
+        self._overlap, self._attention = overlap, attention
         # Blocks are read within the step that orders it, instead of during later steps
         self.reads_at_once = False
         # With overlapping steps, workers know tokens before the scheduler does
@@ -336,6 +433,7 @@ class Engine:
         assert not output.has_sync_kv_loads or connector is not rank.connector, (
             "our connector loads within the step"
         )
+        rank.prepare(output)
         sampled = self._forward(rank, output)
         connector.start_load_kv(NOWHERE)
         connector.wait_for_save()
@@ -370,11 +468,17 @@ class Engine:
                 else list(request.all_token_ids)
             )
             done = start + count == len(known)
+            drafts = output.scheduled_spec_decode_tokens.get(name, [])
+            done |= bool(drafts)
             known = known[: start + count]
             tables = self.scheduler.kv_cache_manager.get_block_ids(name)
             values = [
-                rank.forward(group, table, start, known) for group, table in enumerate(tables)
+                rank.forward(group, table, start, known, drafts)
+                for group, table in enumerate(tables)
+                if rank.caches.kv_cache_groups[group].kv_cache_spec.prefix_cacheable
             ]
+            if not self._attention:
+                values.insert(0, values[0] and attend([], known, 0)[-1])
             sampled[name] = [token_of(values[0]) if all(values) else 1] if done else []
         return sampled
 
@@ -404,7 +508,7 @@ class Engine:
             connector.shutdown()
 
 
-def _caches(blocks: int, window: int) -> KVCacheConfig:
+def _caches(blocks: int, window: int, states: int, checkpoints: bool) -> KVCacheConfig:
     shape = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": 2, "dtype": torch.int32}
     groups = [
         KVCacheGroupSpec(["model.layers.0.attn", "model.layers.2.attn"], FullAttentionSpec(**shape))
@@ -412,6 +516,16 @@ def _caches(blocks: int, window: int) -> KVCacheConfig:
     if window:
         spec = SlidingWindowSpec(**shape, sliding_window=window)
         groups.append(KVCacheGroupSpec(["model.layers.1.attn", "model.layers.3.attn"], spec))
+    if states:
+        spec = MambaSpec(
+            block_size=states,
+            shapes=((1,), (1,)),
+            dtypes=(torch.int64, torch.int64),
+            page_size_padded=CELLS_NBYTES,
+            mamba_cache_mode="align",
+            **CHECKPOINTS if checkpoints else {},
+        )
+        groups.append(KVCacheGroupSpec(["model.layers.4.mixer", "model.layers.5.mixer"], spec))
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 

@@ -26,10 +26,16 @@ class Storm:
 
     def __init__(self, make: Engines, patch: pytest.MonkeyPatch, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.shape: dict[str, Any] = {"ranks": rng.choice([1, 2]), "window": rng.choice([0, 0, 40])}
+        self.shape: dict[str, Any] = {
+            "ranks": rng.choice([1, 2]),
+            "window": rng.choice([0, 0, 40]),
+            "states": rng.choice([0, BLOCK, 2 * BLOCK]),
+        }
         self.met: Counter[str] = Counter()
         # The number of blocks; one request needs up to 18 per group.
-        few = rng.choice([26, 40, 128]) * (2 if self.shape["window"] else 1)
+        few = rng.choice([26, 40, 128]) * (
+            1 + sum(bool(self.shape[n]) for n in ("window", "states"))
+        )
         self.engines = [
             make(
                 **self.shape,
