@@ -5,9 +5,12 @@ Names of the KV are in `gpu_agent/identity/vllm.py`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import vllm
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -20,14 +23,21 @@ from vllm.v1.kv_cache_interface import (
 
 from gpu_agent.blocks.groups import BlockGroup, state_group
 from gpu_agent.engines.vllm_specs import LIMITS, SPECS, kind_of, layer_specs, refusal
+from gpu_agent.blocks.groups import BlockGroup
+from gpu_agent.identity.checkpoint import text_digest
 from gpu_agent.identity.vllm import not_shareable
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.pool import KVPool
 from kvstore.errors import ConfigError
 
+# Whether the tier takes recurrent states: those of this vLLM were tested.
+STATES_SERVED = [int(n) for n in re.findall(r"\d+", vllm.__version__)[:2]] >= [0, 33]
 # KV cache kinds that were tested with the tier in vLLM's own scheduler. Exact classes: a subclass
 # is another kind.
-TIER_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+TIER_SPECS = (
+    *(FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec),
+    *([MambaSpec] * STATES_SERVED),
+)
 
 
 def block_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
@@ -119,29 +129,72 @@ def with_groups(kv_cache_config: Any, numbers: Sequence[int]) -> Any:
     return replace(kv_cache_config, kv_cache_groups=groups)
 
 
-def check_tier_groups(kv_cache_config: Any) -> None:
+def check_tier_groups(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise ConfigError for a model with a cache group that the tier was not tested with.
 
     A recurrent state (Mamba, linear attention) sums up all earlier tokens. A state of another
     prefix length makes all later tokens wrong, and no checksum detects it.
     """
-    tested = ", ".join(kind.__name__ for kind in TIER_SPECS)
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
-        spec = group.kv_cache_spec
-        specs = (
-            list(spec.kv_cache_specs.values())
-            if isinstance(spec, UniformTypeKVCacheSpecs)
-            else [spec]
+        specs = _layers(group.kv_cache_spec)
+        reason = next(filter(None, (_not_for_tier(vllm_config, layer) for layer in specs)), "")
+        if len({_reach(layer) for layer in specs}) > 1:  # vLLM takes the first layer's for all
+            reason = "has layers of several kinds"
+        if reason:
+            raise ConfigError(
+                f"KVStoreTier does not support this model: KV cache group {number} "
+                f"({group.layer_names[0]}) {reason}. "
+                "Remove the tier of type KVStoreTier from secondary_tiers"
+            )
+
+
+def _layers(spec: Any) -> list[Any]:
+    """Return the specs of a group's layers."""
+    several = isinstance(spec, UniformTypeKVCacheSpecs)
+    return list(spec.kv_cache_specs.values()) if several else [spec]
+
+
+def _not_for_tier(vllm_config: Any, spec: Any) -> str:
+    """Return why the tier cannot take a layer's cache; empty if it can."""
+    name = type(spec).__name__
+    if isinstance(spec, MambaSpec) and not STATES_SERVED:
+        return f"is a {name}, a recurrent state, which needs vLLM 0.33 or newer"
+    if type(spec) not in TIER_SPECS or getattr(spec, "non_causal", False):
+        tested = ", ".join(kind.__name__ for kind in TIER_SPECS)
+        kind = "non-causal " * getattr(spec, "non_causal", False) + name
+        return f"is a {kind}, and the tier was tested with causal groups of {tested} only"
+    if not isinstance(spec, MambaSpec):
+        return ""
+    if spec.mamba_cache_mode != "align":
+        return (
+            f"is a {name} with mamba_cache_mode {spec.mamba_cache_mode!r}, which keeps no state "
+            "at block boundaries (--mamba-cache-mode align)"
         )
-        for layer in specs:
-            if type(layer) not in TIER_SPECS or getattr(layer, "non_causal", False):
-                kind = "non-causal " * getattr(layer, "non_causal", False) + type(layer).__name__
-                raise ConfigError(
-                    f"KVStoreTier does not support this model: KV cache group {number} "
-                    f"({group.layer_names[0]}) is a {kind}, and the tier was tested with causal "
-                    f"groups of {tested} only, not with recurrent state (Mamba, linear attention). "
-                    "Remove the tier of type KVStoreTier from secondary_tiers"
-                )
+    if spec.num_speculative_blocks:
+        return f"is a {name}, and the tier was not tested with recurrent state of drafted tokens"
+    for option in ("use_replayssm", "use_kda_recoverssm"):
+        if getattr(vllm_config.cache_config, option, False):
+            return f"is a {name} whose state is completed from other memory ({option})"
+    return ""
+
+
+def _reach(spec: Any) -> Any:
+    """Return what decides which blocks of a layer a prefix needs."""
+    if isinstance(spec, MambaSpec):
+        return "state"
+    window = getattr(spec, "sliding_window", None), getattr(spec, "extra_retained_tokens", 0)
+    return window, getattr(spec, "attention_chunk_size", None)
+
+
+def state_facts(kv_cache_config: Any) -> dict[str, str]:
+    """Return what decides the bytes of recurrent states beside the model; empty without any."""
+    states = [
+        (number, spec.shapes, spec.dtypes, spec.mamba_type.name, spec.tp_replicated)
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+        for spec in _layers(group.kv_cache_spec)
+        if isinstance(spec, MambaSpec)
+    ]
+    return {"states": text_digest(states)[:16]} if states else {}
 
 
 def scales_in_blocks(kv_cache_config: Any) -> bool:

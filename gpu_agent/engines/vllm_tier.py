@@ -11,6 +11,7 @@ request may use them, so a load into the GPU never fails because of us.
 """
 
 import concurrent.futures
+import inspect
 import logging
 import time
 from collections import defaultdict
@@ -35,7 +36,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from gpu_agent.agent import Agent, AgentStats
-from gpu_agent.engines.vllm_identity import check_tier_groups
+from gpu_agent.engines.vllm_identity import check_tier_groups, state_facts
 from gpu_agent.engines.vllm_multi import register
 from gpu_agent.host.slot_copies import SlotCopies
 from gpu_agent.identity.checkpoint import named
@@ -53,6 +54,11 @@ log.addFilter(NamesRequest())
 
 # Options of a tier beside those of `gpu_agent.options`; our connector fills in the first two.
 _OWN = ("facts", "weights", "locality", "lora")
+# Arguments of vLLM's own for a tier, in one release or another. They are no options.
+_VLLMS = {
+    *("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"),
+    *("admission", "lifecycle"),
+}
 # Fields of AgentStats as Prometheus counters, beside those that vLLM keeps of every tier.
 _COUNTERS = {
     "lookups": "Batches of keys that were looked up in the store.",
@@ -81,8 +87,9 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc, unu
         # The process that has a tier, before weights are loaded
         for tier in tiers if role is KVConnectorRole.SCHEDULER else ():
             if tier.get("module_path") == __name__:
-                check_tier_groups(kv_cache_config)
+                check_tier_groups(vllm_config, kv_cache_config)
                 tier |= tier_options(vllm_config, tier)
+                tier["facts"] |= state_facts(kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
 
 
@@ -94,19 +101,21 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     Not thread-safe: vLLM calls it under its manager's lock.
 
-    `primary_kv_view`: the CPU tier's memory, `[chunks, row_nbytes]`. `values`: the options, flat.
-    Raises ConfigError for a wrong one; the node need not run.
+    `primary_kv_view`: the CPU tier's memory, `[chunks, row_nbytes]`. `values`: arguments that only
+    some releases of vLLM's base class have, and the options, flat. Raises ConfigError for a wrong
+    option; the node need not run.
     """
 
     def __init__(
-        self,
-        offloading_spec: Any,
-        primary_kv_view: memoryview,
-        tier_type: str,
-        backpressure_detector: Any = None,
-        **values: Any,
+        self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **values: Any
     ) -> None:
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        given = {
+            "offloading_spec": offloading_spec,
+            "primary_kv_view": primary_kv_view,
+            "tier_type": tier_type,
+        }
+        arguments, values = split_arguments(SecondaryTierManager.__init__, given | values)
+        super().__init__(**arguments)
         options = read_options(values, _OWN)
         self.locality = _locality(options.own.get("locality", "REMOTE"))
         rows = torch.frombuffer(primary_kv_view, dtype=torch.uint8).view(-1, self.block_size_bytes)
@@ -234,6 +243,19 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     def check(self) -> list[str]:
         """Return violated invariants; empty if all is well."""
         return self._agent.check() + self._verdicts.check()
+
+
+def split_arguments(
+    function: Callable[..., Any], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values that a function of vLLM takes by name in this release, and the others.
+
+    Values of `_VLLMS` are in neither part if the function does not take them.
+    """
+    names = inspect.signature(function).parameters
+    taken = {name: value for name, value in values.items() if name in names}
+    others = {name: values[name] for name in values.keys() - taken.keys() - _VLLMS}
+    return taken, others
 
 
 def _metric(name: str) -> str:

@@ -27,7 +27,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_cache_hit_alignment_tokens,
+    resolve_kv_cache_block_sizes,
+)
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -69,7 +74,8 @@ class Engine:
     """A scheduler with our tier and a fake worker.
 
     `options`: of the tier. `window`: half of the layers have a sliding window of so many tokens.
-    `groups`: KV cache groups to use instead.
+    `groups`: KV cache groups to use instead. `batch_tokens`: of a step. `cache`: fields of vLLM's
+    CacheConfig. `extra`: options of the connector.
     """
 
     def __init__(
@@ -81,13 +87,18 @@ class Engine:
         cpu_chunks: int = 256,
         gpu_blocks: int = 64,
         groups: list[KVCacheGroupSpec] | None = None,
+        batch_tokens: int = 512,
+        cache: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
     ) -> None:
         groups = groups or _groups(window)
         row_nbytes = sum(groups[0].kv_cache_spec.page_size_bytes for _ in groups[0].layer_names)
+        self._chunk_blocks = int((extra or {}).get("blocks_per_chunk", 1))
         tier = {"type": "KVStoreTier", "module_path": MODULE, **options}
         extra = {
+            **(extra or {}),
             "spec_name": "TieringOffloadingSpec",
-            "cpu_bytes_to_use": cpu_chunks * row_nbytes,
+            "cpu_bytes_to_use": cpu_chunks * row_nbytes * self._chunk_blocks,
             "secondary_tiers": [tier],
         }
         ours = {"kv_connector": "KVStoreOffloadingConnector", "kv_connector_module_path": MODULE}
@@ -97,21 +108,27 @@ class Engine:
             kv_connector_extra_config=extra,
             **({"kv_connector": connector} if connector else ours),
         )
-        self.config = _vllm_config(model, transfer, gpu_blocks)
+        self.config = _vllm_config(model, transfer, gpu_blocks, batch_tokens, cache or {})
         self._hash = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(self._hash)
+        caches = _kv_cache_config(groups, gpu_blocks)
+        step_tokens, self.hash_tokens = resolve_kv_cache_block_sizes(caches, self.config)
+        caches.cache_hit_alignment_tokens = resolve_cache_hit_alignment_tokens(
+            caches, self.config, step_tokens, self.hash_tokens
+        )
         self.scheduler = Scheduler(
             vllm_config=self.config,
-            kv_cache_config=_kv_cache_config(groups, gpu_blocks),
+            kv_cache_config=caches,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK_TOKENS,
+            block_size=step_tokens,
+            hash_block_size=self.hash_tokens,
             log_stats=True,
         )
         self.manager = self.scheduler.connector.connector_scheduler.manager
         self.tier = self.manager.secondary_tiers[0]
         memory = self.manager.primary_tier.get_kv_memoryview()
         self.rows: torch.Tensor | None = torch.frombuffer(memory, dtype=torch.uint8).view(
-            -1, row_nbytes
+            -1, self._chunk_blocks, row_nbytes
         )
         self.gpu = torch.zeros(gpu_blocks, row_nbytes, dtype=torch.uint8)
         self._stores: dict[int, Any] = {}  # job id -> a copy that runs in the next step
@@ -126,7 +143,7 @@ class Engine:
     ) -> Request:
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         sampling.update_from_generation_config({}, 2)
-        hasher = get_request_block_hasher(BLOCK_TOKENS, self._hash)
+        hasher = get_request_block_hasher(self.hash_tokens, self._hash)
         request = Request(name, tokens, sampling, None, cache_salt=cache_salt, block_hasher=hasher)
         self.scheduler.add_request(request)
         return request
@@ -155,13 +172,17 @@ class Engine:
         worker, received = OffloadingWorkerMetadata(), set()
         meta = plan.kv_connector_metadata
         for job_id, job in self._stores.items():
-            self.rows[job.dst_spec.block_ids] = self.gpu[job.src_spec.block_ids]
+            rows, parts = self._places(job.src_spec, job.dst_spec)
+            self.rows[rows, parts] = self.gpu[job.src_spec.block_ids]
             worker.mark_completed(job_id)
         self._stores = meta.store_jobs
         for job_id, job in meta.load_jobs.items():
-            self.gpu[job.dst_spec.block_ids] = self.rows[job.src_spec.block_ids]
+            rows, parts = self._places(job.dst_spec, job.src_spec)
+            self.gpu[job.dst_spec.block_ids] = self.rows[rows, parts]
             worker.mark_completed(job_id)
             received.add(job.req_id)
+        for copy in getattr(plan, "kv_cache_block_copies", None) or ():
+            self.gpu[copy.dst_block_id] = self.gpu[copy.src_block_id]
         for name, count in plan.num_scheduled_tokens.items():
             self._compute(self.scheduler.requests[name], count)
         names = list(plan.num_scheduled_tokens)
@@ -182,6 +203,18 @@ class Engine:
             if stats:
                 self.stats.aggregate(OffloadingConnectorStats(data=stats))
         self.slowest_s = max(self.slowest_s, time.monotonic() - start)
+
+    def _places(self, gpu: Any, rows: Any) -> tuple[list[int], list[int]]:
+        """Return the row of each block of a job, and its part of the row.
+
+        A row is a chunk of one or several blocks. The first one of a group may miss its head.
+        """
+        chunk, row_ids, places = self._chunk_blocks, iter(rows.block_ids), list[tuple[int, int]]()
+        for count, first in zip(gpu.group_sizes, gpu.block_indices, strict=True):
+            parts = range(first % chunk, first % chunk + count)
+            ids = [next(row_ids) for _ in range(-(-parts.stop // chunk) if count else 0)]
+            places += [(ids[part // chunk], part % chunk) for part in parts]
+        return [row for row, _ in places], [part for _, part in places]
 
     def _compute(self, request: Request, count: int) -> None:
         done = request.num_computed_tokens - count  # schedule() has added this step's tokens
@@ -239,10 +272,16 @@ def _kv_cache_config(groups: list[KVCacheGroupSpec], blocks: int) -> KVCacheConf
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
 
 
-def _vllm_config(model: str, transfer: KVTransferConfig, blocks: int) -> VllmConfig:
-    cache = CacheConfig(block_size=BLOCK_TOKENS)
+def _vllm_config(
+    model: str,
+    transfer: KVTransferConfig,
+    blocks: int,
+    batch_tokens: int,
+    changes: dict[str, Any],
+) -> VllmConfig:
+    cache = CacheConfig(**{"block_size": BLOCK_TOKENS, **changes})
     cache.kv_cache_layout = "LBNHC"  # normally chosen by a worker
-    limits = {"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+    limits = {"max_model_len": 512, "max_num_batched_tokens": batch_tokens, "max_num_seqs": 8}
     config = VllmConfig(
         model_config=ModelConfig(
             model=model, skip_tokenizer_init=True, dtype="float32", max_model_len=512

@@ -1,7 +1,10 @@
 """The tier accepts only kinds of KV cache that it was tested with, by vLLM's own classes."""
 
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +18,12 @@ with warnings.catch_warnings():
     from scheduler_harness import BLOCK_TOKENS, Engine, model_directory, prompt
     from vllm.v1 import kv_cache_interface as specs
 
-    from gpu_agent.engines.vllm_identity import TIER_SPECS, check_tier_groups
+    from gpu_agent.engines.vllm_identity import (
+        STATES_SERVED,
+        TIER_SPECS,
+        check_tier_groups,
+        state_facts,
+    )
 
 pytestmark = pytest.mark.filterwarnings("default")
 SHAPE = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -40,32 +48,72 @@ def config(*kinds: Any) -> Any:
     return specs.KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        (STATE, "MambaSpec"),
-        (
-            specs.UniformTypeKVCacheSpecs(
-                block_size=BLOCK_TOKENS, kv_cache_specs={"layers.1": STATE}
-            ),
-            "MambaSpec",
-        ),
-        (specs.CrossAttentionSpec(**SHAPE), "CrossAttentionSpec"),
-        (specs.SinkFullAttentionSpec(**SHAPE, sink_len=4), "SinkFullAttentionSpec"),
-        (specs.SlidingWindowMLASpec(**SHAPE, sliding_window=32), "SlidingWindowMLASpec"),
-        (FutureSpec(**SHAPE), "FutureSpec"),
-    ],
-    ids=["recurrent", "recurrent of one type", "cross attention", "sink", "sliding MLA", "unknown"],
-)
-def test_group_of_an_untested_kind_is_refused_by_name(kind: Any, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"group 1 \(layers\.1\) is a {name}, .*Remove the tier"):
-        check_tier_groups(config(FULL, kind))
+VLLM = SimpleNamespace(cache_config=SimpleNamespace())
 
 
-def test_engine_with_recurrent_state_does_not_start(tmp_path: Path) -> None:
-    groups = config(FULL, STATE).kv_cache_groups
-    with pytest.raises(ConfigError, match=r"group 1 \(layers\.1\) is a MambaSpec"):
+def together(*kinds: Any) -> Any:
+    layers = {f"layers.{number + 1}": kind for number, kind in enumerate(kinds)}
+    return specs.UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=layers)
+
+
+def refused_kinds() -> Iterator[Any]:
+    """Yield kinds that the tier refuses, and the reasons. Not every vLLM has all of them."""
+    window = {**SHAPE, "sliding_window": 32}
+    for name, fields in {
+        "CrossAttentionSpec": SHAPE,
+        "EncoderOnlyAttentionSpec": SHAPE,
+        "SinkFullAttentionSpec": {**SHAPE, "sink_len": 4},
+        "SlidingWindowMLASpec": window,
+        "RSWASpec": {**SHAPE, "rswa_window": 32},
+        "HiddenStateCacheSpec": {**SHAPE, "num_kv_heads": 1},
+        "CircularBufferSpec": SHAPE,
+        "HiSparseHotSpec": {"block_size": 16, "page_size": 8192, "blocks_per_request": 1},
+        "HiSparseResidentSpec": {"block_size": 16, "page_size": 8192},
+    }.items():
+        if kind := getattr(specs, name, None):
+            yield pytest.param(kind(**fields), f"is a {name}, and the tier was tested", id=name)
+    yield pytest.param(FutureSpec(**SHAPE), "is a FutureSpec, and the tier", id="unknown")
+    future = together(FULL, FutureSpec(**SHAPE))
+    yield pytest.param(future, "is a FutureSpec, and the tier", id="unknown beside a known one")
+    mixed = together(FULL, specs.SlidingWindowSpec(**window))
+    yield pytest.param(mixed, "has layers of several kinds", id="several kinds")
+    if not STATES_SERVED:
+        yield pytest.param(STATE, "needs vLLM 0.33 or newer", id="state")
+        yield pytest.param(together(STATE), "needs vLLM 0.33 or newer", id="states")
+        return
+    other = replace(STATE, mamba_cache_mode="none")
+    yield pytest.param(other, "mamba_cache_mode 'none'", id="states between boundaries")
+    drafted = replace(STATE, num_speculative_blocks=2)
+    yield pytest.param(drafted, "state of drafted tokens", id="states of drafts")
+    yield pytest.param(together(FULL, STATE), "has layers of several kinds", id="state and KV")
+
+
+@pytest.mark.parametrize(("kind", "reason"), list(refused_kinds()))
+def test_group_of_an_untested_kind_is_refused_by_name(kind: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"group 1 \(layers\.1\) .*{reason}.*Remove the tier"):
+        check_tier_groups(VLLM, config(FULL, kind))
+
+
+@pytest.mark.skipif(not STATES_SERVED, reason="the tier refuses all states of this vLLM")
+@pytest.mark.parametrize("option", ["use_replayssm", "use_kda_recoverssm"])
+def test_state_that_is_completed_from_other_memory_is_refused(option: str) -> None:
+    vllm = SimpleNamespace(cache_config=SimpleNamespace(**{option: True}))
+    with pytest.raises(ConfigError, match=f"completed from other memory .{option}"):
+        check_tier_groups(vllm, config(FULL, STATE))
+
+
+def test_engine_with_an_untested_kind_does_not_start(tmp_path: Path) -> None:
+    groups = config(FULL, FutureSpec(**SHAPE)).kv_cache_groups
+    with pytest.raises(ConfigError, match=r"group 1 \(layers\.1\) is a FutureSpec"):
         Engine(model_directory(tmp_path / "tiny"), {"address": "localhost:1"}, groups=groups)
+
+
+def test_bytes_of_states_are_named() -> None:
+    assert state_facts(config(FULL)) == {}
+    kinds = [STATE, replace(STATE, dtypes=(torch.bfloat16,)), replace(STATE, shapes=((32, 16),))]
+    found = [state_facts(config(FULL, kind)) for kind in kinds]
+    assert len({fact["states"] for fact in found}) == len(kinds)
+    assert state_facts(config(FULL, together(STATE))) == found[0]
 
 
 @pytest.mark.parametrize("recurrent", [True, False], ids=["recurrent", "window"])
@@ -113,4 +161,5 @@ def test_accepted_kind_is_restored(tmp_path: Path, node: NodeProcess, kind: str)
 
 
 def test_all_accepted_kinds_are_tested() -> None:
-    assert {type(kind) for kind in KINDS.values()} == set(TIER_SPECS)
+    """Recurrent states have tests of their own (test_tier_hybrids.py)."""
+    assert {type(kind) for kind in KINDS.values()} == set(TIER_SPECS) - {specs.MambaSpec}

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
         OffloadingParallelConfig,
     )
 
-    from gpu_agent.engines.vllm_tier import KVStoreTier, tier_options
+    from gpu_agent.engines.vllm_tier import KVStoreTier, split_arguments, tier_options
 
 pytestmark = pytest.mark.filterwarnings("default")
 ROW_NBYTES = 8192
@@ -153,6 +153,17 @@ def test_tier_without_facts_and_weights_names_the_remedy() -> None:
 def test_wrong_option_fails_the_start(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         namespace(config(), **options)
+
+
+def test_tier_takes_the_arguments_of_other_releases() -> None:
+    """Branches of vLLM pass a tier more objects, and one may pass fewer."""
+
+    def newer(self: Any, offloading_spec: Any, tier_type: str, *, admission: Any) -> None: ...
+
+    given = {"offloading_spec": 1, "primary_kv_view": 2, "tier_type": "T", "admission": 3}
+    taken, options = split_arguments(newer, {**given, "lifecycle": 4, "address": "store:7440"})
+    assert taken == {"offloading_spec": 1, "tier_type": "T", "admission": 3}
+    assert options == {"address": "store:7440"}
 
 
 def test_engine_without_prefix_caching_is_refused() -> None:
