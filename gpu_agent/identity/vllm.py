@@ -6,6 +6,7 @@ engine's block hash covers (tokens, LoRA's name and path, images, cache salt) is
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gpu_agent.identity.checkpoint import (
@@ -320,3 +321,92 @@ def _row_layout(config: Any, row_nbytes: int) -> PageLayout:
     """Return an opaque layout; of groups with different block lengths the shortest counts."""
     tokens = min(group.tokens_per_block for group in config.groups) * config.cache.blocks_per_chunk
     return opaque_layout(row_nbytes, min(tokens, PAGE_TOKENS_MAX))
+
+
+# ---- outputs of the encoder (images, sound, video) --------------------------------------------
+
+
+def check_encoder(vllm_config: Any) -> None:
+    """Raise ConfigError for an engine whose encoder outputs have no name of their own."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    processing = getattr(model, "multimodal_config", None)
+    lora = vllm_config.lora_config
+    reason = ""
+    if processing is None:
+        reason = "no encoder: the model takes text only"
+    elif getattr(model, "is_encoder_decoder", False):
+        reason = "an encoder-decoder model, whose encoder outputs it does not keep"
+    elif processing.mm_processor_cache_gb == 0 and not cache.enable_prefix_caching:
+        reason = (
+            "images that are numbered in the order of their arrival, in each process anew "
+            "(mm_processor_cache_gb 0 without prefix caching: turn one of them on)"
+        )
+    elif lora and getattr(lora, "enable_tower_connector_lora", False):
+        reason = (
+            "LoRAs on the encoder (enable_tower_connector_lora), and names an output by a LoRA's "
+            "name, not by its weights"
+        )
+    elif getattr(vllm_config, "weight_transfer_config", None):
+        reason = (
+            "weights that change while it runs (weight_transfer_config), and does not tell an "
+            "encoder connector"
+        )
+    elif getattr(model, "enable_sleep_mode", False):
+        reason = (
+            "a sleep mode, after which it may have other weights, and does not tell an encoder "
+            "connector (leave --enable-sleep-mode out)"
+        )
+    elif getattr(processing, "mm_encoder_attn_dtype", None) and not getattr(
+        processing, "mm_encoder_fp8_scale_path", None
+    ):
+        reason = (
+            "scales of the encoder that every process measures for itself (mm_encoder_attn_dtype; "
+            "set mm_encoder_fp8_scale_path)"
+        )
+    elif vllm_config.parallel_config.distributed_executor_backend == "external_launcher":
+        reason = "a scheduler in every rank (external_launcher), and all must decide the same"
+    if reason:
+        raise ConfigError(
+            f"this engine has {reason}; its encoder outputs can not be shared: leave "
+            "KVStoreEncoderConnector out of ec_transfer_config"
+        )
+
+
+def encoder_namespace(
+    vllm_config: Any,
+    identity: Identity,
+    layout: PageLayout,
+    environment: Mapping[str, str],
+    from_hub: bool = True,
+) -> Namespace:
+    """Return the namespace of an engine's encoder outputs. Raises ConfigError.
+
+    `environment`: the device, and releases of the packages whose code decides an output. The number
+    of ranks is not a fact: it changes the rounding, as the other images of a batch do.
+    """
+    model, loading = vllm_config.model_config, vllm_config.load_config
+    processing = model.multimodal_config
+    facts = {
+        **environment,
+        "config": config_digest(model.hf_config.to_dict()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": model.quantization,
+        "load": loading.load_format,
+    }
+    more = {
+        "quantization_how": getattr(model, "quantization_config", None),
+        "load_how": getattr(loading, "model_loader_extra_config", None),
+        "processing": {name: getattr(processing, name, None) for name in _PROCESSING},
+        "attention": getattr(processing, "mm_encoder_attn_backend", None),
+        "attention_scales": _content(getattr(processing, "mm_encoder_fp8_scale_path", None)),
+    }
+    facts |= {name: text_digest(value)[:16] for name, value in more.items() if value}
+    named_weights = weights_of(vllm_config, identity, from_hub)
+    return named_weights.namespace(layout, facts_text("vllm-encoder", **facts))
+
+
+def _content(path: str | None) -> str:
+    try:
+        return Path(path).read_text() if path else ""
+    except OSError as error:
+        raise ConfigError(f"the scales of the encoder can not be read: {error}") from error
