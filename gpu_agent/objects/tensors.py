@@ -34,8 +34,8 @@ from kvstore.threads import ThreadPool
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
-# Small enough that little of a last chunk is empty, large enough that a chunk's bookkeeping, some
-# 10 us at the client and the node, stays a small part of its copy.
+# Small enough that little of a last chunk is empty, large enough that its bookkeeping stays a small
+# part of its copy (benchmarks/encoder_outputs.py).
 CHUNK_NBYTES = 1 << 20
 HEADER_NBYTES = 512
 DIMS_MAX = 8
