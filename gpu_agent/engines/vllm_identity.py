@@ -3,10 +3,9 @@
 Names of the KV are in `gpu_agent/identity/vllm.py`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,12 +17,10 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
 
 from gpu_agent.blocks.groups import BlockGroup, state_group
 from gpu_agent.engines.vllm_specs import LIMITS, SPECS, kind_of, layer_specs, refusal
-from gpu_agent.blocks.groups import BlockGroup
 from gpu_agent.identity.checkpoint import text_digest
 from gpu_agent.identity.vllm import not_shareable
 from gpu_agent.layouts.vllm import table_pool
@@ -136,7 +133,7 @@ def check_tier_groups(vllm_config: Any, kv_cache_config: Any) -> None:
     prefix length makes all later tokens wrong, and no checksum detects it.
     """
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
-        specs = _layers(group.kv_cache_spec)
+        specs = layer_specs(group.kv_cache_spec)
         reason = next(filter(None, (_not_for_tier(vllm_config, layer) for layer in specs)), "")
         if len({_reach(layer) for layer in specs}) > 1:  # vLLM takes the first layer's for all
             reason = "has layers of several kinds"
@@ -146,12 +143,6 @@ def check_tier_groups(vllm_config: Any, kv_cache_config: Any) -> None:
                 f"({group.layer_names[0]}) {reason}. "
                 "Remove the tier of type KVStoreTier from secondary_tiers"
             )
-
-
-def _layers(spec: Any) -> list[Any]:
-    """Return the specs of a group's layers."""
-    several = isinstance(spec, UniformTypeKVCacheSpecs)
-    return list(spec.kv_cache_specs.values()) if several else [spec]
 
 
 def _not_for_tier(vllm_config: Any, spec: Any) -> str:
@@ -191,7 +182,7 @@ def state_facts(kv_cache_config: Any) -> dict[str, str]:
     states = [
         (number, spec.shapes, spec.dtypes, spec.mamba_type.name, spec.tp_replicated)
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
-        for spec in _layers(group.kv_cache_spec)
+        for spec in layer_specs(group.kv_cache_spec)
         if isinstance(spec, MambaSpec)
     ]
     return {"states": text_digest(states)[:16]} if states else {}

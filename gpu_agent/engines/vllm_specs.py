@@ -32,7 +32,7 @@ SPECS = {
         REFUSED, REFUSED, "a window that vLLM rebuilds only nearly, which later KV would inherit"
     ),
     "CircularBufferSpec": Verdict(LIMITS, REFUSED, "a ring that is empty at the end of a hit"),
-    "MambaSpec, align": Verdict(STORED, REFUSED, "not tested with the tier"),
+    "MambaSpec, align": Verdict(STORED, STORED),
     "MambaSpec, none": Verdict(REFUSED, REFUSED, "no prefix caching, so no states to store"),
     "MambaSpec, all": Verdict(REFUSED, REFUSED, "states that vLLM does not offer one by one"),
     "RSWASpec": Verdict(REFUSED, REFUSED, "KV that depends on where the prompt ended"),

@@ -508,7 +508,7 @@ class Engine:
             connector.shutdown()
 
 
-def _caches(blocks: int, window: int, states: int, checkpoints: bool) -> KVCacheConfig:
+def _caches(blocks: int, window: int, states: int = 0, checkpoints: bool = False) -> KVCacheConfig:
     shape = {"block_size": BLOCK, "num_kv_heads": HEADS, "head_size": 2, "dtype": torch.int32}
     groups = [
         KVCacheGroupSpec(["model.layers.0.attn", "model.layers.2.attn"], FullAttentionSpec(**shape))

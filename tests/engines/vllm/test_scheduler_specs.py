@@ -117,9 +117,9 @@ def test_connector_treats_a_class_as_the_table_says(kind: str) -> None:
 def test_tier_treats_a_class_as_the_table_says(kind: str) -> None:
     if SPECS[kind].tier == REFUSED:
         with pytest.raises(ConfigError, match=type(made(kind)).__name__):
-            check_tier_groups(caches("FullAttentionSpec", kind))
+            check_tier_groups(config(), caches("FullAttentionSpec", kind))
     else:
-        check_tier_groups(caches("FullAttentionSpec", kind))
+        check_tier_groups(config(), caches("FullAttentionSpec", kind))
 
 
 def test_hit_leaves_the_last_token_where_it_cannot_be_computed_again() -> None:
