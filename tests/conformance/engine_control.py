@@ -129,7 +129,8 @@ class Engine:
 
     @property
     def chunk(self) -> int:
-        return int(self.facts["chunk"])
+        """Return the tokens of a prefill step; less, if prompts of two chunks would not fit."""
+        return min(int(self.facts["chunk"]), int(self.facts["length"]) // 4)
 
     def ask(self, do: str, **order: Any) -> dict[str, Any]:
         """Give an order and return its answer. Raises EngineDied."""
