@@ -218,15 +218,19 @@ def test_state_with_rejected_drafts_is_never_stored(make: Engines) -> None:
     assert reader.cached == {"r": 96}
 
 
-def test_state_without_room_is_dropped_and_counted(
-    make: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_without_room_is_dropped_and_counted(make: Engines) -> None:
+    """Its attention blocks are stored later, for other prompts that share them."""
     engine = make(**STATES)
-    monkeypatch.setattr(engine.connector._scheduler._plan, "_blocks_max", 0)
-    assert engine.generate(P) == answer(P, 8)
+    plan = engine.connector._scheduler._plan
+    plan._blocks_max, most = 0, plan._blocks_max
+    engine.add("r", P)
+    engine.run(until=lambda: any(engine.steps))
+    plan._blocks_max = most
+    engine.run()
+    assert engine.outputs["r"] == answer(P, 8)
     assert stored_states(engine, P) == []
-    # The state; vLLM itself takes the counts of the last step, with the six blocks of attention
     assert engine.stats.data["pages_dropped"] == 1
+    assert engine.stats.data["pages_saved"] == 6
 
 
 @pytest.mark.parametrize("how", ["skip", "lora", "reset", "stopped"])
