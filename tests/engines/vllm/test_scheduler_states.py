@@ -20,7 +20,8 @@ P = tokens(7, 100)  # 3 blocks of states and 4 tokens
 
 def states_of(engine: Engine, rank: int = 0) -> Any:
     """Return the namespace of the states of a rank."""
-    return engine.ranks[rank].connector._namespaces[-1]
+    (space,) = engine.ranks[rank].connector._namespaces[-1]
+    return space
 
 
 def stored_states(engine: Engine, prompt: list[int], rank: int = 0) -> list[int]:
