@@ -17,10 +17,10 @@ Options (docs/engines/vllm.md): those of gpu_agent.options, and `buffer_nbytes`.
 import importlib.metadata
 import mmap
 import os
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ from gpu_agent.options import Options, read_options
 from kvstore.client import Client
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
+from kvstore.sync import start_thread
 from kvstore.units import parse_nbytes
 
 log = init_logger("vllm.kvstore.encoder")
@@ -413,10 +414,11 @@ class _Worker:
         if orders.memory and not self._memory.begun:
             self._memory.begun = True
             if self._device.type == "cuda":  # page-locking takes longer than a step
-                name = "kvstore-encoder-memory"
-                threading.Thread(
-                    target=self._map, args=orders.memory, name=name, daemon=True
-                ).start()
+                try:
+                    start_thread(partial(self._map, *orders.memory), "kvstore-encoder-memory")
+                except RuntimeError as error:
+                    log.warning("encoder outputs: no thread can be started: %s", error)
+                    self._memory.mapped = False
             else:
                 self._map(*orders.memory)
         ordered = {order.number for order in orders.loads}
