@@ -20,6 +20,7 @@ from gpu_agent.identity.shards import (
 )
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.pool import KVPool
+from kvstore.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +111,15 @@ def _cut(
     count = head_shards(wanted_heads, heads * ranks, ranks, pool.layout.page_nbytes * whole_nbytes)
     by_heads = shards_of_rank(count, axes["tp_rank"], ranks, heads)
     blocks = pool.spaces["block"].slots
+    outside = [name for name in here if not any(_number(name) in _range(part) for part in layers)]
+    if len(layers) > 1 and outside:
+        raise ConfigError(
+            f"layer_shards does not fit: {outside[0]} is none of the layers {layers[0].first} to "
+            f"{layers[-1].end - 1} that this pipeline rank should have; leave the option out"
+        )
     for layer in layers:
         some = [name for name in here if len(layers) == 1 or _number(name) in _range(layer)]
+        known = names if len(layers) == 1 else some  # as in names by rank
         for head in by_heads if some else ():
             part = pool
             if len(layers) * len(by_heads) > 1:
@@ -123,7 +131,7 @@ def _cut(
                 "pp_rank": layer.number,
                 "pp_size": layer.total,
             }
-            yield GroupShard(part, tuple(some), {**axes, **shard})
+            yield GroupShard(part, tuple(known), {**axes, **shard})
 
 
 def _layer_shards(vllm_config: Any, wanted: int | None, axes: Mapping[str, int]) -> list[Shard]:

@@ -263,6 +263,15 @@ def test_shards_that_do_not_fit_are_refused(wanted: ShardOptions, message: str) 
         model.shards(model.rank(2, 0), model.config(2), {"tp": 0, "pp": 0}, wanted)
 
 
+def test_layers_outside_the_ranges_of_a_rank_are_refused() -> None:
+    """Ranks of uneven sizes (VLLM_PP_LAYER_PARTITION): a load would leave a layer unwritten."""
+    model = Model()
+    views = model.rank(1, 0)
+    del views[name(3)]  # this rank has three of four layers
+    with pytest.raises(ConfigError, match=r"model\.layers\.2\.attn is none of the layers 0 to 1"):
+        model.shards(views, model.config(1, 2), {"tp": 0, "pp": 0}, ShardOptions(None, 4))
+
+
 # ---- with a node ------------------------------------------------------------------------------
 
 

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_answers import answers, cached, prompt
+from engine_answers import agree, answers, cached, prompt
 from engine_handle import EngineHandle
 from restartable_node import RestartableNode
 
 Engines = Callable[..., EngineHandle]
+ONE: dict[str, Any] = {}
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
@@ -63,6 +64,31 @@ def test_page_without_one_ranks_shard_is_a_miss(
         assert answers(found) == expected
         reader.settle()
         assert store.pages() == complete
+
+
+@pytest.mark.parametrize(("writes", "reads"), [(ONE, TWO), (TWO, ONE)], ids=["1 to 2", "2 to 1"])
+def test_ranks_of_another_number_read_the_same_shards(
+    engines: Engines,
+    models: Callable[..., str],
+    store: RestartableNode,
+    writes: dict[str, Any],
+    reads: dict[str, Any],
+) -> None:
+    """Sums over ranks differ in the last bits."""
+    made = []
+    for role, ranks in (("writes", writes), ("reads", reads)):
+        options = {"address": store.address, "head_shards": 2, "salt": f"shards {len(writes)}"}
+        size = "two" if ranks else "one"
+        made.append(engines(f"{role} {size}", model=models("llama"), store=options, **ranks))
+    writing, reading = made
+    prompts = [prompt(30 + len(writes), 100), prompt(40 + len(writes), 96)]
+    before = len(store.pages())
+    expected = stored(writing, *prompts)
+    assert len(store.pages()) - before == 2 * 6
+    found = reading.alone(*prompts)
+    assert cached(found)[0] == 96
+    assert cached(found)[1] >= 64
+    assert agree(found, expected)
 
 
 def test_mla_has_one_writer(
