@@ -198,7 +198,7 @@ class SavePlan:
             self._make_ready(_Staged(owner, new))
 
     def defer(self, owner: str, parts: Iterable[SavePart]) -> None:
-        """Remember blocks of an ended request, in the order to save them, for `stage_late`.
+        """Remember blocks that the engine may free, in the order to save them, for `stage_late`.
 
         Their tokens are computed by the end of the newest step. The oldest late blocks are given up
         if there are too many.

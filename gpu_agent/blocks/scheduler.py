@@ -45,9 +45,8 @@ SILENCE_S = 10.0  # between two log lines with the same reason
 class MatchCounts:
     """Count requested and loaded tokens, hits, declined hits and dropped pages.
 
-    A declined hit would have been slower than computing. A dropped page belongs to a request that
-    ended before there was room to save it, and was evicted from the engine's cache before, too. Or
-    it is a state that was offered while there was no room.
+    A declined hit would have been slower than computing. A dropped page was evicted from the
+    engine's cache before there was room to save it.
     """
 
     queried_tokens: int = 0
@@ -240,7 +239,7 @@ class BlockScheduler:
             prompts, short = self._stage_step(scheduled, table_of, scarce)
         if self._plan.has_late:
             self._plan.stage_late()
-            self._drop(self._plan.take_lost())
+        self._drop(self._plan.take_lost())
         self._hits.step_begins(self._step, time.monotonic(), prompts, short)
         blocked, self._told = self._told and not (scheduled or loads), False
         return StepOrders(self._step, self._epoch, loads, saves, scarce or blocked)
@@ -461,8 +460,8 @@ class BlockScheduler:
                     continue
                 if self._plan.room:
                     self._plan.stage(request_id, [part])
-                else:
-                    self._drop(1)
+                else:  # the engine keeps it in its cache for a while
+                    self._plan.defer(request_id, [part])
 
     def _state_part(self, state: Request, offer: StateOffer) -> SavePart | None:
         """Return the save of an offered state; None if it needs none or cannot be found again.
@@ -510,9 +509,8 @@ class BlockScheduler:
         self._unsaid += blocks
         if time.monotonic() > self._silent_until:
             log.warning(
-                "%d blocks were not saved: requests ended while as many blocks were being saved as "
-                "may be pinned, and the engine needed their blocks before there was room; or "
-                "recurrent states were offered meanwhile",
+                "%d blocks were not saved: as many were being saved as may be pinned, and the "
+                "engine needed these before there was room",
                 self._unsaid,
             )
             self._unsaid, self._silent_until = 0, time.monotonic() + SILENCE_S

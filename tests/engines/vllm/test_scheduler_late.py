@@ -46,8 +46,14 @@ def late_blocks(engine: Engine) -> list[int]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"ranks": 2}, {"overlap": True, "batch_tokens": 128}, {"window": 40, "blocks": 128}],
-    ids=["plain", "ranks", "overlap", "window"],
+    [
+        {},
+        {"ranks": 2},
+        {"overlap": True, "batch_tokens": 128},
+        {"window": 40, "blocks": 128},
+        {"states": 32, "blocks": 96, "batch_tokens": 128},
+    ],
+    ids=["plain", "ranks", "overlap", "window", "states"],
 )
 def test_end_of_a_long_prompt_is_saved_after_its_request(
     make: Engines, arguments: dict[str, Any]
@@ -59,7 +65,7 @@ def test_end_of_a_long_prompt_is_saved_after_its_request(
     engine.run()
     assert engine.stats.data.get("pages_dropped", 0) == 0
     assert engine.pool.get_num_free_blocks() == engine.free_blocks
-    shape = {name: arguments[name] for name in ("ranks", "window") if name in arguments}
+    shape = {name: arguments[name] for name in ("ranks", "window", "states") if name in arguments}
     assert_loads(make, LONG, 896, **shape)
 
 
