@@ -91,6 +91,27 @@ def _states_not_offered(vllm_config: Any, kv_cache_config: Any) -> str:
     for option in ("use_replayssm", "use_kda_recoverssm"):
         if getattr(vllm_config.cache_config, option, False):
             return f"recurrent states (MambaSpec) that are completed from other memory ({option})"
+    return _wrongly_offered(vllm_config, kv_cache_config)
+
+
+def _wrongly_offered(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Return why vLLM offers recurrent states under wrong keys; empty if it does not.
+
+    A hit may end inside a block. If layers export checkpoints of their states, vLLM 0.33 then lets
+    a step pass the end of that block. The block keeps the state of the hit, but vLLM caches and
+    offers it as the state at the block's end.
+    """
+    exporting = [
+        spec.block_size
+        for group in kv_cache_config.kv_cache_groups
+        for spec in layer_specs(group.kv_cache_spec)
+        if getattr(spec, "num_prefill_checkpoint_blocks", 0)
+    ]
+    if exporting and block_sizes(vllm_config, kv_cache_config)[1] < max(exporting):
+        return (
+            "recurrent states (MambaSpec) and hits inside blocks, where vLLM caches wrong states "
+            "(leave prefix_match_unit unset)"
+        )
     return ""
 
 
@@ -132,6 +153,11 @@ def check_tier_groups(vllm_config: Any, kv_cache_config: Any) -> None:
     A recurrent state (Mamba, linear attention) sums up all earlier tokens. A state of another
     prefix length makes all later tokens wrong, and no checksum detects it.
     """
+    if wrong := _wrongly_offered(vllm_config, kv_cache_config):
+        raise ConfigError(
+            f"KVStoreTier does not support this configuration: it has {wrong}; or remove the tier "
+            "of type KVStoreTier from secondary_tiers"
+        )
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = layer_specs(group.kv_cache_spec)
         reason = next(filter(None, (_not_for_tier(vllm_config, layer) for layer in specs)), "")
