@@ -51,8 +51,15 @@ class NoLookups:
     def check(self) -> list[str]:
         return []
 
-    def __getattr__(self, name: str) -> Any:  # ask, drop, open, poll
-        return lambda *arguments: None
+    def ask(self, request_id: str, question: Any, stands: Any = None) -> None: ...
+
+    def drop(self, request_id: str) -> None: ...
+
+    def drop_all(self) -> None: ...
+
+    def open(self, namespaces: Any) -> None: ...
+
+    def poll(self) -> None: ...
 
 
 class Engine:
