@@ -175,7 +175,7 @@ def test_aborted_load_stores_and_leaks_nothing(make: Engines) -> None:
     assert engine.generate(P, name="again") == answer(P, 8)
 
 
-def test_request_preempted_within_the_step_stores_no_state(
+def test_offer_for_a_request_that_is_gone_stores_no_state(
     make: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make(**STATES)
@@ -183,7 +183,6 @@ def test_request_preempted_within_the_step_stores_no_state(
     allocate = engine.scheduler.kv_cache_manager.take_boundary_state_offloads
 
     def offers() -> Any:
-        """Keep the offers of a request that is not in the step any more."""
         found = allocate()
         return {"gone": found["r"]} if "r" in found else found
 
