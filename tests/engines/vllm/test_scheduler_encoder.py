@@ -100,6 +100,27 @@ def test_memory_that_one_worker_can_not_map_is_never_used(
     assert engine.ours._mapped == {(0, 0): True, (1, 0): False}
 
 
+def test_nothing_is_loaded_before_the_last_worker_has_mapped_the_memory(
+    make_encoder: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU a worker page-locks the memory beside its steps."""
+    make_encoder().ask(*IMAGES)
+    engine = make_encoder(ranks=2, warm=False)
+    worker, late = engine.workers[1].connector._worker, []
+    monkeypatch.setattr(worker, "_map", lambda *memory: late.append(memory))
+    engine.warm()
+    assert engine.ask(IMAGES[0]) == ["cat"]
+    type(worker)._map(worker, *late[0])
+    engine.ask(("next", 1))
+    assert engine.ask(*IMAGES[1:]) == []
+
+
+def test_output_that_left_the_engines_own_cache_is_fetched_again(make_encoder: Make) -> None:
+    make_encoder().ask(*IMAGES)
+    engine = make_encoder(cache_rows=350)
+    assert engine.ask(IMAGES[1]) + engine.ask(IMAGES[2]) + engine.ask(IMAGES[1]) == []
+
+
 def test_output_of_another_shape_is_computed(make_encoder: Make) -> None:
     """Two engines give one identifier, a client's `uuid`, to images of different sizes."""
     make_encoder().ask(("mine", 100))
