@@ -35,7 +35,7 @@ def test_nodes_join_leave_and_conflicting_ones_are_refused(
 ) -> None:
     one, two = fleet("n1", replicas=2), fleet("n2")
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
-    assert one.membership.view == two.membership.view
+    wait_until(lambda: one.membership.view == two.membership.view)
     with pytest.raises(ConfigError, match="the id n1 in the cluster fleet is that of another node"):
         fleet("n1")
     with pytest.raises(ConfigError, match="replicas=3, but the cluster fleet has 2"):
