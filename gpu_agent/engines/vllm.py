@@ -43,6 +43,7 @@ from gpu_agent.engines.vllm_identity import (
     block_groups,
     block_sizes,
     group_pools,
+    prefill_context_rank,
     replicas,
     scales_in_blocks,
     whole_hits,
@@ -155,7 +156,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._groups:
             return
         tp_rank = get_tp_group().rank_in_group
-        ranks = {"tp": tp_rank, "pp": get_pp_group().rank_in_group, "cp": _prefill_context_rank()}
+        ranks = {"tp": tp_rank, "pp": get_pp_group().rank_in_group, "cp": prefill_context_rank()}
         self._rank_id = tuple(ranks.values())
         copies, from_hub = replicas(self._config, self._caches), not envs.VLLM_USE_MODELSCOPE
         options = self._options
@@ -539,14 +540,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 register(KVStoreConnector)
-
-
-def _prefill_context_rank() -> int:
-    try:
-        from vllm.distributed.parallel_state import get_pcp_group
-    except ImportError:
-        return 0
-    return int(get_pcp_group().rank_in_group)
 
 
 def connector_options(values: Mapping[str, Any]) -> Options:

@@ -35,6 +35,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.logger import init_logger
 
+from gpu_agent.engines.vllm_identity import prefill_context_rank
 from gpu_agent.identity.vllm import check_encoder, encoder_namespace
 from gpu_agent.objects.store import ObjectStore
 from gpu_agent.objects.tensor_loads import TensorLoads
@@ -380,7 +381,7 @@ class _Worker:
     """A worker's side: copies, and saves on the first one."""
 
     def __init__(self, vllm_config: Any, options: Options, producer: bool) -> None:
-        self._rank: Rank = (get_tp_group().rank_in_group, _prefill_context_rank())
+        self._rank: Rank = (get_tp_group().rank_in_group, prefill_context_rank())
         device = vllm_config.device_config.device_type
         self._device = torch.device(device, torch.cuda.current_device() if device == "cuda" else 0)
         self._memory = _Memory()
@@ -488,17 +489,10 @@ def _rows(memory: mmap.mmap) -> torch.Tensor:
 def _page_lock(rows: torch.Tensor, device: torch.device) -> None:
     """Page-lock the memory; without it, copies to the GPU work, but the engine waits for each."""
     with torch.cuda.device(device):
-        code = torch.cuda.cudart().cudaHostRegister(rows.data_ptr(), rows.nbytes, 1)  # type: ignore[no-untyped-call]
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = runtime.cudaHostRegister(rows.data_ptr(), rows.nbytes, 1)
     if int(code):
         log.warning("encoder outputs: %d bytes can not be page-locked: %s", rows.nbytes, code)
-
-
-def _prefill_context_rank() -> int:
-    try:
-        from vllm.distributed.parallel_state import get_pcp_group
-    except ImportError:
-        return 0
-    return int(get_pcp_group().rank_in_group)
 
 
 def encoder_options(values: Mapping[str, Any]) -> Options:

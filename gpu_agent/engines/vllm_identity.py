@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from gpu_agent.blocks.groups import BlockGroup, state_group
 from gpu_agent.engines.vllm_specs import LIMITS, SPECS, kind_of, layer_specs, refusal
 from gpu_agent.identity.checkpoint import text_digest
-from gpu_agent.identity.vllm import not_shareable
+from gpu_agent.identity.vllm import not_shareable, state_facts
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.pool import KVPool
 from kvstore.errors import ConfigError
@@ -88,10 +88,15 @@ def _states_not_offered(vllm_config: Any, kv_cache_config: Any) -> str:
         return ""
     if not offers_states():
         return "recurrent states (MambaSpec), which this vLLM does not offer to connectors"
-    for option in ("use_replayssm", "use_kda_recoverssm"):
-        if getattr(vllm_config.cache_config, option, False):
-            return f"recurrent states (MambaSpec) that are completed from other memory ({option})"
+    if option := _completing_option(vllm_config):
+        return f"recurrent states (MambaSpec) that are completed from other memory ({option})"
     return _wrongly_offered(vllm_config, kv_cache_config)
+
+
+def _completing_option(vllm_config: Any) -> str:
+    """Return the option by which vLLM completes states from other memory; empty without any."""
+    options = ("use_replayssm", "use_kda_recoverssm")
+    return next((name for name in options if getattr(vllm_config.cache_config, name, False)), "")
 
 
 def _wrongly_offered(vllm_config: Any, kv_cache_config: Any) -> str:
@@ -189,9 +194,8 @@ def _not_for_tier(vllm_config: Any, spec: Any) -> str:
         )
     if spec.num_speculative_blocks:
         return f"is a {name}, and the tier was not tested with recurrent state of drafted tokens"
-    for option in ("use_replayssm", "use_kda_recoverssm"):
-        if getattr(vllm_config.cache_config, option, False):
-            return f"is a {name} whose state is completed from other memory ({option})"
+    if option := _completing_option(vllm_config):
+        return f"is a {name} whose state is completed from other memory ({option})"
     return ""
 
 
@@ -203,15 +207,23 @@ def _reach(spec: Any) -> Any:
     return window, getattr(spec, "attention_chunk_size", None)
 
 
-def state_facts(kv_cache_config: Any) -> dict[str, str]:
-    """Return what decides the bytes of recurrent states beside the model; empty without any."""
-    states = [
-        (number, spec.shapes, spec.dtypes, spec.mamba_type.name, spec.tp_replicated)
+def tier_state_facts(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
+    """Return what decides the bytes of all groups' recurrent states; empty without any."""
+    groups = [
+        (number, state_facts(vllm_config, group.kv_cache_spec))
         for number, group in enumerate(kv_cache_config.kv_cache_groups)
-        for spec in layer_specs(group.kv_cache_spec)
-        if isinstance(spec, MambaSpec)
     ]
+    states = [(number, facts) for number, facts in groups if facts]
     return {"states": text_digest(states)[:16]} if states else {}
+
+
+def prefill_context_rank() -> int:
+    """Return this process's rank in prefill context parallelism; 0 before vLLM had it."""
+    try:
+        from vllm.distributed.parallel_state import get_pcp_group
+    except ImportError:
+        return 0
+    return int(get_pcp_group().rank_in_group)
 
 
 def scales_in_blocks(kv_cache_config: Any) -> bool:

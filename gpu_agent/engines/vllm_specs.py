@@ -14,7 +14,7 @@ REFUSED = "refused"
 
 
 class Verdict(NamedTuple):
-    """What connector and tier do with a kind, and why if they do not store it."""
+    """Treatment of a kind by connector and tier, and the reason if one does not store it."""
 
     connector: str
     tier: str

@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from gpu_agent.agent import Agent, AgentStats
-from gpu_agent.engines.vllm_identity import check_tier_groups, state_facts
+from gpu_agent.engines.vllm_identity import check_tier_groups, tier_state_facts
 from gpu_agent.engines.vllm_multi import register
 from gpu_agent.host.slot_copies import SlotCopies
 from gpu_agent.identity.checkpoint import named
@@ -89,7 +89,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc, unu
             if tier.get("module_path") == __name__:
                 check_tier_groups(vllm_config, kv_cache_config)
                 tier |= tier_options(vllm_config, tier)
-                tier["facts"] |= state_facts(kv_cache_config)
+                tier["facts"] |= tier_state_facts(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
 
 

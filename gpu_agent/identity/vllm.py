@@ -41,6 +41,10 @@ _FROM_ITS_PLACE = {
     ),
     *("fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded"),
 }
+_NUMBERED_IMAGES = (
+    "images that are numbered in the order of their arrival, in each process anew "
+    "(mm_processor_cache_gb 0 without prefix caching: turn"
+)
 # Flags of the processor of images, sound and video that change the input made from a file.
 _PROCESSING = (
     "mm_processor_kwargs",
@@ -65,12 +69,8 @@ def not_shareable(vllm_config: Any) -> str:
             "(--model-impl), whose angles depend on the longest prompt of a batch and on those "
             "before it"
         )
-    processing = getattr(model, "multimodal_config", None)
-    if processing and processing.mm_processor_cache_gb == 0 and not cache.enable_prefix_caching:
-        return (
-            "images that are numbered in the order of their arrival, in each process anew "
-            "(mm_processor_cache_gb 0 without prefix caching: turn prefix caching on)"
-        )
+    if _numbers_images(vllm_config):
+        return f"{_NUMBERED_IMAGES} prefix caching on)"
     if not cache.enable_prefix_caching:
         # vLLM turns prefix caching off by itself where a prompt must not continue earlier KV, or
         # where KV depends on more than the tokens: MLA on a CPU without AMX (other answers, and no
@@ -80,6 +80,13 @@ def not_shareable(vllm_config: Any) -> str:
             "log; --enable-prefix-caching)"
         )
     return ""
+
+
+def _numbers_images(vllm_config: Any) -> bool:
+    """Return whether vLLM names images by a number, not by their content."""
+    processing = getattr(vllm_config.model_config, "multimodal_config", None)
+    cached = vllm_config.cache_config.enable_prefix_caching
+    return bool(processing and processing.mm_processor_cache_gb == 0 and not cached)
 
 
 def _moving_angles(model: Any) -> list[str]:
@@ -220,11 +227,11 @@ def _group_facts(vllm_config: Any, group: Any, layer_names: Sequence[str]) -> di
         "window": window,
         "backend": "+".join(sorted(backends)),
         "layers": hashlib.sha256("\n".join(names).encode()).hexdigest()[:16],
-    } | _state_facts(vllm_config, spec)
+    } | state_facts(vllm_config, spec)
 
 
-def _state_facts(vllm_config: Any, spec: Any) -> dict[str, Any]:
-    """Return what decides the bytes of recurrent states; nothing for other groups.
+def state_facts(vllm_config: Any, spec: Any) -> dict[str, Any]:
+    """Return what decides the bytes of a group's recurrent states; nothing for other groups.
 
     The page's layout has only their length: vLLM registers them as bytes. The model's configuration
     has the chunk size of its kernels.
@@ -328,19 +335,15 @@ def _row_layout(config: Any, row_nbytes: int) -> PageLayout:
 
 def check_encoder(vllm_config: Any) -> None:
     """Raise ConfigError for an engine whose encoder outputs have no name of their own."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    model, lora = vllm_config.model_config, vllm_config.lora_config
     processing = getattr(model, "multimodal_config", None)
-    lora = vllm_config.lora_config
     reason = ""
     if processing is None:
         reason = "no encoder: the model takes text only"
     elif getattr(model, "is_encoder_decoder", False):
         reason = "an encoder-decoder model, whose encoder outputs it does not keep"
-    elif processing.mm_processor_cache_gb == 0 and not cache.enable_prefix_caching:
-        reason = (
-            "images that are numbered in the order of their arrival, in each process anew "
-            "(mm_processor_cache_gb 0 without prefix caching: turn one of them on)"
-        )
+    elif _numbers_images(vllm_config):
+        reason = f"{_NUMBERED_IMAGES} one of them on)"
     elif lora and getattr(lora, "enable_tower_connector_lora", False):
         reason = (
             "LoRAs on the encoder (enable_tower_connector_lora), and names an output by a LoRA's "

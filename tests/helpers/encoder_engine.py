@@ -70,7 +70,7 @@ class Worker:
             "get_pp_group",
             lambda: SimpleNamespace(rank_in_group=0, is_first_rank=True),
         )
-        patch.setattr(adapter, "_prefill_context_rank", lambda: 0)
+        patch.setattr(adapter, "prefill_context_rank", lambda: 0)
         self.connector = ECConnectorFactory.create_connector(config, ECConnectorRole.WORKER)
         self.cache: dict[str, torch.Tensor] = {}
         self.computed: list[str] = []

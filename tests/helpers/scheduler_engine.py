@@ -127,7 +127,7 @@ class Rank:
         first = type("Group", (), {"rank_in_group": 0})()
         patch.setattr(adapter, "get_tp_group", lambda: group)
         patch.setattr(adapter, "get_pp_group", lambda: first)
-        patch.setattr(adapter, "_prefill_context_rank", lambda: 0)
+        patch.setattr(adapter, "prefill_context_rank", lambda: 0)
         self.outer: Any = KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, caches
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine_answers import agree, answers, cached, found_locally, prompt
 from engine_apart import EngineApart
 from restartable_node import RestartableNode
 
@@ -171,3 +172,30 @@ def continued_locally(
     found = engine.generate(whole, salts=[salt])
     assert from_store(found) == [0]
     return found
+
+
+def check_store_hits(writer: SGLangHandle, reader: SGLangHandle, store: RestartableNode) -> None:
+    """Compare hits in the store with local hits of the same and of another process."""
+    prompts = [prompt(1, 700), prompt(2, 1300), prompt(3, 1921)]
+    expected = found_locally_and_stored(writer, store, *prompts)
+    own, found = writer.alone(*prompts), reader.alone(*prompts)
+    assert from_store(own) == from_store(found) == [640, 1280, 1920]
+    assert answers(own) == answers(expected)
+    assert answers(found) == answers(found_locally(reader, *prompts))
+    assert agree(found, expected)
+
+
+def check_partial_hit(writer: SGLangHandle, reader: SGLangHandle, store: RestartableNode) -> None:
+    """Compare the same where the stored prefix ends with a shorter prompt."""
+    head = prompt(10, 640)
+    first, own_whole, whole = (
+        head + prompt(seed, tokens) for seed, tokens in ((11, 10), (12, 500), (13, 500))
+    )
+    found_locally_and_stored(writer, store, first)
+    own, found = writer.alone(own_whole), reader.alone(whole)
+    assert from_store(own) == from_store(found) == [640]
+    own_expected = continued_locally(writer, first, own_whole, "only the writer's")
+    expected = continued_locally(reader, first, whole, "only the reader's")
+    assert cached(own_expected) == cached(expected) == [640]
+    assert answers(own) == answers(own_expected)  # same tokens computed in the same steps
+    assert agree(found, expected)  # another engine computed the head, perhaps without CUDA graphs

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
         STATES_SERVED,
         TIER_SPECS,
         check_tier_groups,
-        state_facts,
+        tier_state_facts,
     )
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -109,11 +109,14 @@ def test_engine_with_an_untested_kind_does_not_start(tmp_path: Path) -> None:
 
 
 def test_bytes_of_states_are_named() -> None:
-    assert state_facts(config(FULL)) == {}
+    vllm = SimpleNamespace(cache_config=SimpleNamespace())
+    assert tier_state_facts(vllm, config(FULL)) == {}
     kinds = [STATE, replace(STATE, dtypes=(torch.bfloat16,)), replace(STATE, shapes=((32, 16),))]
-    found = [state_facts(config(FULL, kind)) for kind in kinds]
+    found = [tier_state_facts(vllm, config(FULL, kind)) for kind in kinds]
     assert len({fact["states"] for fact in found}) == len(kinds)
-    assert state_facts(config(FULL, together(STATE))) == found[0]
+    assert tier_state_facts(vllm, config(FULL, together(STATE))) == found[0]
+    vllm.mamba_config = SimpleNamespace(backend="flashinfer", enable_stochastic_rounding=True)
+    assert tier_state_facts(vllm, config(FULL, STATE)) not in found
 
 
 @pytest.mark.parametrize("recurrent", [True, False], ids=["recurrent", "window"])

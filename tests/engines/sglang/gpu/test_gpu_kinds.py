@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from engine_answers import agree, answers, cached, found_locally, prompt
+from engine_answers import agree, prompt
 from restartable_node import RestartableNode
 from sglang_handle import (
     SGLangHandle,
-    continued_locally,
+    check_partial_hit,
+    check_store_hits,
     found_locally_and_stored,
     from_store,
     hicache,
@@ -76,32 +77,13 @@ def for_kinds(*names: str) -> Any:
 @for_kinds()
 def test_store_hit_answers_like_a_local_hit(pair: Pair, store: RestartableNode) -> None:
     """Compare with local hits of the same and of another process."""
-    writer, reader = pair
-    prompts = [prompt(1, 700), prompt(2, 1300), prompt(3, 1921)]
-    expected = found_locally_and_stored(writer, store, *prompts)
-    own, found = writer.alone(*prompts), reader.alone(*prompts)
-    assert from_store(own) == from_store(found) == [640, 1280, 1920]
-    assert answers(own) == answers(expected)
-    assert answers(found) == answers(found_locally(reader, *prompts))
-    assert agree(found, expected)
+    check_store_hits(*pair, store)
 
 
 @for_kinds()
 def test_partial_hit_answers_like_a_local_hit(pair: Pair, store: RestartableNode) -> None:
     """The stored prefix ends where a shorter prompt has ended; the rest is computed after it."""
-    writer, reader = pair
-    head = prompt(10, 640)
-    first, own_whole, whole = (
-        head + prompt(seed, tokens) for seed, tokens in ((11, 10), (12, 500), (13, 500))
-    )
-    found_locally_and_stored(writer, store, first)
-    own, found = writer.alone(own_whole), reader.alone(whole)
-    assert from_store(own) == from_store(found) == [640]
-    own_expected = continued_locally(writer, first, own_whole, "only the writer's")
-    expected = continued_locally(reader, first, whole, "only the reader's")
-    assert cached(own_expected) == cached(expected) == [640]
-    assert answers(own) == answers(own_expected)
-    assert agree(found, expected)
+    check_partial_hit(*pair, store)
 
 
 @for_kinds(*(name for name, kind in KINDS.items() if kind.recurrent))

@@ -12,7 +12,8 @@ from engine_answers import agree, answers, cached, found_locally, prompt
 from restartable_node import RestartableNode
 from sglang_handle import (
     SGLangHandle,
-    continued_locally,
+    check_partial_hit,
+    check_store_hits,
     found_locally_and_stored,
     from_store,
     linker,
@@ -47,30 +48,11 @@ def node_is_back(store: RestartableNode) -> Iterator[None]:
 
 def test_store_hit_answers_like_a_local_hit(fleet: Pair, store: RestartableNode) -> None:
     """Compare with local hits of the same and of another process."""
-    writer, reader = fleet
-    prompts = [prompt(1, 700), prompt(2, 1300), prompt(3, 1921)]
-    expected = found_locally_and_stored(writer, store, *prompts)
-    own, found = writer.alone(*prompts), reader.alone(*prompts)
-    assert from_store(own) == from_store(found) == [640, 1280, 1920]
-    assert answers(own) == answers(expected)
-    assert answers(found) == answers(found_locally(reader, *prompts))
-    assert agree(found, expected)
+    check_store_hits(*fleet, store)
 
 
 def test_partial_hit_answers_like_a_local_hit(fleet: Pair, store: RestartableNode) -> None:
-    writer, reader = fleet
-    head = prompt(10, 640)
-    first, own_whole, whole = (
-        head + prompt(seed, tokens) for seed, tokens in ((11, 10), (12, 500), (13, 500))
-    )
-    found_locally_and_stored(writer, store, first)
-    own, found = writer.alone(own_whole), reader.alone(whole)
-    assert from_store(own) == from_store(found) == [640]
-    own_expected = continued_locally(writer, first, own_whole, "only the writer's")
-    expected = continued_locally(reader, first, whole, "only the reader's")
-    assert cached(own_expected) == cached(expected) == [640]
-    assert answers(own) == answers(own_expected)  # same tokens computed in the same steps
-    assert agree(found, expected)  # another engine computed the head, without CUDA graphs
+    check_partial_hit(*fleet, store)
 
 
 def test_hits_and_misses_in_one_batch(fleet: Pair, store: RestartableNode) -> None:
