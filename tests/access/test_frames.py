@@ -33,7 +33,7 @@ def by_socket(node: Node) -> str:
 
 def client(address: str, token: str, **settings: Any) -> Client:
     return Client(
-        ClientConfig(address, timeout_s=20.0, connect_timeout_s=10.0, token=token, **settings)
+        ClientConfig(address, timeout_s=60.0, connect_timeout_s=30.0, token=token, **settings)
     )
 
 

@@ -305,7 +305,7 @@ def bulk_wires(node: Node, people: People) -> Iterator[dict[str, BulkWire]]:
         who: BulkWire(
             "127.0.0.1",
             node.bulk.port,
-            ClientConfig(token=people.tokens[who], connect_timeout_s=5.0),
+            ClientConfig(token=people.tokens[who], connect_timeout_s=30.0),
         )
         for who in WHO
     }
@@ -329,7 +329,7 @@ def shm_wires(node: Node, people: People) -> Iterator[dict[str, ShmWire]]:
         who: ShmWire(
             node.shm.path,
             node.service.instance_id,
-            ClientConfig(token=people.tokens[who], connect_timeout_s=5.0),
+            ClientConfig(token=people.tokens[who], connect_timeout_s=30.0),
         )
         for who in WHO
     }
@@ -359,7 +359,7 @@ def test_sample_is_refused_by_the_rules_over_shm(
 
 @pytest.mark.parametrize("op", ["lookup", "put", "follow", "flush"])
 def test_request_before_hello_is_refused(node: Node, op: str) -> None:
-    with socket.create_connection(("127.0.0.1", node.bulk.port), timeout=10.0) as sock:
+    with socket.create_connection(("127.0.0.1", node.bulk.port), timeout=60.0) as sock:
         frames = FrameSocket(sock)
         frames.arm(10.0)
         frames.send_frame(pb.BulkRequest(**{op: request(op)}).SerializeToString())
@@ -373,7 +373,7 @@ def test_request_before_hello_is_refused(node: Node, op: str) -> None:
 
 def test_large_first_frame_without_identity_is_refused(node: Node) -> None:
     """A first frame larger than a hello can be is refused before it is received."""
-    with socket.create_connection(("127.0.0.1", node.bulk.port), timeout=10.0) as sock:
+    with socket.create_connection(("127.0.0.1", node.bulk.port), timeout=60.0) as sock:
         frames = FrameSocket(sock)
         frames.arm(10.0)
         frames.send(pack_fixed(1 << 20, 0))
@@ -394,7 +394,7 @@ def test_first_of_two_authorizations_counts(node: Node, people: People) -> None:
 def test_reservation_of_a_connection_counts_for_its_tenant(node: Node, people: People) -> None:
     with client(node, people.tokens["write"], wire="bulk") as writer:
         writer.lookup(namespace(), [KEY])
-    with socket.create_connection(("127.0.0.1", node.bulk.port), timeout=10.0) as sock:
+    with socket.create_connection(("127.0.0.1", node.bulk.port), timeout=60.0) as sock:
         frames = FrameSocket(sock)
         frames.arm(10.0)
         put = request("put")

@@ -50,7 +50,7 @@ def started(fleet: Start, crew: People, name: str, **settings: Any) -> Node:
 
 def client(node: Node, token: str) -> Client:
     config = ClientConfig(
-        f"127.0.0.1:{node.grpc.port}", token=token, timeout_s=20.0, connect_timeout_s=10.0
+        f"127.0.0.1:{node.grpc.port}", token=token, timeout_s=60.0, connect_timeout_s=30.0
     )
     return Client(config)
 

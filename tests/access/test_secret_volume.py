@@ -102,7 +102,7 @@ class Deployment:
             "token": self.people.tokens["engine"],
         }
         config = ClientConfig(
-            f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0, **known
+            f"127.0.0.1:{node.grpc.port}", timeout_s=60.0, connect_timeout_s=30.0, **known
         )
         return Client(config)
 

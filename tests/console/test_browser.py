@@ -49,7 +49,7 @@ def url(node: Node, path: str = "/console/") -> str:
 def client(node: Node, **settings: Any) -> Client:
     return Client(
         ClientConfig(
-            f"127.0.0.1:{node.grpc.port}", timeout_s=30.0, connect_timeout_s=10.0, **settings
+            f"127.0.0.1:{node.grpc.port}", timeout_s=60.0, connect_timeout_s=30.0, **settings
         )
     )
 

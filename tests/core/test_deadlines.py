@@ -189,7 +189,7 @@ def test_bulk_call_ends_by_its_deadline_wherever_the_node_halts(
             connection.send(HELLO)
             connection.recv_frame(1 << 20)
             halt(connection)
-            over.wait(10.0)
+            over.wait(60.0)
 
         wire = BulkWire("127.0.0.1", bulk_port(talk).port, CONFIG)
         wire.connect(Deadline(10))

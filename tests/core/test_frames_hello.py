@@ -59,7 +59,7 @@ def ignoring_tls(talk: Callable[[FrameSocket], None]) -> Callable[[FrameSocket],
 
 
 def client(port: int) -> Client:
-    return Client(ClientConfig(f"bulk://127.0.0.1:{port}", timeout_s=20.0, connect_timeout_s=10.0))
+    return Client(ClientConfig(f"bulk://127.0.0.1:{port}", timeout_s=60.0, connect_timeout_s=30.0))
 
 
 def test_older_node_gets_its_own_version(bulk_port: ServeBulk) -> None:

@@ -51,7 +51,7 @@ def interrupt_at_hand_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[Work | 
                 seen.append(1)
                 if begun is not None:  # the work runs; otherwise it never arrives
                     super().put(item)
-                    begun.began.wait(10.0)
+                    begun.began.wait(60.0)
                 raise KeyboardInterrupt
 
         seen: list[int] = []
@@ -114,7 +114,7 @@ def test_interrupted_cancellation_does_not_wait_for_ever(
     monkeypatch.setattr(kvstore.sync, "in_main_thread", lambda: True)
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
-    caller.join(10.0)
+    caller.join(60.0)
     assert len(outcome) == 1
     assert not work.began.is_set()
 
@@ -161,7 +161,7 @@ def test_second_interrupt_still_waits_for_parallel_calls(
         ended(futures)  # type: ignore[arg-type]
 
     def interrupted() -> None:
-        work.began.wait(10.0)
+        work.began.wait(60.0)
         raise KeyboardInterrupt
 
     def either() -> None:

@@ -48,7 +48,7 @@ def test_short_timeout_does_not_drop_the_link(fake_node: FakeNode, bulk_port: Se
             first.clear()
             scripted()(connection)  # answers only the hello
         else:
-            answer_now.wait(10.0)
+            answer_now.wait(60.0)
             scripted(pack_fixed(len(present), 0) + present)(connection)
 
     fake_node.bulk_port = bulk_port(talk).port

@@ -137,7 +137,7 @@ def test_better_wire_is_tried_in_the_background(
         try:
             return negotiate(deadline)
         finally:
-            ended.wait(10.0)
+            ended.wait(60.0)
 
     monkeypatch.setattr(link._negotiation, "open", slow)
     old = link._link
@@ -219,11 +219,11 @@ def test_call_that_lost_its_link_waits_only_for_its_deadline(
 
     def hang(deadline: Deadline) -> Any:
         connecting.set()
-        go_on.wait(20.0)
+        go_on.wait(60.0)
         raise Unavailable("after all")
 
     def losing(link: Any, deadline: Deadline) -> None:
-        lose.wait(10.0)
+        lose.wait(60.0)
         raise Unavailable("lost")
 
     def run(call: Any, seconds: float) -> None:
@@ -238,12 +238,12 @@ def test_call_that_lost_its_link_waits_only_for_its_deadline(
         target=run, args=(lambda link, deadline: losing(link, lose.set() or deadline), 20.0)
     )
     first.start()
-    assert connecting.wait(10.0)
-    second.join(10.0)
+    assert connecting.wait(60.0)
+    second.join(60.0)
     assert [type(error) for error in results] == [DeadlineExceeded]
     closing = threading.Thread(target=link.close)
     closing.start()
-    closing.join(10.0)
+    closing.join(60.0)
     assert not closing.is_alive()
     go_on.set()
     first.join()

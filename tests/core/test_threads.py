@@ -26,8 +26,8 @@ def refuse(thread: threading.Thread) -> None:
 
 def run_something(pool: concurrent.futures.Executor) -> None:
     """Run tasks in the pool, after any that were queued before."""
-    pool.submit(lambda: None).result(10.0)
-    pool.submit(lambda: None).result(10.0)
+    pool.submit(lambda: None).result(60.0)
+    pool.submit(lambda: None).result(60.0)
 
 
 def test_helper_thread_reports_what_it_began(pool: concurrent.futures.Executor) -> None:
@@ -62,7 +62,7 @@ def test_interrupt_while_work_begins_leaves_nothing_behind(
 
     def work() -> None:
         happened.append("began")
-        gate.wait(10.0)
+        gate.wait(60.0)
         happened.append("ended")
 
     def start(thread: threading.Thread) -> None:
@@ -111,7 +111,7 @@ def test_pool_whose_thread_can_not_start_shuts_down_at_once(
             pool.submit(lambda: None)
     ended = threading.Thread(target=pool.shutdown, daemon=True)
     ended.start()
-    ended.join(10)
+    ended.join(60)
     assert not ended.is_alive()
     # The error is kept until here, with everything that its frames refer to
     assert refused.value.__traceback__ is not None
@@ -120,12 +120,12 @@ def test_pool_whose_thread_can_not_start_shuts_down_at_once(
 def test_shutdown_in_a_forked_child_does_not_wait_for_the_parents_threads() -> None:
     """Regression: it waited for ever, because the child has the count but not the threads."""
     pool = ThreadPool(1, "kvstore-test")
-    pool.submit(lambda: None).result(10.0)
+    pool.submit(lambda: None).result(60.0)
     child = os.fork()
     if not child:
         signal.alarm(20)
         pool.shutdown()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert pool.submit(lambda: 7).result(10.0) == 7
+    assert pool.submit(lambda: 7).result(60.0) == 7
     pool.shutdown()

@@ -160,7 +160,7 @@ def test_tls_shut_down_by_another_thread_reads_no_cipher_text(
     thread = beside(receive)
     peer.sendall(bytes(1000))
     server.shutdown()
-    thread.join(20.0)
+    thread.join(60.0)
     peer.close()
     assert isinstance(failed[0], ConnectionError)
     assert buffer == bytes(1 << 20)

@@ -25,7 +25,7 @@ def test_cancelled_put_stops_waiting_for_queue_space(
     client, keys = nodes.connect(node), pages.keys(*range(40))
     layer.writing.clear()
     pages.put(client, keys)
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     durability, left = node.service.durability, threading.Event()
     wait = durability.begin_wait(0, left.is_set)
     with ThreadPoolExecutor(1) as pool:
@@ -46,7 +46,7 @@ def test_durable_put_stops_waiting_when_its_connection_closes(
     pages.put(client, pages.keys(1), durable=True)
     layer.writing.clear()
     pages.put(client, pages.keys(2))
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     before = node.sessions.count
     connection = FrameSocket(socket.create_connection(("127.0.0.1", node.bulk.port)))
     connection.arm(5.0)

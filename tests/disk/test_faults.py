@@ -351,7 +351,7 @@ def test_pages_beyond_the_disk_queue_stay_in_ram_and_are_counted(
     client = nodes.connect(node)
     layer.writing.clear()
     pages.put(client, pages.keys(0))
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     keys = pages.keys(*range(40))
     assert pages.put(client, keys) == [EXISTS] + [STORED] * 39
     status = client.node_status()
@@ -386,7 +386,7 @@ def test_ram_serves_while_a_read_from_disk_hangs(
     pages.put(client, pages.keys(2))
     layer.reading.clear()
     slow = in_thread(lambda: pages.get(client, pages.keys(1)))
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     assert pages.get(client, pages.keys(2)) == [True]
     assert pages.put(client, pages.keys(3)) == [STORED]
     assert client.lookup(pages.namespace, pages.keys(1, 2)).present == (True, True)
@@ -401,7 +401,7 @@ def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
     thread.start()
 
     def wait() -> Any:
-        thread.join(20.0)
+        thread.join(60.0)
         assert not thread.is_alive()
         return result[0]
 

@@ -188,7 +188,7 @@ def test_scrub_in_a_hanging_read_does_not_delay_a_stop(
     node = nodes.start(scrub_nbytes_per_s=1 << 30)
     pages.put(nodes.connect(node), pages.keys(1), durable=True)
     layer.reading.clear()
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     begun = time.monotonic()
     node.scrubber.stop()
     assert time.monotonic() - begun < 20.0
@@ -202,7 +202,7 @@ def test_stop_waits_once_for_a_hanging_writer(
     client = nodes.connect(node)
     layer.writing.clear()
     pages.put(client, pages.keys(1))
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     begun = time.monotonic()
     assert not node.disk.writer.stop(4.0)
     assert time.monotonic() - begun < 7.0
@@ -242,7 +242,7 @@ def test_timed_out_flushes_leave_no_barriers_and_cost_no_sync(
     client = nodes.connect(node)
     layer.writing.clear()
     pages.put(client, pages.keys(0))
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     for number in range(1, 9):
         pages.put(client, pages.keys(number))
         for _ in range(50):
@@ -263,7 +263,7 @@ def hung(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> Node:
     pages.put(client, pages.keys(1), durable=True)
     layer.writing.clear()
     pages.put(client, pages.keys(2))
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     return node
 
 

@@ -233,7 +233,7 @@ def test_io_process_ends_with_its_node_and_the_next_one_waits(
         time.sleep(1.0)
         assert not successor.done(), "two I/O processes on one directory"
         os.kill(io_process, signal.SIGCONT)
-        with connect(successor.result(20.0)) as client:
+        with connect(successor.result(60.0)) as client:
             assert pages.get(client, pages.keys(1)) == [True]
     assert not is_running(io_process)
 
@@ -306,7 +306,7 @@ def test_signal_to_the_process_group_ends_the_node_after_its_writes(
             fault.plant("pages", "100000")
             pages.put(client, pages.keys(*range(4)))
             os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(20.0) == 0
+        assert process.wait(60.0) == 0
     arena = Arena(1 << 20)
     directory = DataDir(tmp_path / "data", 2 << 20, 64 << 10, arena.fd)
     assert len(list(directory.rows.all_pages())) == 4

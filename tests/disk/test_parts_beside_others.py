@@ -38,13 +38,13 @@ def test_slot_on_disk_is_not_reused_during_a_range_read(
         target=lambda: hits.extend(ask(client, large, stored[:1], (LEAF, LEAF)))
     )
     reader.start()
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     assert other.remove(large.namespace, stored) == [True, True]
     more = large.keys(*range(10, 60))  # more than the disk has room for
     for start in range(0, 50, 10):
         large.put(other, more[start : start + 10], durable=True)
     layer.reading.set()
-    reader.join(10.0)
+    reader.join(60.0)
     assert hits == [True]
     assert client.lookup(large.namespace, stored).present == (False, False)
 
@@ -145,7 +145,7 @@ def test_range_reads_are_right_beside_puts_and_removals(
 
 def wait_for_hang(node: Node) -> None:
     assert node.disk is not None
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 60.0
     while not node.disk.reading.hang:
         assert time.monotonic() < end, "no read hangs"
         time.sleep(0.01)
@@ -234,11 +234,11 @@ def test_hanging_range_read_does_not_block_others(
     layer.reading.clear()
     first = threading.Thread(target=functools.partial(ask, client, large, stored[:1], (LEAF, 1)))
     first.start()
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     wait_for_hang(node)
     assert ask(client, large, stored, (LEAF, 1)) == [False, False]
     layer.reading.set()
-    first.join(10.0)
+    first.join(60.0)
     assert ask(client, large, stored, (LEAF, 1)) == [True, True]
 
 
@@ -263,7 +263,7 @@ def test_hanging_row_lookup_is_a_miss_and_does_not_block_others(
     client, go_on = nodes.connect(node), threading.Event()
 
     def silent(key: bytes) -> Any:
-        assert go_on.wait(20.0)
+        assert go_on.wait(60.0)
         raise Exhausted("the disk has not answered")
 
     with monkeypatch.context() as patch:
@@ -276,7 +276,7 @@ def test_hanging_row_lookup_is_a_miss_and_does_not_block_others(
         wait_for_hang(node)
         assert client.lookup(large.namespace, stored).present == (False, False)
         go_on.set()
-        first.join(10.0)
+        first.join(60.0)
     assert hits == [False]
     assert ask(client, large, stored, (LEAF, 1)) == [True, True]
 

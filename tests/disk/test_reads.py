@@ -56,7 +56,7 @@ def test_hanging_read_makes_disk_pages_misses_and_keeps_ram(
     layer.reading.clear()
     first = threading.Thread(target=pages.get, args=(client, on_disk[:1]))
     first.start()
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     time.sleep(0.25)
     assert client.lookup(pages.namespace, [*on_disk, *in_ram]).present == (False, False, True)
     assert pages.get(client, [on_disk[1], *in_ram]) == [False, True]
@@ -70,7 +70,7 @@ def test_hanging_read_makes_disk_pages_misses_and_keeps_ram(
         True,
     ]
     layer.reading.set()
-    first.join(10.0)
+    first.join(60.0)
     assert pages.get(client, on_disk) == [True, True]
 
 
@@ -193,10 +193,10 @@ def hanging(nodes: Nodes, layer: FaultyLayer, pages: Pages) -> Iterator[tuple[An
     layer.reading.clear()
     first = threading.Thread(target=pages.get, args=(client, pages.keys(1)))
     first.start()
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     yield node, pages.keys(1)[0]
     layer.reading.set()
-    first.join(20.0)
+    first.join(60.0)
 
 
 def wait_for(
@@ -247,7 +247,7 @@ def test_gets_from_a_hanging_disk_leave_transfers_free(
     ]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 60.0
     while node.grpc.calls.loads.used < 2 and time.monotonic() < end:
         time.sleep(0.01)
     with pytest.raises(Exhausted, match="gRPC gets from disk: 2 of"):

@@ -32,11 +32,11 @@ def test_hanging_scrub_marks_the_disk_as_hanging(
     layer.reading.clear()
     with ThreadPoolExecutor(1) as pool:
         scrubbing = pool.submit(client.scrub)
-        assert layer.waiting.acquire(timeout=10.0)
+        assert layer.waiting.acquire(timeout=60.0)
         time.sleep(0.3)
         hangs = node.disk.reading.hang
         layer.reading.set()
-        scrubbing.result(10.0)
+        scrubbing.result(60.0)
     assert hangs
 
 

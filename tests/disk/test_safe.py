@@ -60,7 +60,7 @@ def write_between(
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < end, "the condition was not met in 10 s"
         threading.Event().wait(0.005)
@@ -185,7 +185,7 @@ def test_sync_waits_for_a_concurrent_sync(
 
     def slow_sync(fd: int) -> None:
         begun.set()
-        assert go_on.wait(20.0)
+        assert go_on.wait(60.0)
         sync(fd)
 
     pages.put(nodes.connect(node), pages.keys(1))
@@ -193,13 +193,13 @@ def test_sync_waits_for_a_concurrent_sync(
     monkeypatch.setattr(layer, "sync", slow_sync)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(node.disk.sync)
-        assert begun.wait(10.0)
+        assert begun.wait(60.0)
         second = pool.submit(node.disk.sync)
         threading.Event().wait(0.2)
         too_early = second.done() and not first.done()
         go_on.set()
-        first.result(10.0)
-        second.result(10.0)
+        first.result(60.0)
+        second.result(60.0)
     assert not too_early
 
 
@@ -239,7 +239,7 @@ def test_recover_waits_for_a_running_store(
     client = nodes.connect(node)
     layer.writing.clear()
     pages.put(client, pages.keys(1))
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     monkeypatch.setattr("node.disk.tier.RECOVER_WAIT_S", 0.1)
     with pytest.raises(Exhausted, match=r"has not returned for 0\.1 s"):
         nodes.connect(node).recover()
@@ -349,20 +349,20 @@ def test_barrier_with_a_begun_sync_takes_no_more_waiters(
     def slow_sync() -> None:
         synced.append(node.disk.present(pages.digest, pages.keys(1, 2, 3)))
         begun.set()
-        assert go_on.wait(20.0)
+        assert go_on.wait(60.0)
         sync()
 
     monkeypatch.setattr(node.disk, "sync", slow_sync)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(pages.put, client, pages.keys(1), durable=True)
-        assert begun.wait(10.0)
+        assert begun.wait(60.0)
         others = [
             pool.submit(pages.put, client, pages.keys(number), durable=True) for number in (2, 3)
         ]
         wait_until(lambda: sum(not isinstance(item, Page) for item in node.disk.writer._queue) > 0)
         assert not any(call.done() for call in (first, *others))
         go_on.set()
-        assert [call.result(10.0) for call in (first, *others)] == [[PutOutcome.STORED]] * 3
+        assert [call.result(60.0) for call in (first, *others)] == [[PutOutcome.STORED]] * 3
     assert synced[0] == [True, False, False]
     assert synced[-1] == [True, True, True]
     assert node.disk.safe(pages.digest, pages.keys(1, 2, 3)) == [True] * 3

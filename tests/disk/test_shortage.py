@@ -198,7 +198,7 @@ def test_idle_connections_on_all_descriptors_do_not_stop_the_disk(tmp_path: Path
     idle: list[socket.socket] = []
     with (
         NodeProcess(*sizes, "--data-dir", str(tmp_path)) as node,
-        Client(ClientConfig(node.address, timeout_s=20.0, connect_timeout_s=10.0)) as client,
+        Client(ClientConfig(node.address, timeout_s=60.0, connect_timeout_s=30.0)) as client,
     ):
         pages.put(client, pages.keys(0), durable=True)
         wanted = len(os.listdir(f"/proc/{node.pid}/fd")) + 20
@@ -206,7 +206,7 @@ def test_idle_connections_on_all_descriptors_do_not_stop_the_disk(tmp_path: Path
         resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (wanted, limits[1]))
         try:
             for _ in range(60):
-                idle.append(socket.create_connection(("127.0.0.1", node.bulk_port), timeout=5.0))
+                idle.append(socket.create_connection(("127.0.0.1", node.bulk_port), timeout=60.0))
             for number in range(1, 40):
                 pages.put(client, pages.keys(number))
             with contextlib.suppress(Exhausted):  # fails unless all files are open already

@@ -92,7 +92,7 @@ class Mount:
         self.clear()
         subprocess.run(["umount", "--lazy", str(self.point)], check=False, capture_output=True)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.server.wait(10.0)
+            self.server.wait(60.0)
         self.server.kill()
         self.server.wait()
 

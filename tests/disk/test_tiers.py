@@ -29,10 +29,10 @@ def test_several_readers_of_one_page_on_disk_load_it_once(
     layer.reading.clear()
     with ThreadPoolExecutor(6) as pool:
         reads = [pool.submit(pages.get, client, keys) for _ in range(6)]
-        assert layer.waiting.acquire(timeout=10.0)
+        assert layer.waiting.acquire(timeout=60.0)
         wait_until(lambda: node.tier.held_count == 3 and node.sessions.count >= 6)
         layer.reading.set()
-        assert [read.result(20.0) for read in reads] == [[True] * 3] * 6
+        assert [read.result(60.0) for read in reads] == [[True] * 3] * 6
     assert layer.calls["read"] == 3
     assert client.node_status().disk.pages_read == 3
     assert client.stat(pages.namespace, keys)[0].in_ram
@@ -165,7 +165,7 @@ def test_page_removed_before_or_during_its_write_stays_removed(
     keys = pages.keys(*range(6))
     layer.writing.clear()
     pages.put(client, keys[:1])
-    assert layer.waiting.acquire(timeout=10.0)  # the first is being written, the others wait
+    assert layer.waiting.acquire(timeout=60.0)  # the first is being written, the others wait
     pages.put(client, keys[1:])
     assert client.remove(pages.namespace, keys[:3]) == [True] * 3
     layer.writing.set()
@@ -190,7 +190,7 @@ def test_page_stored_again_after_its_removal_survives_a_restart(
     keys = pages.keys(1, 2)
     layer.writing.clear()
     pages.put(client, keys[:1])
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     pages.put(client, keys[1:])
     for _ in range(3):
         client.remove(pages.namespace, keys)
@@ -212,11 +212,11 @@ def test_page_removed_during_its_load_is_gone_for_later_readers(
     layer.reading.clear()
     with ThreadPoolExecutor(1) as pool:
         read = pool.submit(pages.get, client, keys)
-        assert layer.waiting.acquire(timeout=10.0)
+        assert layer.waiting.acquire(timeout=60.0)
         assert client.remove(pages.namespace, keys) == [True]
         assert pages.get(client, keys) == [False]
         layer.reading.set()
-        read.result(20.0)  # a hit or a miss; the bytes of a hit were compared
+        read.result(60.0)  # a hit or a miss; the bytes of a hit were compared
     assert pages.get(client, keys) == [False]
     assert client.lookup(pages.namespace, keys).present == (False,)
     node = nodes.restart(node)

@@ -28,7 +28,7 @@ def metrics(node: Node) -> dict[str, float]:
     """Return fresh metrics of the node, by name."""
     node.metrics._cached.clear()
     with urllib.request.urlopen(
-        f"http://127.0.0.1:{node.metrics.port}/metrics", timeout=10.0
+        f"http://127.0.0.1:{node.metrics.port}/metrics", timeout=60.0
     ) as reply:
         return {
             name: float(value)
@@ -42,7 +42,8 @@ def health(node: Node) -> tuple[int, int]:
         check = health_pb2_grpc.HealthStub(channel).Check
         names = ("", "kvstore.Disk")
         return tuple(
-            check(health_pb2.HealthCheckRequest(service=name), timeout=5.0).status for name in names
+            check(health_pb2.HealthCheckRequest(service=name), timeout=60.0).status
+            for name in names
         )
 
 
@@ -122,7 +123,7 @@ def test_gets_that_wait_for_the_disk_are_counted_and_timed_apart(
     layer.reading.clear()
     reader = threading.Thread(target=pages.get, args=(client, keys))
     reader.start()
-    assert layer.waiting.acquire(timeout=10.0)
+    assert layer.waiting.acquire(timeout=60.0)
     assert sample(node, 'kvstore_gets_waiting{tier="disk"}') == 1
     layer.reading.set()
     reader.join()

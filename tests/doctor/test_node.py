@@ -51,7 +51,7 @@ def test_healthy_node_passes_and_keeps_no_page(node: Node, doctor: Doctor) -> No
 def test_doctor_leaves_other_pages(node: Node, doctor: Doctor) -> None:
     other = Namespace("others", opaque_layout(64))
     with Client(
-        ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)
+        ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=60.0, connect_timeout_s=30.0)
     ) as client:
         client.put(other, [bytes(16)], [bytes(64)])
         assert doctor(node).failed == set()
@@ -61,7 +61,7 @@ def test_doctor_leaves_other_pages(node: Node, doctor: Doctor) -> None:
 
 def test_pages_of_another_doctor_stay(node: Node, doctor: Doctor) -> None:
     with Client(
-        ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)
+        ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=60.0, connect_timeout_s=30.0)
     ) as client:
         space = Pages(client.config, pb.HelloReply(), None).namespace
         client.put(space, [bytes(16)], [bytes(space.layout.page_nbytes)])
@@ -71,7 +71,7 @@ def test_pages_of_another_doctor_stay(node: Node, doctor: Doctor) -> None:
 
 
 def test_interrupt_leaves_no_page(node: Node) -> None:
-    config = ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)
+    config = ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=60.0, connect_timeout_s=30.0)
 
     def tick(done: float) -> None:
         if MODEL in names(node) and node.tier.visible_count:
@@ -107,7 +107,7 @@ def test_full_node_is_a_failure(start_node: StartNode, doctor: Doctor) -> None:
     node = start_node(ram_nbytes=1 << 20, extent_nbytes=1 << 20)
     space = Namespace("pinned", opaque_layout(1 << 20))
     with Client(
-        ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0)
+        ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=60.0, connect_timeout_s=30.0)
     ) as client:
         client.put(space, [bytes(16)], [bytes(1 << 20)])
         with client.open_get(space, [bytes(16)]):  # a held page is not evicted
@@ -202,7 +202,7 @@ def test_closed_bulk_port_is_a_failure(
 def test_doctor_checks_a_page_on_disk(tmp_path: Path) -> None:
     flags = ("--ram-bytes", "16MiB", "--data-dir", str(tmp_path / "data"), "--disk-bytes", "64MiB")
     with NodeProcess(*flags, "--disk-extent-bytes", "16MiB") as process:
-        config = ClientConfig(process.address, timeout_s=20.0, connect_timeout_s=10.0)
+        config = ClientConfig(process.address, timeout_s=60.0, connect_timeout_s=30.0)
         found = examined(config)
         assert found.failed == set()
         assert "its copy on disk is intact" in found.of("disk", group="pages").found

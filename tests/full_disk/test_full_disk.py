@@ -36,7 +36,7 @@ def node_at(small: Path) -> NodeProcess:
 
 @contextlib.contextmanager
 def client_of(node: NodeProcess) -> Iterator[Client]:
-    with Client(ClientConfig(node.address, timeout_s=30.0, connect_timeout_s=10.0)) as client:
+    with Client(ClientConfig(node.address, timeout_s=60.0, connect_timeout_s=30.0)) as client:
         yield client
 
 

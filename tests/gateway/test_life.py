@@ -120,7 +120,7 @@ def test_stop_completes_running_calls_and_refuses_new_ones(
 def _refuses(address: str) -> bool:
     with channel_to(address) as channel:
         try:
-            KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=5.0)
+            KVStoreStub(channel).Hello(pb.HelloRequest(), timeout=60.0)
         except grpc.RpcError as error:
             return bool(error.code() is UNAVAILABLE)
     return False

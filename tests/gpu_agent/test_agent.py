@@ -28,7 +28,7 @@ from kvstore.checksum import leaf
 from kvstore.tools.node_process import NodeProcess
 
 PAGES = 6
-WAIT_S = 20.0  # limit for a future, so that a lost one fails the test
+WAIT_S = 60.0  # limit for a future, so that a lost one fails the test
 
 
 class GatedTransfer(TorchTransfer):

@@ -33,7 +33,7 @@ def test_use_locks_memory_in_the_background() -> None:
 
     class Slow(SimulatedDevice):
         def register(self, address: int, nbytes: int) -> None:
-            assert gate.wait(20.0)
+            assert gate.wait(60.0)
             super().register(address, nbytes)
 
     device, arena = Slow(1), memory()

@@ -23,7 +23,7 @@ from kvstore.layout import opaque_layout
 from kvstore.tools.node_process import NodeProcess
 
 KEYS = [bytes([i]) * 32 for i in range(4)]
-WAIT_S = 40.0
+WAIT_S = 60.0
 
 
 # Start lookup processes without torch, which takes most of their start. test_homes.py starts the

@@ -74,7 +74,7 @@ def test_drain_waits_until_pinned_blocks_are_read(
     gather, gate = TorchTransfer.gather, threading.Event()
 
     def gated(*arguments: Any) -> None:
-        assert gate.wait(10.0)
+        assert gate.wait(60.0)
         gather(*arguments)
 
     monkeypatch.setattr(TorchTransfer, "gather", gated)

@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 PAGE_NBYTES = 8 << 20
 PAGES = 16
 ROUNDS = 12
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 # Reserves slots and lets the copy engine write into them repeatedly, until it is killed.
 VICTIM = """

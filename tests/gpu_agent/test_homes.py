@@ -18,7 +18,7 @@ from kvstore.keys import prefix_hashes
 from kvstore.tools.node_process import NodeProcess
 
 BLOCK, BLOCKS = 16, 64
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class Rank:

@@ -21,7 +21,7 @@ from gpu_agent.kernels.simulated import SimulatedDevice, Stream
 from gpu_agent.kernels.staged import StagedTransfer
 from kvstore import ConfigError, InvalidRequest, LayerGroup, PageLayout, Plane
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def slab(count: int) -> tuple[torch.Tensor, list[torch.Tensor]]:

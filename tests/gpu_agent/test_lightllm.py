@@ -227,7 +227,7 @@ def rows(*numbers: int) -> torch.Tensor:
 
 def wait_ready(task: Any) -> None:
     """Wait as LightLLM does; until the task is ready all its pages are WORKING."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not task.ready():
         states = set(task.state())
         assert states == {PyState.Working} or task.ready()

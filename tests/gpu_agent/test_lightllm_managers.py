@@ -149,9 +149,9 @@ def test_saved_tokens_load_into_other_slots(agent: Make, name: str, padding: int
     assert pool.layout.page_nbytes == PAGE_TOKENS * LAYERS * nbytes
     source, target = (scattered(PAGES * PAGE_TOKENS, SLOTS) for _ in range(2))
     saver = agent(pool)
-    assert saver.save(HASHES, source).done.result(20).dropped == 0
+    assert saver.save(HASHES, source).done.result(60).dropped == 0
     assert (
-        agent(manager_pool(theirs, PAGE_TOKENS)).load(HASHES, target).done.result(20).pages == PAGES
+        agent(manager_pool(theirs, PAGE_TOKENS)).load(HASHES, target).done.result(60).pages == PAGES
     )
     untouched = [slot for slot in range(SLOTS + padding) if slot not in target.tolist()]
     for mine, yours, old in zip(buffers(ours), buffers(theirs), before, strict=True):
@@ -167,7 +167,7 @@ def test_hybrid_states_are_saved_with_their_pages(agent: Make, checkpoints_first
         {"token": scattered(PAGES * PAGE_TOKENS, SLOTS), "state": scattered(PAGES, PAGES + 3)}
         for _ in range(2)
     )
-    agent(manager_pool(ours, PAGE_TOKENS)).save(HASHES, source).done.result(20)
+    agent(manager_pool(ours, PAGE_TOKENS)).save(HASHES, source).done.result(60)
     states = [
         [
             getattr(made.linear_att_big_page_buffers, kind).buffer
@@ -177,7 +177,7 @@ def test_hybrid_states_are_saved_with_their_pages(agent: Make, checkpoints_first
     ]
     before = [state.clone() for state in states[1]]
     assert (
-        agent(manager_pool(theirs, PAGE_TOKENS)).load(HASHES, target).done.result(20).pages == PAGES
+        agent(manager_pool(theirs, PAGE_TOKENS)).load(HASHES, target).done.result(60).pages == PAGES
     )
     for mine, yours in zip(buffers(ours), buffers(theirs), strict=True):
         assert torch.equal(yours[:, target["token"]], mine[:, source["token"]])

@@ -39,7 +39,7 @@ class FakeClient:
     ) -> LookupResult:
         self.calls.append((namespace.model, touch))
         assert timeout_s > 0
-        (self.touch_gate if touch else self.gate).wait(10)
+        (self.touch_gate if touch else self.gate).wait(60)
         if self.error:
             raise self.error
         return LookupResult(0, tuple(key in self.stored[namespace.model] for key in keys))
@@ -53,7 +53,7 @@ class FakeClient:
 
 
 def answered(lookups: Lookups, request_id: str) -> Any:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while (answer := lookups.answer(request_id)) is None:
         assert time.monotonic() < end
         time.sleep(0.001)
@@ -103,7 +103,7 @@ def test_old_answer_is_kept_until_a_new_one_comes(fake: FakeClient) -> None:
     assert [lookups.answer("r") for _ in range(100)] == [old] * 100
     assert lookups.age_s("r") == 0.0
     fake.gate.set()
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 60.0
     while lookups.answer("r") == old:
         assert time.monotonic() < end
         time.sleep(0.001)
@@ -122,7 +122,7 @@ def test_r7_lookup_past_its_deadline_is_a_miss(fake: FakeClient) -> None:
     fake.error = Unavailable("hung")
     fake.gate.set()
     lookups.touch("a request", [([namespace("a")], KEYS)])  # fails, so that the outage is known
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not lookups._outage.error:
         assert time.monotonic() < end
         time.sleep(0.001)
@@ -157,7 +157,7 @@ def test_lookups_queued_past_their_deadline_are_no_outage(
         lookups.ask(f"r{number}", [([namespace("a")], KEYS)])
     assert answered(lookups, "r9") == (bytes(4),)
     fake.gate.set()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while lookups._running:
         assert time.monotonic() < end
         time.sleep(0.001)
@@ -175,7 +175,7 @@ def test_outage_is_a_miss_and_is_logged_once(
         lookups.ask(f"r{number}", [([namespace("a")], KEYS)])
         assert answered(lookups, f"r{number}") == (bytes(4),)
     fake.error = None
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     # May miss: until the first answer, requests wait only OUTAGE_WAIT_S.
     while lookups._outage.error:
         assert time.monotonic() < end

@@ -28,9 +28,9 @@ from kvstore import Client, ClientConfig, InvalidRequest, Namespace, PutOutcome,
 from kvstore.tools.node_process import NodeProcess
 
 NBYTES = 100_001  # not a multiple of any size
-WAIT_S = 20.0
+WAIT_S = 60.0
 CONFIG = AgentConfig(
-    staging_nbytes=1 << 20, lookup_timeout_s=1.0, load_timeout_s=5.0, save_timeout_s=5.0
+    staging_nbytes=1 << 20, lookup_timeout_s=1.0, load_timeout_s=30.0, save_timeout_s=30.0
 )
 
 

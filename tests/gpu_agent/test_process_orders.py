@@ -27,7 +27,7 @@ class FailingAgent:
         done: Any = Future()
 
         def release(_: object) -> None:
-            assert self.resume.wait(20.0)
+            assert self.resume.wait(60.0)
             gathered.set_result(None)
 
         done.add_done_callback(release)

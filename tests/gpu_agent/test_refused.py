@@ -38,7 +38,7 @@ def make_agent(gated: Gated, token_pool: KVPool) -> Iterator[Callable[..., Agent
 
     def make(**settings: str) -> Agent:
         address = f"127.0.0.1:{gated.node.grpc.port}"
-        client = Client(ClientConfig(address, timeout_s=20.0, connect_timeout_s=10.0, **settings))  # type: ignore[arg-type]
+        client = Client(ClientConfig(address, timeout_s=60.0, connect_timeout_s=30.0, **settings))  # type: ignore[arg-type]
         made.append(
             (Agent(client, namespace, token_pool, AgentConfig(staging_nbytes=8192)), client)
         )

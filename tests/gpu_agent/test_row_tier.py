@@ -37,7 +37,7 @@ def patient(memory: torch.Tensor) -> TierConfig:
 def save_rows(pages: PageTableTier, hashes: list[bytes], rows: list[int]) -> list[int]:
     """Save the rows and return those whose pages were save_rows before."""
     already, job = pages.save(hashes, rows)
-    assert job.done.result(20).dropped == 0
+    assert job.done.result(60).dropped == 0
     assert job.gathered.done()
     return already
 
@@ -63,7 +63,7 @@ def test_saved_pages_load_into_other_rows_only(make: Make, request: pytest.Fixtu
     assert save_rows(make(written), hashes, [7, 2, 11, 0, 4]) == []
     pages = make(read)
     assert pages.present(hashes) == [True] * 5
-    assert pages.load(hashes, [3, 9, 1, 10, 5]).done.result(20).pages == 5
+    assert pages.load(hashes, [3, 9, 1, 10, 5]).done.result(60).pages == 5
     assert torch.equal(read[[3, 9, 1, 10, 5]], written[[7, 2, 11, 0, 4]])
     others = [0, 2, 4, 6, 7, 8, 11]
     assert torch.equal(read[others], before[others])
@@ -79,7 +79,7 @@ def test_rows_of_stored_pages_are_returned_at_once_and_not_read(
     memory[0] = 0  # the engine has reused the row
     assert save_rows(pages, hashes, [0, 1, 2, 3]) == [0, 1]
     assert save_rows(pages, hashes, [0, 1, 2, 3]) == [0, 1, 2, 3]
-    pages.load(hashes, [8, 9, 10, 11]).done.result(20)
+    pages.load(hashes, [8, 9, 10, 11]).done.result(60)
     assert torch.equal(memory[8:], torch.stack([first, *memory[1:4]]))
 
 
@@ -112,7 +112,7 @@ def test_missing_page_ends_a_load(
     client.remove(Namespace("row-tier", row_pool(memory, PAGE_TOKENS).layout), [hashes[2]])
     assert pages.present(hashes) == [True, True, False, True]
     before = memory.clone()
-    assert pages.load(hashes, [4, 5, 6, 7]).done.result(20).pages == 2
+    assert pages.load(hashes, [4, 5, 6, 7]).done.result(60).pages == 2
     assert torch.equal(memory[[6, 7]], before[[6, 7]])
 
 
@@ -123,7 +123,7 @@ def test_concurrent_loads_of_one_page_into_one_row(
     pages = make(memory)
     save_rows(pages, hashes, [0, 1, 2])
     jobs = [pages.load(hashes, [3, 4, 5]) for _ in range(8)]
-    assert [job.done.result(20).pages for job in jobs] == [3] * 8
+    assert [job.done.result(60).pages for job in jobs] == [3] * 8
     assert torch.equal(memory[3:6], memory[:3])
 
 
@@ -155,7 +155,7 @@ def test_found_pages_are_not_evicted_before_their_load() -> None:
             save_rows(pages, others[some], list(range(4, 16)))
         before = memory[:4].clone()
         memory[:4] = 0
-        assert pages.load(wanted, [0, 1, 2, 3]).done.result(20).pages == 4
+        assert pages.load(wanted, [0, 1, 2, 3]).done.result(60).pages == 4
         assert torch.equal(memory[:4], before)
         assert sum(pages.present(others)) < len(others)  # so that pages were evicted
         pages.close()
@@ -194,7 +194,7 @@ def test_unreachable_node_is_a_miss() -> None:
         assert pages.present(hashes) == [False] * 3
         already, save = pages.save(hashes, [0, 1, 2])
         assert (already, save.gathered.done(), save.done.result(0).dropped) == ([], True, 3)
-        assert pages.load(hashes, [0, 1, 2]).done.result(20).pages == 0
+        assert pages.load(hashes, [0, 1, 2]).done.result(60).pages == 0
         assert torch.equal(memory, before)
         pages.close()
 
@@ -234,11 +234,11 @@ def test_hung_node_costs_deadlines_and_settled_memory_is_not_accessed(
             memory[6:9] = 9
         finally:
             os.kill(node.pid, signal.SIGCONT)
-        assert (load.done.result(5).pages, already) == (0, [])
+        assert (load.done.result(60).pages, already) == (0, [])
         time.sleep(0.5)
         assert (memory[3:6] == 7).all()
         assert (memory[6:9] == 9).all()
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while not any(pages.present(hashes[:3])) and time.monotonic() < deadline:
             time.sleep(0.1)
         # The reused rows were not save_rows under any key.
@@ -256,7 +256,7 @@ def test_concurrent_lookups_and_loads(make: Make, request: pytest.FixtureRequest
     def ask(number: int) -> None:
         if (
             pages.present(hashes) != [True] * 32
-            or pages.load(hashes[number : number + 1], [32 + number]).done.result(20).pages != 1
+            or pages.load(hashes[number : number + 1], [32 + number]).done.result(60).pages != 1
         ):
             wrong.append(number)
 

@@ -26,9 +26,9 @@ from kvstore import Client, ClientConfig, Namespace
 from kvstore.tools.node_process import NodeProcess
 
 WIDTH = 1000  # a row has 2,000 bytes
-WAIT_S = 20.0
+WAIT_S = 60.0
 CONFIG = AgentConfig(
-    staging_nbytes=1 << 20, lookup_timeout_s=5.0, load_timeout_s=WAIT_S, save_timeout_s=WAIT_S
+    staging_nbytes=1 << 20, lookup_timeout_s=30.0, load_timeout_s=WAIT_S, save_timeout_s=WAIT_S
 )
 
 
@@ -43,7 +43,7 @@ def tensor(seed: int, rows: int, width: int = WIDTH) -> torch.Tensor:
 
 @pytest.fixture
 def client(shared_node: NodeProcess) -> Iterator[Client]:
-    with Client(ClientConfig(address=shared_node.address, connect_timeout_s=5.0)) as client:
+    with Client(ClientConfig(address=shared_node.address, connect_timeout_s=30.0)) as client:
         yield client
 
 

@@ -17,7 +17,7 @@ from kvstore.keys import prefix_hashes
 from kvstore.layout import opaque_layout
 from kvstore.tools.node_process import NodeProcess
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def test_job_without_a_thread_is_refused_and_never_runs(

@@ -73,7 +73,7 @@ class Store:
             self.pins.remove(block)
 
     def matched(self, request: FakeRequest, local: int = 0) -> int:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while (tokens := self.scheduler.matched(request, local)) is None:
             assert time.monotonic() < end
             time.sleep(0.001)
@@ -98,7 +98,7 @@ class Store:
         return self.rank.loads_ended()
 
     def settle(self) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while self.scheduler.busy:
             assert time.monotonic() < end
             self.step()
@@ -116,7 +116,7 @@ class Store:
 
     def loaded(self) -> Any:
         """Run steps until a load ends, and return its result."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while not (ended := self.step()[1]).finished:
             assert time.monotonic() < end
             time.sleep(0.001)

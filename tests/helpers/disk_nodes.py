@@ -64,7 +64,7 @@ class FaultyLayer(FileLayer):
     def _wait(self, event: threading.Event) -> None:
         if not event.is_set():
             self.waiting.release()
-            assert event.wait(20.0), "the test did not resume the disk"
+            assert event.wait(60.0), "the test did not resume the disk"
 
     def allocate(self, fd: int, nbytes: int) -> None:
         self._begin("allocate")
@@ -137,7 +137,7 @@ class Nodes:
 def settle(node: Node) -> None:
     """Wait until no page is read, written or queued, then check that nothing leaked."""
     tier, disk = node.tier, node.disk
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 60.0
 
     def busy() -> bool:
         return bool(tier.held_count or tier.writing_count or (disk and disk.writer.queue_nbytes))

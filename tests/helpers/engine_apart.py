@@ -112,7 +112,7 @@ class EngineApart:
         ready, _, _ = select.select([out], [], [], ANSWER_S)
         line = out.readline() if ready else ""
         if not line:
-            state = "does not answer" if ready == [] else f"ended with {self._process.wait(10.0)}"
+            state = "does not answer" if ready == [] else f"ended with {self._process.wait(60.0)}"
             raise AssertionError(f"engine {self._name} {state}; its output:\n{self.said()[-6000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer

@@ -124,7 +124,7 @@ def _watched(at: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wait_dead(pid: int) -> None:
     """Wait until the process is gone or a zombie, so that its sockets are closed."""
-    end = time.monotonic() + 5.0
+    end = time.monotonic() + 60.0
     while time.monotonic() < end:
         try:
             with open(f"/proc/{pid}/stat") as file:

@@ -26,4 +26,4 @@ def in_loop(node: Node, function: Callable[[], Any]) -> Any:
         return function()
 
     loop = gateway_of(node)._writer.transport._loop  # type: ignore[attr-defined]
-    return asyncio.run_coroutine_threadsafe(call(), loop).result(20.0)
+    return asyncio.run_coroutine_threadsafe(call(), loop).result(60.0)

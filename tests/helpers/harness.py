@@ -40,7 +40,7 @@ from kvstore.tools.node_process import NodeProcess
 _budget = host_memory_budget_scope(1 << 40)
 _budget.__enter__()
 PAGE = 16
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def start_node(*flags: str) -> NodeProcess:

@@ -39,7 +39,7 @@ class Load:
             2  # sample more often than usual, because a test lasts a minute
         )
         self._client = Client(
-            ClientConfig(f"127.0.0.1:{at['n1']}", timeout_s=30.0, connect_timeout_s=10.0)
+            ClientConfig(f"127.0.0.1:{at['n1']}", timeout_s=60.0, connect_timeout_s=30.0)
         )
         k, v = (Plane(name, "bfloat16", (4, 32)) for name in "kv")
         small = PageLayout(PAGE_TOKENS, (LayerGroup("attention", tuple(range(4)), (k, v)),))

@@ -23,7 +23,7 @@ from kvstore.tools.node_process import NodeProcess
 
 NAME = "fleet"
 ETCD_PORT = 2379
-ETCD_START_S = 20.0
+ETCD_START_S = 60.0
 
 
 @dataclass(frozen=True)

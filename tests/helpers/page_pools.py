@@ -6,7 +6,7 @@ from gpu_agent import KVPool, TorchTransfer
 from gpu_agent.layouts.vllm import table_pool
 from kvstore import Client, Namespace, prefix_hashes
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 PAGES = 6
 SOURCE, TARGET = torch.arange(48), torch.arange(48, 96)  # slots of `token_pool` for PAGES pages
 BLOCKS, BLOCK_TOKENS = 24, 16

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-GONE_S = 30.0
+GONE_S = 60.0
 
 
 def gone(pid: int) -> bool:

@@ -14,7 +14,7 @@ from kvstore.tools.node_process import NodeProcess
 from kvstore.transports.bulk import BulkConnector
 
 STEP_NBYTES = 64 << 10
-WAIT_S = 20.0
+WAIT_S = 60.0
 QUIET_S = 0.3  # an answer is complete when the node is silent for this long
 
 

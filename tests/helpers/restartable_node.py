@@ -12,7 +12,7 @@ from stopping import stop
 from kvstore import Client, ClientConfig
 from kvstore.tools.node_process import NodeProcess
 
-FREE_S = 30.0
+FREE_S = 60.0
 Page = tuple[bytes, bytes]  # namespace digest, prefix hash
 
 

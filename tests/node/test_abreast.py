@@ -59,7 +59,7 @@ def test_parallel_batch_keeps_bytes_and_order(
     keys, met, put = pages.keys(*range(11)), threading.Barrier(LANES), BulkWire._put
 
     def together(*arguments: Any) -> list[int]:
-        met.wait(20.0)  # raises unless LANES transfers run at a time
+        met.wait(60.0)  # raises unless LANES transfers run at a time
         return put(*arguments)
 
     assert pages.put(client, keys[3:5]) == [PutOutcome.STORED] * 2
@@ -201,7 +201,7 @@ def test_share_without_a_thread_is_not_run_again_later(
     assert pages.put(client, others) == [PutOutcome.STORED] * 6
     threads = link_of(client)._threads._threads
     assert threads is not None
-    threads.submit(lambda: None).result(10.0)  # all that was queued before has run
+    threads.submit(lambda: None).result(60.0)  # all that was queued before has run
     threads.shutdown()
     assert beside.lookup(pages.namespace, keys).present == (False,) * 6
 

@@ -10,7 +10,7 @@ NBYTES = 4096
 
 
 def test_clients_count_hits_wrong_pages_and_errors(shared_node: NodeProcess) -> None:
-    config = ClientConfig(address=shared_node.address, timeout_s=30.0, connect_timeout_s=10.0)
+    config = ClientConfig(address=shared_node.address, timeout_s=60.0, connect_timeout_s=30.0)
     with Client(config) as client:
         chats = Chats(client, NBYTES)
         client.put(chats.namespace, [trace_prefix_hash(1_000_001)], [b"wrong".ljust(NBYTES)])

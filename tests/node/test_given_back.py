@@ -67,7 +67,7 @@ def test_cancelled_grpc_get_stops(
     monkeypatch.setattr(node.service.content, "intact", slow)
     with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
         call = KVStoreStub(channel).Get(request, timeout=30.0)
-        assert begun.wait(10.0)
+        assert begun.wait(60.0)
         call.cancel()
         wait_until(lambda: not node.grpc.calls.transfers.used)
     assert len(hashed) < len(keys)

@@ -153,14 +153,14 @@ def test_page_removed_during_replication_does_not_come_back(
     def late(self: Session, *arguments: Any) -> int:
         if self.put_request.forwarded_by:
             reached.set()
-            assert go.wait(10.0)
+            assert go.wait(60.0)
         return commit(self, *arguments)
 
     monkeypatch.setattr(Session, "commit", late)
     client, keys = connect(pair[0]), pages.keys(*range(4))
     direct = connect(pair[0], direct=True)
     pages.put(direct, keys)
-    assert reached.wait(10.0)
+    assert reached.wait(60.0)
     assert client.remove(pages.namespace, keys[:2]) == [True, True]
     go.set()
     wait_replicated(pair)
@@ -183,7 +183,7 @@ def test_page_removed_before_arrival_is_never_visible(
 
     def late(*arguments: Any) -> Any:
         reached.set()
-        assert go.wait(10.0)
+        assert go.wait(60.0)
         return begin(*arguments)
 
     def recorded(session: Session, request: pb.CommitRequest) -> pb.CommitReply:
@@ -195,7 +195,7 @@ def test_page_removed_before_arrival_is_never_visible(
     monkeypatch.setattr(service, "begin_put", late)
     monkeypatch.setattr(service, "commit_put", recorded)
     pages.put(connect(pair[0], direct=True), keys)
-    assert reached.wait(10.0)
+    assert reached.wait(60.0)
     assert client.remove(pages.namespace, keys[:2]) == [True, True]
     go.set()
     wait_replicated(pair)

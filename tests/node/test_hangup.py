@@ -188,21 +188,21 @@ def test_signals_during_a_reload_that_hangs_start_no_threads(
 
     def read() -> dict[str, str]:
         begun.release()
-        assert hangs.wait(20.0)
+        assert hangs.wait(60.0)
         return {}
 
     node.reload = read  # type: ignore[method-assign]
     reload = Reload(node, {"config": str(tmp_path / "config")}, Notifier(""))
     reload.begin()
-    assert begun.acquire(timeout=20.0)
+    assert begun.acquire(timeout=60.0)
     for _ in range(100):
         reload.begin()
     assert sum(thread.name == "reload" for thread in threading.enumerate()) == 1
     hangs.set()
-    assert begun.acquire(timeout=20.0)  # files may have changed after they were read
+    assert begun.acquire(timeout=60.0)  # files may have changed after they were read
     wait_until(lambda: caplog.text.count("config is no file that can be read again") == 2)
     reload.begin()
-    assert begun.acquire(timeout=20.0)
+    assert begun.acquire(timeout=60.0)
 
 
 EARLY = """

@@ -151,7 +151,7 @@ def test_longest_idle_connection_is_evicted_first(start_node: StartNode, raw: Co
     assert first.ask(hello=pb.HelloRequest()).hello.bulk_port
     with pytest.raises(ConnectionError):
         second.ask(hello=pb.HelloRequest())
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + 60.0
     # The peer sees the end before the node's counter does
     while node.bulk.count > 2 and time.monotonic() < until:
         threading.Event().wait(0.01)
@@ -219,7 +219,7 @@ def test_grpc_limits_its_connections(
     monkeypatch.setattr("node.gateway.supervisor.CONNECTIONS_MAX", 3)
     node = start_node(sessions_max=1)
     many = [dial(node.grpc.port, GREETING) for _ in range(10)]
-    deadline = time.monotonic() + 15.0
+    deadline = time.monotonic() + 60.0
     while sum(there := [not is_closed(sock, 0.1) for sock in many]) > 3:
         assert time.monotonic() < deadline
     assert sum(there) == 3
@@ -312,7 +312,7 @@ def test_large_requests_are_refused_before_they_are_received(
     writers = [raw(node) for _ in range(9)]
     for writer in writers[:8]:
         writer.send(pack_fixed(2 << 20, 0) + b"x")  # and no more bytes
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + 60.0
     while node.service.requests.used < 128 << 20:
         assert time.monotonic() < end
         threading.Event().wait(0.01)

@@ -148,7 +148,7 @@ def test_call_over_the_limit_of_busy_calls_is_refused(
 
     def wait(request: Any, caller: Any) -> Any:
         running.release()
-        assert go_on.wait(20.0)
+        assert go_on.wait(60.0)
         return pb.ListReply() if isinstance(request, pb.ListRequest) else pb.NodeStatusReply()
 
     for op in ("list", "node_status"):
@@ -158,7 +158,7 @@ def test_call_over_the_limit_of_busy_calls_is_refused(
         calls = [stub.List.future(pb.ListRequest(), timeout=60.0) for _ in range(4)]
         calls += [stub.NodeStatus.future(pb.NodeStatusRequest(), timeout=60.0) for _ in range(4)]
         try:
-            assert all(running.acquire(timeout=20.0) for _ in calls)
+            assert all(running.acquire(timeout=60.0) for _ in calls)
             with pytest.raises(grpc.RpcError) as caught:
                 stub.Hello(pb.HelloRequest(), timeout=10.0)
             assert caught.value.code() is EXHAUSTED

@@ -58,7 +58,7 @@ def test_refused_grpc_calls_leave_no_garbage(
                     stub.Stat(pb.StatRequest(prefix_hashes=keys), timeout=20.0)
                 with pytest.raises(grpc.RpcError, match="no"):
                     list(stub.Get(pb.GetRequest(prefix_hashes=keys), timeout=20.0))
-        end = time.monotonic() + 20.0
+        end = time.monotonic() + 60.0
         # The task of the last call ends after its status was sent
         while errors.alive() and time.monotonic() < end:
             threading.Event().wait(0.05)
@@ -125,7 +125,7 @@ def test_ranges_of_large_gets_count_as_request_bytes(
     assert all("leaves the page" in message for message in refusals(node, raw, "get", body))
     assert len(seen) == 2
     assert min(seen) >= 8 * len(body)
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + 60.0
     while budget.used and time.monotonic() < end:
         threading.Event().wait(0.01)
     assert budget.used == 0

@@ -67,7 +67,7 @@ def deaf(node: Node) -> Iterator[Callable[[], Deaf]]:
 
 
 def writing(node: Node, count: int) -> bool:
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + 60.0
     while node.tier.writing_count != count and time.monotonic() < end:
         threading.Event().wait(0.01)
     return node.tier.writing_count == count

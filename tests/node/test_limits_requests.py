@@ -38,7 +38,7 @@ class Blocked:
 
         def wait(*_: Any) -> Any:
             self.running.release()
-            assert self.go_on.wait(20.0)
+            assert self.go_on.wait(60.0)
             return (
                 answer
                 or getattr(pb, "".join(word.capitalize() for word in op.split("_")) + "Reply")()
@@ -88,7 +88,7 @@ def test_requests_of_one_peer_run_one_at_a_time(
     ]
     for call in calls:
         call.start()
-    assert blocked.running.acquire(timeout=10.0)
+    assert blocked.running.acquire(timeout=60.0)
     assert not blocked.running.acquire(timeout=0.3)
     with node.service.peer_queue.turn("another peer"):
         pass
@@ -111,7 +111,7 @@ def test_long_calls_over_the_limit_are_refused(
         thread.start()
     try:
         for _ in threads:
-            assert blocked.running.acquire(timeout=20.0)
+            assert blocked.running.acquire(timeout=60.0)
         for wire in ("bulk", "grpc"):
             with pytest.raises(Exhausted, match=rf"{op} calls: {allowed} of 127\.0\.0\.1"):
                 LONG[op](connect(node, wire), pages)
@@ -168,10 +168,10 @@ def test_caller_with_unread_input_is_seen_to_hang_up(
     monkeypatch.setitem(node.service._unary, "verify", wait)
     connection = raw(node)
     connection.request(verify=pb.VerifyRequest())
-    assert asked.wait(10.0)
+    assert asked.wait(60.0)
     connection.request(hello=pb.HelloRequest())
     connection.close()
-    assert seen.wait(10.0)
+    assert seen.wait(60.0)
 
 
 def test_ranges_of_a_get_are_not_gathered_in_memory(

@@ -78,7 +78,7 @@ def test_owner_hanging_in_a_get_costs_only_its_pages(
     go_on = threading.Event()
     begin = cluster[1].service.begin_get
     monkeypatch.setattr(
-        cluster[1].service, "begin_get", lambda *arguments: (go_on.wait(20.0), begin(*arguments))[1]
+        cluster[1].service, "begin_get", lambda *arguments: (go_on.wait(60.0), begin(*arguments))[1]
     )
     client = connect(cluster[0], "auto", near="n0", timeout_s=3.0)
     client.open(pages.namespace)
@@ -104,7 +104,7 @@ def test_hanging_near_node_leaves_time_for_the_owners(
     go_on = threading.Event()
     begin = cluster[0].service.begin_get
     monkeypatch.setattr(
-        cluster[0].service, "begin_get", lambda *arguments: (go_on.wait(20.0), begin(*arguments))[1]
+        cluster[0].service, "begin_get", lambda *arguments: (go_on.wait(60.0), begin(*arguments))[1]
     )
     began = time.monotonic()
     hits = pages.get(client, keys)
@@ -190,7 +190,7 @@ class Slow:
         def slow(wire: BulkWire, *arguments: Any) -> list[Arrived | None]:
             self.count += 1
             self.waiting.release()
-            assert self.go_on.wait(10.0)
+            assert self.go_on.wait(60.0)
             return fetch(wire, *arguments)
 
         monkeypatch.setattr(BulkWire, "fetch", slow)
@@ -221,7 +221,7 @@ def fetching(
     client.open(pages.namespace)
     slow = Slow(monkeypatch)
     reading = beside(lambda: pages.get(client, keys))
-    assert slow.waiting.acquire(timeout=10.0)
+    assert slow.waiting.acquire(timeout=60.0)
     yield keys, slow, reading
     slow.go_on.set()
     reading[0].join()

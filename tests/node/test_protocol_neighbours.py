@@ -181,7 +181,7 @@ def test_node_of_version_3_gets_frames_of_version_3(older: Any) -> None:
         with Client(ClientConfig(address=address, wire="bulk", connect_timeout_s=5.0)) as client:
             space = Namespace(model="protocol-3", layout=opaque_layout(4096))
             assert client.lookup(space, [bytes(32)]).present == (True,)
-        serving.result(10.0)
+        serving.result(60.0)
     assert node.frames == [PROTOCOL_VERSION - 1] * 3
 
 
@@ -214,7 +214,7 @@ def test_node_of_version_3_is_not_near(older: Any) -> None:
             ):
                 pass
         for served in serving:
-            served.result(10.0)
+            served.result(60.0)
     asked = [[request.WhichOneof("op") for request in node.requests] for node, _ in nodes]
     assert (asked[0].count("lookup"), asked[1].count("lookup")) == (2, 0)
     assert not any(request.lookup.near for request in nodes[0][0].requests)

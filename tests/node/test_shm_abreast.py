@@ -38,7 +38,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch, name: str, first: int) -> None:
 
     def together(*arguments: Any) -> bytes:
         if next(begun) < first:
-            met.wait(20.0)
+            met.wait(60.0)
         found: bytes = copy(*arguments)
         return found
 
@@ -84,7 +84,7 @@ def test_failed_share_fails_the_call_after_all_ended(
         if page[0] == pages.content(keys[2]):
             failed.set()
             raise error
-        failed.wait(20.0)
+        failed.wait(60.0)
         time.sleep(0.05)
         found = write(slot, page)
         ended.append(page)

@@ -145,7 +145,7 @@ def spawn() -> Iterator[Callable[..., Child]]:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 60.0
     while not condition():
         assert time.monotonic() < end, f"timed out waiting for {what}"
         threading.Event().wait(0.005)

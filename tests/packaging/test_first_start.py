@@ -185,7 +185,7 @@ def as_engine(folder: Path, node: Node, **settings: Any) -> Client:
         **settings,
     }
     return Client(
-        ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=20.0, connect_timeout_s=10.0, **known)
+        ClientConfig(f"127.0.0.1:{node.grpc.port}", timeout_s=60.0, connect_timeout_s=30.0, **known)
     )
 
 

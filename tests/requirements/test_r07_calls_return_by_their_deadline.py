@@ -274,7 +274,7 @@ def test_r07_resumed_node_is_used_again(
     with pytest.raises((DeadlineExceeded, Unavailable)):
         CALLS["get"](client, chain, DEADLINE_S)
     os.kill(node_process.pid, signal.SIGCONT)
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 60.0
     while True:
         try:
             assert chain.get(client, chain.keys(1)) == [True]

@@ -35,7 +35,7 @@ from kvstore.tools.node_process import NodeProcess
 
 ROOT = Path(__file__).parents[3]
 SUITE = Path(sys.prefix) / "lmcache_sdist"
-WAIT_S = 30.0
+WAIT_S = 60.0
 FORMS = ("native_plugin", "plugin")
 RANK = 0x01000100  # the rank of a single worker
 # The memory used by a server with an L1 of 1 GiB, its bench, a run of LMCache's test suite and two

@@ -80,7 +80,7 @@ class Server:
 
     def ask(self, path: str, data: bytes | None = None) -> str:
         with urllib.request.urlopen(
-            f"http://localhost:{self.http_port}{path}", data, timeout=10
+            f"http://localhost:{self.http_port}{path}", data, timeout=60.0
         ) as reply:
             text: str = reply.read().decode()
             return text

@@ -427,13 +427,13 @@ def test_reset_drops_offloads_that_have_not_begun(linker: Make) -> None:
 
     def late(*arguments: Any, **named: Any) -> Any:
         begun.set()
-        assert gate.wait(20.0)
+        assert gate.wait(60.0)
         return save(*arguments, **named)
 
     subject._agent.save = late
     for number in range(5):
         assert subject.offload(transfer(SOURCE, tokens=[number, *TOKENS[1:]]))
-    assert begun.wait(20.0)
+    assert begun.wait(60.0)
     waiting = [done for done, _ in subject._pending][1:]
     threading.Timer(0.2, gate.set).start()
     subject.reset()
