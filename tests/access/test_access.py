@@ -203,7 +203,7 @@ def test_connection_ends_when_its_token_changes_tenant(
     """
     token = people.join(f"mover-{wire}", "team-a", "write")
     taken_up(node, lambda: token_hash(token) in node.access.identities.tokens)
-    config = ClientConfig(token=token, connect_timeout_s=30.0)
+    config = ClientConfig(token=token, timeout_s=60.0, connect_timeout_s=30.0)
     assert node.shm is not None
     connection: Any = (
         ShmWire(node.shm.path, node.service.instance_id, config)

@@ -305,7 +305,7 @@ def bulk_wires(node: Node, people: People) -> Iterator[dict[str, BulkWire]]:
         who: BulkWire(
             "127.0.0.1",
             node.bulk.port,
-            ClientConfig(token=people.tokens[who], connect_timeout_s=30.0),
+            ClientConfig(token=people.tokens[who], timeout_s=60.0, connect_timeout_s=30.0),
         )
         for who in WHO
     }
@@ -329,7 +329,7 @@ def shm_wires(node: Node, people: People) -> Iterator[dict[str, ShmWire]]:
         who: ShmWire(
             node.shm.path,
             node.service.instance_id,
-            ClientConfig(token=people.tokens[who], connect_timeout_s=30.0),
+            ClientConfig(token=people.tokens[who], timeout_s=60.0, connect_timeout_s=30.0),
         )
         for who in WHO
     }

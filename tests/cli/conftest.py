@@ -27,7 +27,9 @@ def kvstore(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> Kvstor
 @pytest.fixture
 def client(shared_node: NodeProcess) -> Iterator[Client]:
     """Yield a client to prepare and inspect pages of the shared node."""
-    with Client(ClientConfig(address=shared_node.address, connect_timeout_s=30.0)) as client:
+    with Client(
+        ClientConfig(address=shared_node.address, timeout_s=60.0, connect_timeout_s=30.0)
+    ) as client:
         yield client
 
 

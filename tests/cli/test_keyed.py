@@ -65,7 +65,9 @@ def test_forged_page_exits_5(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with Client(
-        ClientConfig(address=shared_node.address, connect_timeout_s=30.0, page_key="4d" * 32)
+        ClientConfig(
+            address=shared_node.address, timeout_s=60.0, connect_timeout_s=30.0, page_key="4d" * 32
+        )
     ) as stranger:
         ((named, _),) = [some for some in stranger.namespaces() if some[0].model == space.model]
         (page,) = stranger.list_pages(named)

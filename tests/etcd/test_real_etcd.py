@@ -70,7 +70,7 @@ def test_etcd_outage_keeps_the_last_view(fleet: StartNode, etcd: RealEtcd, how: 
     wait_until(lambda: "the last view stays in force" in registry(one), 30.0)
     space = Namespace(model=how, layout=opaque_layout(4096))
     with Client(
-        ClientConfig(address=f"127.0.0.1:{one.grpc.port}", connect_timeout_s=30.0)
+        ClientConfig(address=f"127.0.0.1:{one.grpc.port}", timeout_s=60.0, connect_timeout_s=30.0)
     ) as client:
         client.put(space, [bytes(32)], [bytes(4096)])
         assert client.lookup(space, [bytes(32)]).present == (True,)

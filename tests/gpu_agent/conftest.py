@@ -61,7 +61,9 @@ def mixed_pool() -> KVPool:
 @pytest.fixture
 def shm_client(shared_node: NodeProcess) -> Iterator[Client]:
     with Client(
-        ClientConfig(address=shared_node.address, wire="shm", connect_timeout_s=30.0)
+        ClientConfig(
+            address=shared_node.address, wire="shm", timeout_s=60.0, connect_timeout_s=30.0
+        )
     ) as client:
         yield client
 
@@ -70,7 +72,9 @@ def shm_client(shared_node: NodeProcess) -> Iterator[Client]:
 def stores(shared_node: NodeProcess, request: pytest.FixtureRequest) -> Iterator[MakeStore]:
     """Return a function that makes `Store`s in one namespace per test."""
     made: list[Store] = []
-    with Client(ClientConfig(address=shared_node.address, connect_timeout_s=30.0)) as client:
+    with Client(
+        ClientConfig(address=shared_node.address, timeout_s=60.0, connect_timeout_s=30.0)
+    ) as client:
 
         def make(**options: Any) -> Store:
             made.append(Store(client, f"scheduler {request.node.name}", **options))

@@ -43,7 +43,9 @@ def tensor(seed: int, rows: int, width: int = WIDTH) -> torch.Tensor:
 
 @pytest.fixture
 def client(shared_node: NodeProcess) -> Iterator[Client]:
-    with Client(ClientConfig(address=shared_node.address, connect_timeout_s=30.0)) as client:
+    with Client(
+        ClientConfig(address=shared_node.address, timeout_s=60.0, connect_timeout_s=30.0)
+    ) as client:
         yield client
 
 
