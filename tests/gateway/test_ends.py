@@ -163,7 +163,8 @@ STORED = (put_before_it_is_committed, put_before_its_answer)
 def test_ended_gateway_leaves_nothing_behind(
     store: Store, frames: RequestStream, monkeypatch: pytest.MonkeyPatch, phase: Any, how: str
 ) -> None:
-    monkeypatch.setattr("node.gateway.supervisor.SILENT_S_MAX", 2.0)
+    if how == "hung":  # any gateway is silent for so long on a starved machine
+        monkeypatch.setattr("node.gateway.supervisor.SILENT_S_MAX", 2.0)
     key, count, why = store.key(), store.end_count, store.node.grpc.ends[how]
     with phase(store, key, frames, monkeypatch) as call:
         HOW[how](store)

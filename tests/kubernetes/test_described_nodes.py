@@ -215,7 +215,7 @@ def test_single_node_serves_a_client_and_passes_its_probes(
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert probe(node, alone, kind, host.of_pod["kvstore-0"]) == 0
     known = engine_variables(host, tmp_path, f"127.0.0.1:{node.grpc.port}")
-    config = load(ClientConfig, "KVSTORE", {"timeout_s": 30.0, "connect_timeout_s": 20.0}, known)
+    config = load(ClientConfig, "KVSTORE", {"timeout_s": 60.0, "connect_timeout_s": 30.0}, known)
     space = Namespace("llama", opaque_layout(PAGE_NBYTES))
     with Client(config) as engine:
         assert engine.put(space, KEYS, PAGES, Keep(durable=True)) == [PutOutcome.STORED] * len(KEYS)
@@ -232,7 +232,7 @@ def test_client_without_certificate_is_refused_and_invalid_files_stop_no_node(
     node = start(alone, "kvstore-0")
     known = engine_variables(host, tmp_path, f"127.0.0.1:{node.grpc.port}")
     del known["KVSTORE_TLS_CERT"], known["KVSTORE_TLS_KEY"]
-    config = load(ClientConfig, "KVSTORE", {"timeout_s": 20.0, "connect_timeout_s": 10.0}, known)
+    config = load(ClientConfig, "KVSTORE", {"timeout_s": 60.0, "connect_timeout_s": 30.0}, known)
     with (
         Client(config) as stranger,
         pytest.raises(Unavailable, match="requires client certificates"),
@@ -262,12 +262,12 @@ def test_engine_uses_its_near_node_and_pages_are_on_storage_nodes(
     known = engine_variables(
         host, tmp_path, *(f"127.0.0.1:{node.grpc.port}" for node in (near, nodes[0]))
     )
-    config = load(ClientConfig, "KVSTORE", {"timeout_s": 30.0, "connect_timeout_s": 20.0}, known)
+    config = load(ClientConfig, "KVSTORE", {"timeout_s": 60.0, "connect_timeout_s": 30.0}, known)
     space = Namespace("llama", opaque_layout(PAGE_NBYTES))
     with Client(config) as engine:
-        outcomes = engine.put(space, KEYS, PAGES, Keep(ack=ACK_ALL), timeout_s=30.0)
+        outcomes = engine.put(space, KEYS, PAGES, Keep(ack=ACK_ALL), timeout_s=60.0)
         assert outcomes == [PutOutcome.STORED] * len(KEYS)
-        assert engine.wire_name == "shm"
+        assert engine.maps_arena
         into = [bytearray(PAGE_NBYTES) for _ in KEYS]
         assert all(engine.get(space, KEYS, into))
         assert list(map(bytes, into)) == PAGES
