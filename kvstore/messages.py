@@ -170,7 +170,12 @@ def _length(frame: bytes, position: int, tag: bytes) -> tuple[int, int]:
     return 0, 0
 
 
+_SHORT = tuple(bytes((number,)) for number in range(0x80))
+
+
 def _varint(number: int) -> bytes:
+    if number < 0x80:
+        return _SHORT[number]
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)

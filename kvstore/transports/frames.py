@@ -77,12 +77,12 @@ def pack_fixed(header_nbytes: int, payload_nbytes: int, version: int = PROTOCOL_
     return _FIXED.pack(_MAGIC, version, 0, header_nbytes, payload_nbytes)
 
 
-def unpack_fixed(fixed: bytes | bytearray, header_nbytes_max: int) -> tuple[int, int]:
-    """Unpack a frame's fixed part to (header_nbytes, payload_nbytes).
+def unpack_fixed(fixed: bytes | bytearray | memoryview, header_nbytes_max: int) -> tuple[int, int]:
+    """Unpack a frame's fixed part to (header_nbytes, payload_nbytes); more bytes may follow it.
 
     Raises ProtocolError for anything that is not a frame.
     """
-    magic, version, zero, header_nbytes, payload_nbytes = _FIXED.unpack(fixed)
+    magic, version, zero, header_nbytes, payload_nbytes = _FIXED.unpack_from(fixed)
     if magic != _MAGIC or zero != 0:
         raise ProtocolError(f"not a kvstore bulk frame: it starts with {bytes(fixed[:4]).hex()}")
     if not speaks(version):
@@ -113,6 +113,7 @@ class FrameSocket:
     receive timeouts do the waiting, so there is no poll before each call.
     """
 
+    is_plain = True  # False for TLS
     holds = False  # whether the node may hold slots for this connection, as over shared memory
 
     def __init__(self, sock: socket.socket, version: int = PROTOCOL_VERSION) -> None:
@@ -187,6 +188,50 @@ class FrameSocket:
             self._check_deadline("receive")
             if self._receive_ahead():
                 return self._recv_header(header_nbytes_max)
+
+    def peek_frame(self, header_nbytes_max: int) -> bytes | None:
+        """Return the header of the next frame if it is all there, without a wait.
+
+        `take_frame` takes it; `recv_frame` can receive it as well. Return None for a frame that is
+        incomplete, has a payload, or does not fit the bytes that are received ahead, and empty
+        bytes if the peer has closed the connection. Not for TLS.
+        """
+        if not self._early.nbytes:
+            try:
+                got = self._sock.recv_into(self._ahead, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return None
+            if not got:
+                return b""
+            self._early = self._ahead[:got]
+        if self._early.nbytes < FIXED_NBYTES:
+            return None
+        try:
+            header_nbytes, payload_nbytes = unpack_fixed(self._early, header_nbytes_max)
+        except ProtocolError:  # `recv_frame` raises it again
+            return None
+        end = FIXED_NBYTES + header_nbytes
+        if payload_nbytes or not header_nbytes or end > self._early.nbytes:
+            return None
+        return bytes(self._early[FIXED_NBYTES:end])
+
+    def take_frame(self, header_nbytes: int) -> None:
+        """Drop the frame that `peek_frame` returned."""
+        self.heard, self.version = True, self._early[_VERSION_AT]
+        self._early = self._early[FIXED_NBYTES + header_nbytes :]
+
+    @property
+    def has_early(self) -> bool:
+        """Return whether bytes of the next frame were received, which `poll` does not show."""
+        return bool(self._early.nbytes)
+
+    def send_now(self, data: bytes) -> bytes:
+        """Send what needs no wait; return the rest."""
+        try:
+            sent = self._sock.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return data
+        return data[sent:]
 
     def wait_frame(self, header_nbytes_max: int, frame_s: float) -> tuple[bytes, int] | None:
         """Receive like `recv_frame`, but return None if no first byte comes within the armed time.

@@ -50,6 +50,8 @@ class TlsFrameSocket(FrameSocket):
     trusted, and for bytes that were changed on the way.
     """
 
+    is_plain = False
+
     def __init__(
         self, sock: Any, context: ssl.SSLContext, name: str = "", version: int = PROTOCOL_VERSION
     ) -> None:

@@ -247,7 +247,10 @@ class NamespaceIndex:
         counters, count, hits = self.counters, len(present), present.count(True)
         counters.pages_asked += count
         counters.pages_hit += hits
-        counters.prefix_hits += present.index(False) if hits < count else count
+        if hits == count:
+            counters.prefix_hits += count
+            return
+        counters.prefix_hits += present.index(False)
         counters.miss_writing += count - hits - len(absent)
         for reason, missed in miss_reasons.reasons(self.digest, absent).items():
             name = f"miss_{reason}"

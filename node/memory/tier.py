@@ -142,8 +142,10 @@ class RamTier:
             self._order.touch(reversed(pages), self.clock_ms())
             self.below.touch(digest, prefix_hashes)
         else:
-            there = zip(prefix_hashes, present, pages, strict=True)
-            absent = [h for h, here, page in there if not here and page is None]
+            absent = []
+            if False in present:
+                there = zip(prefix_hashes, present, pages, strict=True)
+                absent = [h for h, here, page in there if not here and page is None]
             index.count_lookup(present, absent, self.miss_reasons)
         return present
 

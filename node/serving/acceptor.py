@@ -1,6 +1,6 @@
-"""Accept connections that carry frames, limit them, give each a thread, drain them.
+"""Accept connections that carry frames, limit them, serve and drain them.
 
-accept --> slot --> thread: `Connection.serve`
+accept --> slot --> thread: `Connection.serve` <--> `RequestLoop`
            full: the longest idle one is closed
 """
 
@@ -10,6 +10,7 @@ import logging
 import select
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from kvstore.errors import Exhausted, KVStoreError, ProtocolError
@@ -18,11 +19,13 @@ from kvstore.transports.frames import pack_fixed
 from node.serving.connection import (
     OUT_OF_DESCRIPTORS,
     Connection,
+    Door,
     SpareDescriptor,
     few_left,
     message_of,
 )
 from node.serving.limits import NO_QUOTAS, ConnectionLimiter, Limit, QuotaLimits
+from node.serving.request_loop import RequestLoop
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +37,9 @@ LEAVING_MAX = 16  # evicted connections whose threads have not ended yet
 
 
 class ConnectionServer(abc.ABC):
-    """Accept on a listening socket from `start` on, with a thread per connection.
+    """Accept on a listening socket from `start` on.
+
+    A connection has a thread, or waits in the request loop.
 
     If it is full, the longest idle connection is closed; if the new client's peer has its share,
     that peer's longest idle one.
@@ -58,6 +63,7 @@ class ConnectionServer(abc.ABC):
         self._spare = SpareDescriptor()
         self._stopping = False
         self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
+        self._loop = RequestLoop(name, self, self._to_thread, self._end, stall_s)
 
     @property
     def count(self) -> int:
@@ -142,19 +148,22 @@ class ConnectionServer(abc.ABC):
                 lambda: len(self._connections) < self._places.cap.total + LEAVING_MAX, 1.0
             )
             self._connections.add(connection)
-        thread = threading.Thread(
-            target=self._serve,
-            args=(connection,),
-            name=f"{self._name}-{connection.name}",
-            daemon=True,
-        )
         try:
-            thread.start()
+            self._start_thread(connection, connection.serve)
         except RuntimeError as error:
             self._forget(connection)
             raise Exhausted(
                 "this node can start no more threads; raise its limit of processes"
             ) from error
+
+    def _start_thread(self, connection: Connection, serve: Callable[[Door], bool]) -> None:
+        """Serve a connection on a new thread. Raises RuntimeError."""
+        threading.Thread(
+            target=self._serve,
+            args=(connection, serve),
+            name=f"{self._name}-{connection.name}",
+            daemon=True,
+        ).start()
 
     def change_share(self, connection: Connection) -> None:
         """Count an authenticated connection to another share. Raises Exhausted."""
@@ -170,16 +179,38 @@ class ConnectionServer(abc.ABC):
 
     # ---- serve ---------------------------------------------------------------------------
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: Connection, serve: Callable[[Door], bool]) -> None:
+        loop_goes_on = False
         try:
-            connection.serve(self)
+            loop_goes_on = serve(self)
         except (OSError, ProtocolError) as error:
             log.info("%s: connection of %s ended: %s", self._name, connection.name, error)
         except Exception:
             log.exception("%s: connection of %s failed", self._name, connection.name)
+        if loop_goes_on:
+            if not self._loop.add(connection):
+                self._end(connection)
+            return
+        self._close(connection)
+
+    def _to_thread(self, connection: Connection) -> None:
+        """Serve a connection of the loop on a thread."""
+        try:
+            self._start_thread(connection, connection.proceed)
+        except RuntimeError:
+            log.warning("%s: no thread for %s, which is closed", self._name, connection.name)
+            self._end(connection)
+
+    def _end(self, connection: Connection) -> None:
+        """End the session of a connection that no thread serves, and close it."""
+        try:
+            connection.finish(self)
         finally:
-            connection.close()
-            self._forget(connection)
+            self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        connection.close()
+        self._forget(connection)
 
     def begin(self, connection: Connection) -> bool:
         """Note that a request was received.
@@ -222,3 +253,4 @@ class ConnectionServer(abc.ABC):
             for connection in self._connections:
                 connection.socket.shutdown()
             self._changed.wait_for(lambda: not self._connections, LEAVE_S)
+        self._loop.stop()

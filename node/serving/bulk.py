@@ -97,6 +97,11 @@ class BulkConnection(Connection):
     """A connection over TCP. A transfer that stalls or trickles (`Pace`) ends it."""
 
     @property
+    def may_loop(self) -> bool:
+        """Return whether the request loop may serve it: TLS may have to wait."""
+        return self.socket.is_plain
+
+    @property
     def client_certificate(self) -> Shown | None:
         """Return the client's certificate after its greeting; None without one."""
         return describe_certificate(self.socket.certificate)

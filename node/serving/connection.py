@@ -1,6 +1,10 @@
-"""Serve one connection that carries frames, on its own thread.
+"""Serve one connection that carries frames.
 
     first frame --> authentication --> session --> [ request --> reply ]... --> end
+
+A thread of its own serves it. After `SMALL_RUN` small requests it waits for the next one in
+`node.serving.request_loop`, whose thread serves small requests of all connections; any other
+request gets a thread again.
 
 It ends when the client hangs up, stalls or breaks the protocol, or when the connection is evicted.
 `node.serving.bulk` and `node.serving.shm` handle the requests that move pages,
@@ -9,6 +13,7 @@ It ends when the client hangs up, stalls or breaks the protocol, or when the con
 
 import abc
 import contextlib
+import enum
 import errno
 import logging
 import os
@@ -26,6 +31,7 @@ from google.protobuf.message import DecodeError
 import kvstore.tracing as tracing
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unauthenticated
+from kvstore.messages import delimited
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.security.identities import Principal
 from kvstore.tracing import Trace, unpacked
@@ -132,9 +138,23 @@ def allow_descriptors(count: int) -> None:
 
 SAY_LAST_S = 0.1
 HELLO_NBYTES_MAX = 4 << 10
+HEADER_AHEAD_NBYTES = 4 << 10  # of a request that the loop serves
 GATEWAYS_OPS = ("admit", "on_behalf")
+# Requests that never wait, of at most a few thousand bytes: a connection with so many in a row is
+# likely to send more of them.
+SMALL_OPS = ("lookup", "stat")
+SMALL_RUN = 8
+_REPLIES = {field.name: field.number for field in pb.BulkReply.DESCRIPTOR.fields}
 Request = tuple[str, Any]
 Transfer = Callable[[Session, Any], None]
+
+
+class Ready(enum.Enum):
+    """What became of a connection whose socket was ready."""
+
+    SERVED = enum.auto()
+    NEEDS_THREAD = enum.auto()
+    ENDED = enum.auto()
 
 
 class Door(Protocol):
@@ -184,6 +204,9 @@ class Connection(abc.ABC):
         self._request_nbytes = 0  # taken from the budget for large requests
         # peer whose budget it was; the caller may have another one by the time it is returned
         self._request_peer = ""
+        self._session: Session | None = None
+        self._in_loop = False  # the request loop serves it now: no call may wait
+        self._unsent = b""  # of a reply: what the loop could not send without a wait
         sock.admit = self._admit
 
     # ---- differences between transports --------------------------------------------------------
@@ -191,6 +214,11 @@ class Connection(abc.ABC):
     @abc.abstractmethod
     def transfer(self, op: str) -> Transfer | None:
         """Return the handler of an operation that moves pages; None for other operations."""
+
+    @property
+    def may_loop(self) -> bool:
+        """Return whether the request loop may serve it."""
+        return False
 
     def greet(self) -> tuple[bytes, int]:
         """Receive the first frame, within the armed time."""
@@ -265,36 +293,92 @@ class Connection(abc.ABC):
 
     # ---- the loop ------------------------------------------------------------------------
 
-    def serve(self, server: Door) -> None:
-        """Serve until the client closes (ConnectionError), stalls (TimeoutError) or errs."""
+    def serve(self, server: Door) -> bool:
+        """Greet the client and serve it; see `proceed`."""
         with self.refusing():
             self.socket.arm(REQUEST_S_MAX)
             first = self.parse(*self.greet())
             self._identify(server, *first)
-        session = self.service.sessions.open(self.caller, self.maps_arena)
-        request: Request | None = first
+        self._session = self.service.sessions.open(self.caller, self.maps_arena)
+        return self.proceed(server, first)
+
+    def proceed(self, server: Door, request: Request | None = None) -> bool:
+        """Serve from this request on, or from the next one; return whether the loop goes on.
+
+        Otherwise the session has ended, because the client has closed (ConnectionError), stalled
+        (TimeoutError) or erred, the connection was evicted, or the server stops.
+        """
+        assert self._session is not None
+        session, loop_goes_on, small_run = self._session, False, 0
         try:
+            if self._unsent:
+                self.socket.arm(self.stall_s)
+                unsent, self._unsent = self._unsent, b""
+                self.socket.send(unsent)
+                if not server.done(self):
+                    return False
             while True:
                 request = request or self._wait_request()
                 if request is None:
                     if self.abandoned():
-                        return
+                        return False
                     continue
                 if not server.begin(self):
-                    return
+                    return False
+                small_run = small_run + 1 if is_small(*request) else 0
                 if request[0] != "follow":
                     self.serve_request(session, *request)
                 elif not self._serve_follow(server, session, request[1]):
-                    return
+                    return False
                 request = None
-                if not self.unfinished(session) and not server.done(self):
-                    return
+                if self.unfinished(session):
+                    continue
+                if not server.done(self):
+                    return False
+                if small_run >= SMALL_RUN and self.may_loop and not self.socket.has_early:
+                    loop_goes_on = True
+                    return True
         finally:
-            server.done(self)
-            if self.place is not None:
-                # the slot stays taken while the session is cleaned up
-                self.place.busy()
-            self.end(session)
+            if not loop_goes_on:
+                self.finish(server)
+
+    def serve_ready(self, server: Door) -> "Ready":
+        """Serve the small requests that have arrived, without a wait: for the request loop."""
+        while True:
+            header = self.socket.peek_frame(HEADER_AHEAD_NBYTES)
+            if header is None:
+                return Ready.NEEDS_THREAD
+            if not header:
+                return Ready.ENDED
+            try:
+                op, request = self.parse(header, 0)
+            except KVStoreError:  # a thread finds it again and reports it
+                return Ready.NEEDS_THREAD
+            if not is_small(op, request):
+                return Ready.NEEDS_THREAD
+            if not server.begin(self):
+                return Ready.ENDED
+            self.socket.take_frame(len(header))
+            self._in_loop = True
+            try:
+                self.serve_request(self._session, op, request)
+            finally:
+                self._in_loop = False
+            if self._unsent:
+                return Ready.NEEDS_THREAD
+            if not server.done(self):
+                return Ready.ENDED
+            if not self.socket.has_early:
+                return Ready.SERVED
+
+    def finish(self, server: Door) -> None:
+        """End the session."""
+        server.done(self)
+        if self.place is not None:
+            # the slot stays taken while the session is cleaned up
+            self.place.busy()
+        if self._session is not None:
+            self.end(self._session)
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
@@ -380,8 +464,8 @@ class Connection(abc.ABC):
         return True
 
     def _answer(self, op: str, request: Any) -> Any:
-        # Few, and they may wait, for the disk or for nodes
-        if op in LONG_CALLS or (op == "lookup" and request.near):
+        # Few, and they may wait, for the disk or for nodes; the loop has one call at a time
+        if self._in_loop or op in LONG_CALLS or (op == "lookup" and request.near):
             return self.service.call(op, request, self.caller)
         turns, peer = self.service.peer_queue, self.peer
         waited_ns = turns.begin(peer)
@@ -431,8 +515,12 @@ class Connection(abc.ABC):
 
     def send(self, op: str, reply: Any) -> None:
         """Send a reply."""
+        header = delimited(_REPLIES[op], reply.SerializeToString())  # copied once less
+        if self._in_loop:
+            self._unsent += self.socket.send_now(self.socket.begun(header, 0))
+            return
         self.socket.arm(self.stall_s)
-        self.socket.send_frame(pb.BulkReply(**{op: reply}).SerializeToString())
+        self.socket.send_frame(header)
 
     def send_error(self, error: KVStoreError, last: bool = False) -> None:
         """Send an error.
@@ -448,6 +536,11 @@ class Connection(abc.ABC):
             self.socket.send_frame(
                 pb.BulkReply(error=message_of(error, last=True)).SerializeToString()
             )
+
+
+def is_small(op: str, request: Any) -> bool:
+    """Return whether a request never waits and takes microseconds."""
+    return op in SMALL_OPS and not (op == "lookup" and request.near)
 
 
 def ready(fd: int | socket.socket, events: int) -> bool:

@@ -152,7 +152,7 @@ class GatewayConnection(BulkConnection):
         self._identities = self._access.identities  # those in force when the caller was set
         self._told: pb.OnBehalfRequest | None = None
 
-    def serve(self, server: Any) -> None:
+    def serve(self, server: Any) -> bool:
         """Serve requests until the gateway closes.
 
         Each transfer has a session of its own.
@@ -160,14 +160,15 @@ class GatewayConnection(BulkConnection):
         try:
             while request := self._next():
                 if not server.begin(self):
-                    return
+                    break
                 self.serve_request(None, *request)
                 if not server.done(self):
-                    return
+                    break
         except ConnectionResetError:
             pass  # the normal end, when the gateway does not need it or a caller has left
         finally:
             server.done(self)
+        return False
 
     def _next(self) -> Request:
         """Return the next request; apply `on_behalf` frames on the way."""

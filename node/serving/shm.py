@@ -186,6 +186,11 @@ class ShmConnection(Connection):
             raise ProtocolError("the first frame must bring a pidfd of the process that connects")
         return header, payload_nbytes
 
+    @property
+    def may_loop(self) -> bool:
+        """Return whether the request loop may serve it."""
+        return True
+
     def refusal(self, principal: Principal) -> str:
         """Return why a principal may not map the arena."""
         return self.service.authorizer.access.why_no_arena(principal)
