@@ -3,8 +3,11 @@
 Every behaviour of a connection must be the same as on a thread of its own.
 """
 
+import contextlib
+import random
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,18 +16,24 @@ from local_nodes import Connect, ConnectRaw, Raw, StartNode
 from waiting import wait_until
 
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.transports.frames import pack_fixed
+from kvstore.transports.frames import FrameSocket, pack_fixed
 from node.server import Node
 from node.serving import connection as connections
-from node.serving.connection import SMALL_RUN, Ready
+from node.serving.bulk import BulkConnection
+from node.serving.connection import SMALL_RUN, Ready, caller_at
 from node.serving.request_loop import REQUESTS_MAX, RequestLoop
 
 NAME = "bulk-127.0.0.1:"
 
 
+def port_of(raw: Raw) -> int:
+    port: int = raw.sock.getsockname()[1]
+    return port
+
+
 def has_thread(raw: Raw) -> bool:
     """Return whether a thread of its own serves this connection."""
-    name = f"{NAME}{raw.sock.getsockname()[1]}"
+    name = f"{NAME}{port_of(raw)}"
     return any(thread.name == name for thread in threading.enumerate())
 
 
@@ -96,33 +105,44 @@ def test_pipelined_requests_are_all_answered(node: Node, raw: ConnectRaw, stored
         assert made.reply()[0].lookup.present == [True]
 
 
-def test_client_that_reads_no_replies_stops_no_other(
-    node: Node, raw: ConnectRaw, stored: Pages
-) -> None:
-    """What the loop can not send without a wait is sent by a thread; no byte is lost."""
-    keys = [1] * 100
-    data = pb.BulkRequest(**lookup(stored, *keys)).SerializeToString()
-    frame = pack_fixed(len(data), 0) + data
-    deaf, other = in_loop(raw, node, stored), in_loop(raw, node, stored)
-    sent, sock = 0, deaf.sock
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+def test_loop_never_waits_for_a_client_that_reads_no_replies(node: Node, stored: Pages) -> None:
+    """A thread sends what the loop can not send without a wait; no byte is lost."""
+    ours, sock = socket.socketpair()
+    deaf = BulkConnection(
+        FrameSocket(ours), "deaf", caller_at(ours, "deaf", "bulk"), node.service, 30.0
+    )
+    client = FrameSocket(sock)
+    client.arm(60.0)
+    small = pb.BulkRequest(**lookup(stored)).SerializeToString()
+    large = pb.BulkRequest(**lookup(stored, *[1] * 100)).SerializeToString()
+    with ThreadPoolExecutor(1) as thread, contextlib.closing(deaf), contextlib.closing(sock):
+        client.send_frame(pb.BulkRequest(hello=pb.HelloRequest()).SerializeToString())
+        for _ in range(SMALL_RUN):
+            client.send_frame(small)
+        assert deaf.serve(node.bulk)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        sent, what = SMALL_RUN, Ready.SERVED
+        while what is Ready.SERVED:
+            client.send_frame(large)
+            sent, what = sent + 1, deaf.serve_ready(node.bulk)
+        assert what is Ready.NEEDS_THREAD
+        served = thread.submit(deaf.proceed, node.bulk)
+        replies = [client.recv_frame(1 << 22)[0] for _ in range(1 + sent)]
+        found = [pb.BulkReply.FromString(reply).lookup.present for reply in replies[1:]]
+        assert found == [[True]] * SMALL_RUN + [[True] * 100] * (sent - SMALL_RUN)
+        client.shutdown()
+        with pytest.raises(ConnectionError):
+            served.result(60.0)
 
-    def full() -> bool:
-        nonlocal sent
-        try:
-            while sent < len(frame) * 100_000:
-                place = sent % len(frame)
-                sent += sock.send(frame[place:] + frame * 20, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            pass
-        return has_thread(deaf)
 
-    wait_until(full)
-    assert other.ask(**lookup(stored)).lookup.present == [True]
-    answered = 0
-    while answered < sent // len(frame):
-        assert deaf.reply()[0].lookup.present == [True] * 100
-        answered += 1
+def test_send_now_returns_what_would_wait() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        data = random.randbytes(4 << 20)
+        rest = FrameSocket(ours).send_now(data)
+        assert 0 < len(rest) < len(data)
+        got = theirs.recv(len(data) - len(rest), socket.MSG_WAITALL)
+        assert got + rest == data
 
 
 @pytest.mark.parametrize(
@@ -213,6 +233,28 @@ def test_stopped_server_closes_connections_of_the_loop(
     assert node.bulk.count == 0
     loop: Any = node.bulk._loop
     wait_until(lambda: loop._wakeup < 0)  # its thread has ended and closed its descriptors
+
+
+def test_request_that_runs_at_a_stop_is_answered(
+    start_node: StartNode,
+    raw: ConnectRaw,
+    connect: Connect,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = start_node()
+    with connect(node) as client:
+        pages.put(client, pages.keys(1))
+    made, look_up = in_loop(raw, node, pages), node.tier.lookup
+
+    def stopping(*arguments: Any) -> list[bool]:
+        node.bulk._stopping = True
+        return look_up(*arguments)
+
+    monkeypatch.setattr(node.tier, "lookup", stopping)
+    assert made.ask(**lookup(pages)).lookup.present == [True]
+    with pytest.raises(ConnectionError):
+        made.reply()
 
 
 def test_stopped_loop_takes_no_connection(
