@@ -5,6 +5,7 @@ import os
 import struct
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 from google.protobuf.message import DecodeError
 from inside import PAGE_NBYTES, Inside, commit, gets, puts, unary
@@ -16,7 +17,9 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import FIXED_NBYTES, FrameSocket, pack_fixed, unpack_fixed
 from kvstore.transports.unix_sockets import DescriptorSocket
 from node.auth.access import Caller
+from node.serving import connection as connections
 from node.serving.bulk import BulkConnection
+from node.serving.connection import Ready
 from node.serving.limits import REQUEST_NBYTES_FREE, inside
 from node.serving.shm import ShmConnection
 
@@ -92,12 +95,28 @@ def _socket(scripted: ScriptedSocket) -> Any:
 
 
 def serve(connection: Any, server: Any) -> None:
+    """Serve a connection to its end, small requests as the request loop does."""
     try:
         # The script has ended; a protocol error would be ConnectionAbortedError
-        with contextlib.suppress(ConnectionResetError):
-            connection.serve(server)
+        with contextlib.suppress(ConnectionResetError), patch.object(connections, "SMALL_RUN", 1):
+            loop_goes_on = connection.serve(server)
+            while loop_goes_on:
+                what = _served(connection, server)
+                loop_goes_on = what is Ready.SERVED or (
+                    what is Ready.NEEDS_THREAD and connection.proceed(server)
+                )
     finally:
         connection.close()
+
+
+def _served(connection: Any, server: Any) -> Ready:
+    what = Ready.ENDED
+    try:
+        what = connection.serve_ready(server)
+    finally:
+        if what is Ready.ENDED:
+            connection.finish(server)
+    return what
 
 
 # ---- shared memory ---------------------------------------------------------------------------
