@@ -12,7 +12,6 @@ import torch
 import vllm
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -29,12 +28,6 @@ from kvstore.errors import ConfigError
 
 # Whether the tier takes recurrent states: those of this vLLM were tested.
 STATES_SERVED = [int(n) for n in re.findall(r"\d+", vllm.__version__)[:2]] >= [0, 33]
-# KV cache kinds that were tested with the tier in vLLM's own scheduler. Exact classes: a subclass
-# is another kind.
-TIER_SPECS = (
-    *(FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec),
-    *([MambaSpec] * STATES_SERVED),
-)
 
 
 def block_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
@@ -153,7 +146,7 @@ def with_groups(kv_cache_config: Any, numbers: Sequence[int]) -> Any:
 
 
 def check_tier_groups(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ConfigError for a model with a cache group that the tier was not tested with.
+    """Raise ConfigError for a model with a cache group that the tier does not take.
 
     A recurrent state (Mamba, linear attention) sums up all earlier tokens. A state of another
     prefix length makes all later tokens wrong, and no checksum detects it.
@@ -164,8 +157,9 @@ def check_tier_groups(vllm_config: Any, kv_cache_config: Any) -> None:
             "of type KVStoreTier from secondary_tiers"
         )
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
-        specs = layer_specs(group.kv_cache_spec)
-        reason = next(filter(None, (_not_for_tier(vllm_config, layer) for layer in specs)), "")
+        specs, on_host = layer_specs(group.kv_cache_spec), getattr(group, "host_resident", False)
+        reasons = (_not_for_tier(vllm_config, spec, on_host) for spec in specs)
+        reason = next(filter(None, reasons), "")
         if len({_reach(layer) for layer in specs}) > 1:  # vLLM takes the first layer's for all
             reason = "has layers of several kinds"
         if reason:
@@ -176,22 +170,15 @@ def check_tier_groups(vllm_config: Any, kv_cache_config: Any) -> None:
             )
 
 
-def _not_for_tier(vllm_config: Any, spec: Any) -> str:
+def _not_for_tier(vllm_config: Any, spec: Any, on_host: bool) -> str:
     """Return why the tier cannot take a layer's cache; empty if it can."""
     name = type(spec).__name__
     if isinstance(spec, MambaSpec) and not STATES_SERVED:
         return f"is a {name}, a recurrent state, which needs vLLM 0.33 or newer"
-    if type(spec) not in TIER_SPECS or getattr(spec, "non_causal", False):
-        tested = ", ".join(kind.__name__ for kind in TIER_SPECS)
-        kind = "non-causal " * getattr(spec, "non_causal", False) + name
-        return f"is a {kind}, and the tier was tested with causal groups of {tested} only"
+    if refused := refusal(spec, on_host, route="tier"):
+        return f"is a {refused}"
     if not isinstance(spec, MambaSpec):
         return ""
-    if spec.mamba_cache_mode != "align":
-        return (
-            f"is a {name} with mamba_cache_mode {spec.mamba_cache_mode!r}, which keeps no state "
-            "at block boundaries (--mamba-cache-mode align)"
-        )
     if spec.num_speculative_blocks:
         return f"is a {name}, and the tier was not tested with recurrent state of drafted tokens"
     if option := _completing_option(vllm_config):

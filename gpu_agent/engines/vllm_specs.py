@@ -34,7 +34,9 @@ SPECS = {
     "CircularBufferSpec": Verdict(LIMITS, REFUSED, "a ring that is empty at the end of a hit"),
     "MambaSpec, align": Verdict(STORED, STORED),
     "MambaSpec, none": Verdict(REFUSED, REFUSED, "no prefix caching, so no states to store"),
-    "MambaSpec, all": Verdict(REFUSED, REFUSED, "states that vLLM does not offer one by one"),
+    "MambaSpec, all": Verdict(
+        REFUSED, REFUSED, "states that vLLM does not offer one by one: set align"
+    ),
     "RSWASpec": Verdict(REFUSED, REFUSED, "KV that depends on where the prompt ended"),
     "SinkFullAttentionSpec": Verdict(REFUSED, REFUSED, "sinks, which no model of vLLM 0.33 has"),
     "HiddenStateCacheSpec": Verdict(REFUSED, REFUSED, "states of layers that no namespace names"),
@@ -72,7 +74,10 @@ def kind_of(spec: Any, host_resident: bool = False) -> str:
     return kind if kind in SPECS else "any other"
 
 
-def refusal(spec: Any, host_resident: bool = False) -> str:
-    """Return why the connector refuses the spec of a layer; empty if it does not."""
+def refusal(spec: Any, host_resident: bool = False, route: str = "connector") -> str:
+    """Return why a route refuses the spec of a layer; empty if it does not.
+
+    `route`: "connector" or "tier", a field of `Verdict`.
+    """
     verdict = SPECS[kind_of(spec, host_resident)]
-    return f"{type(spec).__name__} ({verdict.reason})" if verdict.connector == REFUSED else ""
+    return f"{type(spec).__name__} ({verdict.reason})" if getattr(verdict, route) == REFUSED else ""

@@ -113,7 +113,7 @@ def test_connector_treats_a_class_as_the_table_says(kind: str) -> None:
     assert block_groups(config(), wrapped) == found
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SPECS if not kind.endswith("host memory")])
+@pytest.mark.parametrize("kind", SPECS)
 def test_tier_treats_a_class_as_the_table_says(kind: str) -> None:
     if SPECS[kind].tier == REFUSED:
         with pytest.raises(ConfigError, match=type(made(kind)).__name__):

@@ -20,10 +20,10 @@ with warnings.catch_warnings():
 
     from gpu_agent.engines.vllm_identity import (
         STATES_SERVED,
-        TIER_SPECS,
         check_tier_groups,
         tier_state_facts,
     )
+    from gpu_agent.engines.vllm_specs import SPECS, STORED
 
 pytestmark = pytest.mark.filterwarnings("default")
 SHAPE = {"block_size": BLOCK_TOKENS, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
@@ -71,10 +71,11 @@ def refused_kinds() -> Iterator[Any]:
         "HiSparseResidentSpec": {"block_size": 16, "page_size": 8192},
     }.items():
         if kind := getattr(specs, name, None):
-            yield pytest.param(kind(**fields), f"is a {name}, and the tier was tested", id=name)
-    yield pytest.param(FutureSpec(**SHAPE), "is a FutureSpec, and the tier", id="unknown")
+            yield pytest.param(kind(**fields), rf"is a {name} \({SPECS[name].reason}", id=name)
+    unknown = rf"is a FutureSpec \({SPECS['any other'].reason}\)"
+    yield pytest.param(FutureSpec(**SHAPE), unknown, id="unknown")
     future = together(FULL, FutureSpec(**SHAPE))
-    yield pytest.param(future, "is a FutureSpec, and the tier", id="unknown beside a known one")
+    yield pytest.param(future, unknown, id="unknown beside a known one")
     mixed = together(FULL, specs.SlidingWindowSpec(**window))
     yield pytest.param(mixed, "has layers of several kinds", id="several kinds")
     if not STATES_SERVED:
@@ -82,7 +83,7 @@ def refused_kinds() -> Iterator[Any]:
         yield pytest.param(together(STATE), "needs vLLM 0.33 or newer", id="states")
         return
     other = replace(STATE, mamba_cache_mode="none")
-    yield pytest.param(other, "mamba_cache_mode 'none'", id="states between boundaries")
+    yield pytest.param(other, "no prefix caching", id="states between boundaries")
     drafted = replace(STATE, num_speculative_blocks=2)
     yield pytest.param(drafted, "state of drafted tokens", id="states of drafts")
     yield pytest.param(together(FULL, STATE), "has layers of several kinds", id="state and KV")
@@ -165,4 +166,5 @@ def test_accepted_kind_is_restored(tmp_path: Path, node: NodeProcess, kind: str)
 
 def test_all_accepted_kinds_are_tested() -> None:
     """Recurrent states have tests of their own (test_tier_hybrids.py)."""
-    assert {type(kind) for kind in KINDS.values()} == set(TIER_SPECS) - {specs.MambaSpec}
+    accepted = {kind for kind, verdict in SPECS.items() if verdict.tier == STORED}
+    assert {type(kind).__name__ for kind in KINDS.values()} == accepted - {"MambaSpec, align"}
