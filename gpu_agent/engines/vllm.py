@@ -94,7 +94,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._caches = with_groups(kv_cache_config, self._numbers)
         if role is KVConnectorRole.SCHEDULER:
             self._warn(groups)
-        self._told_at = 0.0
+        self._stats_at = 0.0
         self._computes = True
         # Scheduler
         self._pool: Any = None
@@ -158,35 +158,44 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         tp_rank = get_tp_group().rank_in_group
         ranks = {"tp": tp_rank, "pp": get_pp_group().rank_in_group, "cp": prefill_context_rank()}
         self._rank_id = tuple(ranks.values())
-        copies, from_hub = replicas(self._config, self._caches), not envs.VLLM_USE_MODELSCOPE
+        copies = replicas(self._config, self._caches)
         options = self._options
         shards = group_shards(
-            *(self._config, self._caches, kv_caches, group_pools(self._caches, kv_caches)),
+            self._config,
+            self._caches,
+            kv_caches,
+            group_pools(self._caches, kv_caches),
             rank_axes(self._config.parallel_config, ranks, copies),
             shard_options(options.own),
         )
         self._namespaces = namespaces(
-            *(self._config, self._caches, options.identity, shards),
-            *(get_none_hash_seed(), from_hub),
+            self._config,
+            self._caches,
+            options.identity,
+            shards,
+            seed=get_none_hash_seed(),
+            from_hub=not envs.VLLM_USE_MODELSCOPE,
         )
-        groups = [
-            [
-                GroupPool(namespace, shard.pool)
-                for namespace, shard in zip(names, parts, strict=True)
-            ]
-            for names, parts in zip(self._namespaces, shards, strict=True)
+        pools = [
+            GroupPool(namespace, shard.pool)
+            for group, parts in zip(self._namespaces, shards, strict=True)
+            for namespace, shard in zip(group, parts, strict=True)
         ]
-        home = agent_backend_for(
-            list(itertools.chain(*groups)),
-            *(options.client, options.agent, options.own.get("agents", "auto")),
+        backend = agent_backend_for(
+            pools, options.client, options.agent, options.own.get("agents", "auto")
         )
-        self._rank = BlockRank(home, tp_rank % copies == 0, list(map(len, groups)))
+        # Of ranks with the same KV only the first one stores
+        self._rank = BlockRank(backend, tp_rank % copies == 0, list(map(len, shards)))
         for namespace in itertools.chain(*self._namespaces):
             logger.info(
                 "kvstore: shard %d of %d of the heads, %d of %d of the layers: %d bytes per page, "
                 "%s",
-                *(namespace.tp_rank, namespace.tp_size, namespace.pp_rank, namespace.pp_size),
-                *(namespace.layout.page_nbytes, namespace.salt),
+                namespace.tp_rank,
+                namespace.tp_size,
+                namespace.pp_rank,
+                namespace.pp_size,
+                namespace.layout.page_nbytes,
+                namespace.salt,
             )
 
     def unregister_kv_caches(self) -> None:
@@ -207,10 +216,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Take the scheduler's orders for a step."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Orders)
-        self._computes, self._knows_ranks = (
-            connector_metadata.computes,
-            connector_metadata.knows_ranks,
-        )
+        self._computes = connector_metadata.computes
+        self._knows_ranks = connector_metadata.knows_ranks
         if self._rank:
             self._rank.begin(connector_metadata.orders)
 
@@ -290,33 +297,42 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._groups and len(ours) == ranks:
             self._open(ours)
         elif self._groups and self._scheduler is None:
-            told = (
+            logger.warning(
                 "kvstore: the handshake named %d of %d ranks; nothing is saved or loaded before "
-                "all have reported"
+                "all have reported",
+                len(ours),
+                ranks,
             )
-            logger.warning(told, len(ours), ranks)
             self._held, self._others.beside = RankNamespaces(ranks), True
             # Its process takes seconds to start, and no step may wait for it
-            self._lookups = self._lookups or self._made_lookups()
+            self._lookups = self._lookups or self._make_lookups()
 
     def _open(self, held: list[Held]) -> None:
         """Begin to use the store: all ranks have reported."""
         shards, early, self._held = shards_of(held), self._held, None
         if self._pool is None or not any(shards):
-            lacks = (
+            reason = (
                 "there is no block pool" if self._pool is None else "no rank has pages of its own"
             )
-            logger.warning("kvstore: %s; nothing is saved or loaded", lacks)
+            logger.warning("kvstore: %s; nothing is saved or loaded", reason)
             return
         ranks = self._config.parallel_config.world_size
         options = self._options
         blocks_max = max(1, self._caches.num_blocks // PINNED_SHARE)
         order_blocks = max(1, min(ORDER_NBYTES // block_nbytes_of(held), blocks_max // 2))
         plan = SavePlan(
-            *(ranks, blocks_max, order_blocks, self._pin, self._unpin, HOLD_S, self._scarce),
-            *(self._cached, self._caches.num_blocks, self._spare),
+            ranks,
+            blocks_max,
+            order_blocks,
+            self._pin,
+            self._unpin,
+            hold_s=HOLD_S,
+            scarce=self._scarce,
+            cached=self._cached,
+            late_max=self._caches.num_blocks,
+            spare=self._spare,
         )
-        self._lookups = self._lookups or self._made_lookups()
+        self._lookups = self._lookups or self._make_lookups()
         step_tokens, self._hash_tokens = block_sizes(self._config, self._all_caches)
         self._scheduler = BlockScheduler(
             self._groups,
@@ -325,27 +341,23 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             step_tokens,
             self._lookups,
             plan,
-            options.own["min_tokens"],
-            None if options.own.get("slow_hits") == "take" else LoadCostModel(),
-            whole_hits(self._all_caches),
+            min_tokens=options.own["min_tokens"],
+            cost_model=None if options.own.get("slow_hits") == "take" else LoadCostModel(),
+            whole_hits=whole_hits(self._all_caches),
         )
-        logger.info(
-            "kvstore: store at %s, %d ranks, %d cache groups",
-            options.client.address,
-            ranks,
-            len(shards),
-        )
+        address = options.client.address
+        logger.info("kvstore: store at %s, %d ranks, %d cache groups", address, ranks, len(shards))
         if self._others.failed:
             self._stop_saving()
         for request in early.requests.values() if early else ():
             self._scheduler.ask(request)
 
-    def _made_lookups(self) -> Lookups:
+    def _make_lookups(self) -> Lookups:
         options = self._options
-        asker = lookup_backend_for(
+        backend = lookup_backend_for(
             options.client, current_platform.is_cuda_alike(), options.own.get("agents", "auto")
         )
-        return Lookups(asker, options.agent.lookup_timeout_s)
+        return Lookups(backend, options.agent.lookup_timeout_s)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
@@ -360,6 +372,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool.free_blocks([self._pool.blocks[block] for block in blocks])
 
     def _spare(self) -> int:
+        """Return how many free blocks may be pinned for saves of ended requests."""
         return int(self._pool.get_num_free_blocks() - self._caches.num_blocks // SCARCE_SHARE)
 
     def _scarce(self) -> bool:
@@ -506,9 +519,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         busy = any(part.busy for part in (self._rank, self._scheduler) if part)
         # A step that computes nothing may be the last one: unreported counters wait for the next
         # request.
-        if busy and self._computes and now < self._told_at + STATS_S:
+        if busy and self._computes and now < self._stats_at + STATS_S:
             return None
-        self._told_at = now
+        self._stats_at = now
         data: dict[str, float] = {}
         for part in counting:
             for name, count in vars(part.take_counts()).items():
