@@ -1,6 +1,10 @@
-"""Read from vLLM's cache groups which blocks a request needs.
+"""Translate vLLM's cache groups for connector and tier.
 
-Names of the KV are in `gpu_agent/identity/vllm.py`.
+    block_groups, check_tier_groups   which groups are stored, or why the model is refused
+    whole_hits, block_sizes           where a hit may end
+    replicas, group_pools             which ranks have the same KV, and its tensors
+
+The names of the KV are made in `gpu_agent/identity/vllm.py`.
 """
 
 import re
@@ -49,14 +53,14 @@ def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup | No
         specs, on_host = layer_specs(group.kv_cache_spec), getattr(group, "host_resident", False)
         if refused := sorted({refusal(spec, on_host) for spec in specs} - {""}):
             return f"a group of {', '.join(refused)}"
-        kinds = {_kind(spec, dcp) for spec in specs}
-        if len(kinds) != 1:
+        layers = {_block_group(spec, dcp) for spec in specs}
+        if len(layers) != 1:  # they would need different blocks of one table
             return f"a group of several of {', '.join(sorted({type(s).__name__ for s in specs}))}"
-        found += kinds
+        found.append(layers.pop())
     return found if any(found) else "no KV cache"
 
 
-def _kind(spec: Any, dcp: int) -> BlockGroup | None:
+def _block_group(spec: Any, dcp: int) -> BlockGroup | None:
     """Return the group of a spec that is not refused; None if a hit needs no page of it."""
     kind = kind_of(spec)
     if SPECS[kind].connector == LIMITS:
@@ -75,15 +79,18 @@ def _kind(spec: Any, dcp: int) -> BlockGroup | None:
 
 def _states_not_offered(vllm_config: Any, kv_cache_config: Any) -> str:
     """Return why vLLM's recurrent states cannot be stored; empty if they can, or there are none."""
-    groups = kv_cache_config.kv_cache_groups
-    specs = [spec for group in groups for spec in layer_specs(group.kv_cache_spec)]
-    if not any(isinstance(spec, MambaSpec) for spec in specs):
+    if not any(isinstance(spec, MambaSpec) for spec in _all_layer_specs(kv_cache_config)):
         return ""
     if not offers_states():
         return "recurrent states (MambaSpec), which this vLLM does not offer to connectors"
     if option := _completing_option(vllm_config):
         return f"recurrent states (MambaSpec) that are completed from other memory ({option})"
     return _wrongly_offered(vllm_config, kv_cache_config)
+
+
+def _all_layer_specs(kv_cache_config: Any) -> list[Any]:
+    groups = kv_cache_config.kv_cache_groups
+    return [spec for group in groups for spec in layer_specs(group.kv_cache_spec)]
 
 
 def _completing_option(vllm_config: Any) -> str:
@@ -101,8 +108,7 @@ def _wrongly_offered(vllm_config: Any, kv_cache_config: Any) -> str:
     """
     exporting = [
         spec.block_size
-        for group in kv_cache_config.kv_cache_groups
-        for spec in layer_specs(group.kv_cache_spec)
+        for spec in _all_layer_specs(kv_cache_config)
         if getattr(spec, "num_prefill_checkpoint_blocks", 0)
     ]
     if exporting and block_sizes(vllm_config, kv_cache_config)[1] < max(exporting):
@@ -126,16 +132,11 @@ def whole_hits(kv_cache_config: Any) -> bool:
 
     Not where it would write into a state, a ring or a compressed cell that has the token already.
     """
-    specs = [
-        spec
-        for group in kv_cache_config.kv_cache_groups
-        for spec in layer_specs(group.kv_cache_spec)
-    ]
     return all(
         SPECS[kind_of(spec)].connector != LIMITS
         and not isinstance(spec, MambaSpec)
         and getattr(spec, "tokens_per_state", 1) <= 1
-        for spec in specs
+        for spec in _all_layer_specs(kv_cache_config)
     )
 
 
