@@ -88,9 +88,8 @@ def group_shards(
             for names, pool in zip(groups, pools, strict=True)
         ]
     layers = _layer_shards(vllm_config, wanted.layers, axes)
-    whole_nbytes = axes["tp_size"] * axes["pp_size"] // layers[0].total
     return [
-        list(_cut(names, pool, kv_caches, axes, layers, wanted.heads, whole_nbytes)) if pool else []
+        list(_cut(names, pool, kv_caches, axes, layers, wanted.heads)) if pool else []
         for names, pool in zip(groups, pools, strict=True)
     ]
 
@@ -102,15 +101,11 @@ def _cut(
     axes: Mapping[str, int],
     layers: Sequence[Shard],
     wanted_heads: int | None,
-    whole_nbytes: int,
 ) -> Iterator[GroupShard]:
-    """Yield the shards of a group: `whole_nbytes` bytes of a block for each of the rank's."""
+    """Yield this rank's shards of a group; `pool` is the rank's whole group."""
     here = [name for name in names if name in kv_caches]
     heads = min(kv_caches[name].shape[1] for name in here)
-    ranks = axes["tp_size"]
-    count = head_shards(wanted_heads, heads * ranks, ranks, pool.layout.page_nbytes * whole_nbytes)
-    by_heads = shards_of_rank(count, axes["tp_rank"], ranks, heads)
-    blocks = pool.spaces["block"].slots
+    ranks, blocks = axes["tp_size"], pool.spaces["block"].slots
     outside = [name for name in here if not any(_number(name) in _range(part) for part in layers)]
     if len(layers) > 1 and outside:
         raise ConfigError(
@@ -118,11 +113,19 @@ def _cut(
             f"{layers[-1].end - 1} that this pipeline rank should have; leave the option out"
         )
     for layer in layers:
-        some = [name for name in here if len(layers) == 1 or _number(name) in _range(layer)]
-        known = names if len(layers) == 1 else some  # as in names by rank
-        for head in by_heads if some else ():
-            part = pool
-            if len(layers) * len(by_heads) > 1:
+        some, known, whole = here, names, pool  # `known`: as in names by rank
+        if len(layers) > 1:
+            some = known = [name for name in here if _number(name) in _range(layer)]
+            if not some:
+                continue
+            views = {name: kv_caches[name] for name in some}
+            whole = table_pool(views, blocks, pool.layout.page_tokens)
+        # From bytes of all heads of the model, so that engines of all sizes choose one number
+        count = head_shards(wanted_heads, heads * ranks, ranks, whole.layout.page_nbytes * ranks)
+        by_heads = shards_of_rank(count, axes["tp_rank"], ranks, heads)
+        for head in by_heads:
+            part = whole
+            if len(by_heads) > 1:
                 views = {name: kv_caches[name][:, head.first : head.end] for name in some}
                 part = table_pool(views, blocks, pool.layout.page_tokens)
             shard = {

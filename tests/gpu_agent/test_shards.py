@@ -207,6 +207,15 @@ def test_default_is_the_same_on_all_ranks_of_all_sizes() -> None:
         assert len(shards) == 2 // tp
 
 
+def test_default_is_the_same_on_all_ranks_with_one_number_of_layer_shards() -> None:
+    """Also on one rank that has several layer shards: each is as large as that of other ranks."""
+    model = Model(heads=4, cell=PAGE_NBYTES_MIN // (4 * TOKENS * 4 * 2) * 4)  # 2 pages of a half
+    for tp, pp in itertools.product((1, 2), repeat=2):
+        views, config = model.rank(tp, 0, pp, 0), model.config(tp, pp)
+        shards = model.shards(views, config, {"tp": 0, "pp": 0}, ShardOptions(layers=2))
+        assert {(shard.axes["tp_size"], shard.axes["pp_size"]) for shard in shards} == {(2, 2)}
+
+
 @pytest.mark.parametrize(
     ("spec", "changes"),
     [
