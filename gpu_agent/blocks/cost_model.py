@@ -23,6 +23,9 @@ from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.log_rate import LogRate
 from kvstore.transports.channel import PAUSE_PER_COST, CircuitBreaker
 
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
+
 STEPS_MAX = 64  # running steps, at most
 RETAINED = 0.97  # weight of earlier samples at each new one: about the last thirty count
 SAMPLES_MIN = 8  # of both kinds; before that every hit is accepted
@@ -182,11 +185,6 @@ class LoadCostModel:
         return self._slow == 0
 
 
-# Decide which hits are accepted: those worth their load, and none while loads hang.
-
-log = logging.getLogger(__name__)
-log.addFilter(LogRate())
-
 # If lookups are answered but loads are not, each request would wait for one. A load that fails
 # sooner hit a missing page.
 HUNG_S = 1.0
@@ -194,9 +192,9 @@ PAUSE_S_MAX = 60.0
 
 
 class HitPolicy:
-    """Decide which hits are accepted. Not thread-safe.
+    """Decide which hits are accepted: those worth their load, and none while loads hang.
 
-    Without a `cost_model`, a hit is accepted even if computing is faster.
+    Not thread-safe. Without a `cost_model`, a hit is accepted even if computing is faster.
     """
 
     def __init__(self, cost_model: LoadCostModel | None) -> None:

@@ -87,8 +87,8 @@ def longest_prefix(
 ) -> int:
     """Return the longest prefix, in tokens, that is complete once stored blocks are loaded.
 
-    `present[group][block]` is 1 if all ranks have stored the block. The first `local_tokens` are in
-    the engine. The result is a multiple of `step_tokens`, at most `limit_tokens`, and
+    `present[group][block]` is 1 if all shards of the block are stored. The first `local_tokens`
+    are in the engine. The result is a multiple of `step_tokens`, at most `limit_tokens`, and
     `local_tokens` if nothing can be added. A block that one group lacks shortens the prefix for all
     groups.
     """
@@ -241,10 +241,10 @@ class Request:
     ) -> tuple[list[Sequence[int]], int]:
         """Return each group's blocks to save now, `room` at most, and how many more there are.
 
-        Returned blocks count as planned; the others are found again next time. States are none of
-        them.
+        Returned blocks count as planned; the others are found again next time. Recurrent states
+        are not among them: they are saved when the engine offers them.
         """
-        # No drafts, no placeholders
+        # The engine hashes a block when its tokens are final, so drafts are left out
         tokens = min(computed_tokens, len(self.request.block_hashes) * hash_tokens)
         full = [
             0 if group.is_state else min(tokens // group.block_tokens, len(table))

@@ -132,8 +132,7 @@ class BlockScheduler:
             self._uncounted and time.monotonic() < self._read_at + COUNTS_WAIT_S
         )
 
-    # ---- life of a request
-    # ------------------------------------------------------------------------
+    # ---- life of a request -----------------------------------------------------------------
 
     def ask(self, request: EngineRequest) -> None:
         """Begin the lookup of a new request."""

@@ -229,6 +229,11 @@ class _Scheduler:
         self._fields: Any = None
 
     def ensure(self, request: Any, computed: int) -> bool:
+        """Begin to fetch the outputs of a request that needs more than its `computed` tokens.
+
+        Return False to let the request wait: an output that the next step needs is on its way, or
+        the engine can neither load nor compute it.
+        """
         features = request.mm_features
         if not features or _end(features[-1]) <= computed:
             return True
@@ -246,7 +251,7 @@ class _Scheduler:
             if _end(feature) <= computed or identifier in self._cached:
                 continue
             rows = self._rows[identifier] = feature.mm_position.get_num_embeds()
-            soon = start < computed + self._window
+            soon = start < computed + self._window  # the next step may reach it
             if self._loads:
                 self._loads.begin(identifier, rows, feature.modality)
                 if self._loads.find(identifier, rows) or not soon:
@@ -286,6 +291,7 @@ class _Scheduler:
         return any(value.data is not None for name, value in data.items() if name not in metadata)
 
     def has(self, identifier: str) -> bool:
+        """Return whether an output is complete, and pin it until its workers have copied it."""
         rows = self._rows.get(identifier)
         if self._loads is None or rows is None or not self._loads.find(identifier, rows):
             return False
@@ -295,6 +301,7 @@ class _Scheduler:
         return True
 
     def allocated(self, identifier: str) -> None:
+        """Order the load of an output that `has` promised; others are computed."""
         self._cached.add(identifier)
         if identifier not in self._promised or self._loads is None:
             return

@@ -29,7 +29,8 @@ class Handshake(KVConnectorHandshakeMetadata):
 class Orders(KVConnectorMetadata):
     """Orders for one step.
 
-    `computes`: whether requests wait for the step. `knows_ranks`: the scheduler has all namespaces.
+    `computes`: whether the step computes tokens; if not, it may be the last one for a while.
+    `knows_ranks`: the scheduler has all ranks' namespaces, so workers need not report them.
     """
 
     orders: StepOrders

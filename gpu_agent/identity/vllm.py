@@ -26,7 +26,7 @@ GENERATION = "0.29"  # the release since which a layer's cache is [blocks, heads
 # Load formats that read all weights from the model's path. Others (tensorizer, ipc_cache,
 # modelexpress, a plugin's) read them from elsewhere: a file, a process, a service, whose content
 # has no name here.
-_FROM_ITS_PLACE = {
+_FROM_ITS_PATH = {
     *(
         "auto",
         "hf",
@@ -100,10 +100,10 @@ def _moving_angles(model: Any) -> list[str]:
 def weights_of(vllm_config: Any, identity: Identity, from_hub: bool = True) -> Identity:
     """Return `identity` with the weights named. Raises ConfigError.
 
-    `from_hub`: names are the Hugging Face hub's. Raises ConfigError.
+    `from_hub`: names are the Hugging Face hub's.
     """
     model, form = vllm_config.model_config, str(vllm_config.load_config.load_format)
-    if not identity.revision and form not in _FROM_ITS_PLACE:
+    if not identity.revision and form not in _FROM_ITS_PATH:
         raise ConfigError(
             f"vLLM loads weights by {form!r}, from elsewhere than {model.model}, so their "
             "version is unknown; set the option revision (a commit, a date), and another "

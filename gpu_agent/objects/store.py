@@ -37,17 +37,13 @@ from kvstore.layout import PageLayout, opaque_layout
 from kvstore.results import PutOutcome
 from kvstore.tracing import request
 
-# A part's objects move directly between callers' memory and a node, by the client's own calls.
-#
-# A load receives into the caller's view and verifies the checksum there. If it fails, the view's
-# content is undefined, and the object is no hit.
-
 
 class ObjectMover:
-    """Move the objects of a part. Thread-safe.
+    """Move the objects of a part between callers' memory and a node. Thread-safe.
 
     Methods raise KVStoreErrors; otherwise `values` is filled. No view is touched after they return
-    or after the part's deadline.
+    or after the part's deadline. A load verifies the checksum in the caller's view: if it fails,
+    the view's content is undefined, and the object is no hit.
     """
 
     def __init__(self, client: Client) -> None:
@@ -55,7 +51,7 @@ class ObjectMover:
 
     def put(self, part: ObjectPart, values: list[PutOutcome | None]) -> None:
         """Put a part's objects."""
-        # Each once
+        # A call may name an object twice; it is sent once
         views: dict[bytes, memoryview] = dict(zip(part.hashes, part.views, strict=True))
         timeout_s = part.deadline.remaining()
         outcomes = self._client.put(
