@@ -49,11 +49,11 @@ from gpu_agent.engines.vllm_identity import (
     whole_hits,
     with_groups,
 )
-from gpu_agent.engines.vllm_metadata import Handshake, Held, Orders, RankId, WorkerReport
+from gpu_agent.engines.vllm_metadata import Handshake, Orders, RankId, RankNamespaces, WorkerReport
 from gpu_agent.engines.vllm_metrics import KVStorePromMetrics, KVStoreStats
 from gpu_agent.engines.vllm_multi import (
     ForeignLoads,
-    RankNamespaces,
+    NamespaceCollector,
     block_nbytes_of,
     called_by_other_connector,
     register,
@@ -102,13 +102,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._lookups: Lookups | None = None
         self._hash_tokens = 0
         self._scales_unset = scales_in_blocks(kv_cache_config)
-        self._held: RankNamespaces | None = None  # until all ranks have reported
+        self._collector: NamespaceCollector | None = None  # until all ranks have reported
         self._others = ForeignLoads()
         # Worker
         self._rank: BlockRank | None = None
         self._rank_id: RankId = ()
         self._knows_ranks = True
-        self._namespaces: Held = []
+        self._namespaces: RankNamespaces = []
         self._ended = LoadsEnded()
 
     def _warn(self, groups: Any) -> None:
@@ -303,13 +303,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 len(ours),
                 ranks,
             )
-            self._held, self._others.beside = RankNamespaces(ranks), True
+            self._collector, self._others.beside = NamespaceCollector(ranks), True
             # Its process takes seconds to start, and no step may wait for it
             self._lookups = self._lookups or self._make_lookups()
 
-    def _open(self, held: list[Held]) -> None:
+    def _open(self, all_namespaces: list[RankNamespaces]) -> None:
         """Begin to use the store: all ranks have reported."""
-        shards, early, self._held = shards_of(held), self._held, None
+        shards, early, self._collector = shards_of(all_namespaces), self._collector, None
         if self._pool is None or not any(shards):
             reason = (
                 "there is no block pool" if self._pool is None else "no rank has pages of its own"
@@ -319,7 +319,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         ranks = self._config.parallel_config.world_size
         options = self._options
         blocks_max = max(1, self._caches.num_blocks // PINNED_SHARE)
-        order_blocks = max(1, min(ORDER_NBYTES // block_nbytes_of(held), blocks_max // 2))
+        order_blocks = max(1, min(ORDER_NBYTES // block_nbytes_of(all_namespaces), blocks_max // 2))
         plan = SavePlan(
             ranks,
             blocks_max,
@@ -390,8 +390,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin the lookup of a new request."""
         if self._scheduler and self._wanted(request):
             self._scheduler.ask(request)
-        elif self._held and self._wanted(request):
-            self._held.requests[request.request_id] = request
+        elif self._collector and self._wanted(request):
+            self._collector.requests[request.request_id] = request
 
     def _wanted(self, request: Any) -> bool:
         if (request.kv_transfer_params or {}).get("kvstore.skip") or getattr(
@@ -426,9 +426,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         scheduled = scheduler_output.num_scheduled_tokens
         if not self._scheduler:
             self._others.scheduled(0, scheduler_output)
-            if self._held:
-                self._held.count_step()
-            return Orders(StepOrders(0, None, [], []), bool(scheduled), self._held is None)
+            if self._collector:
+                self._collector.count_step()
+            return Orders(StepOrders(0, None, [], []), bool(scheduled), self._collector is None)
         self._scales_unset &= not scheduled  # a load is enqueued behind this step's forward
         self._computes = bool(scheduled)
         state = scheduler_output.kv_connector_block_state
@@ -463,8 +463,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             if failed:  # before the scheduler releases the blocks that the step staged
                 self._stop_saving()
             self._scheduler.ran(report.report)
-        elif self._held and (held := self._held.add(report.held)):
-            self._open(held)
+        elif self._collector and (all_namespaces := self._collector.add(report.namespaces)):
+            self._open(all_namespaces)
 
     def _stop_saving(self) -> None:
         """Stop saving after a failed synchronous load of another connector (`ForeignLoads`)."""
@@ -488,8 +488,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """End a request and return that its blocks may be freed at once."""
         if self._scheduler:
             self._scheduler.finished(request, self._tables(block_ids))
-        elif self._held:
-            self._held.requests.pop(request.request_id, None)
+        elif self._collector:
+            self._collector.requests.pop(request.request_id, None)
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -497,7 +497,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return (
             self._scheduler.busy
             if self._scheduler
-            else self._held is not None and self._held.waiting
+            else self._collector is not None and self._collector.waiting
         )
 
     def reset_cache(self) -> bool | None:

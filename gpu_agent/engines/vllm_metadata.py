@@ -15,14 +15,14 @@ from gpu_agent.blocks.save_plan import Report, StepOrders
 from kvstore.keys import Namespace
 
 RankId = tuple[int, ...]
-Held = list[list[Namespace]]  # of one rank: its shards of each cache group
+RankNamespaces = list[list[Namespace]]  # of one rank: its shards of each cache group
 
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
     """Handshake metadata of one rank, sent before the first step."""
 
-    namespaces: Held
+    namespaces: RankNamespaces
 
 
 @dataclass
@@ -42,15 +42,15 @@ class Orders(KVConnectorMetadata):
 class WorkerReport(KVConnectorWorkerMetadata):
     """Report of one rank, or of several combined.
 
-    `held`: namespaces by rank, until the scheduler has all of them.
+    `namespaces`: by rank, until the scheduler has all of them.
     """
 
     report: Report
-    held: dict[RankId, Held] = field(default_factory=dict)
+    namespaces: dict[RankId, RankNamespaces] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "KVConnectorWorkerMetadata":
         """Add another rank's report."""
         assert isinstance(other, WorkerReport)
         self.report.add(other.report)
-        self.held |= other.held
+        self.namespaces |= other.namespaces
         return self

@@ -3,7 +3,7 @@
 The scheduler needs the namespaces of all ranks. How it gets them:
 
     alone               handshake metadata, before the first request
-    in MultiConnector   worker metadata of all ranks (`RankNamespaces`), after the first step
+    in MultiConnector   worker metadata of all ranks (`NamespaceCollector`), after the first step
 
 `MultiConnector` takes the first handshake metadata that one of its connectors returns and passes it
 to all of them. NIXL raises if it gets ours. So there our connector returns none and ignores that of
@@ -21,7 +21,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from gpu_agent.engines.vllm_metadata import Held, RankId
+from gpu_agent.engines.vllm_metadata import RankId, RankNamespaces
 from kvstore.keys import Namespace
 
 # An idle engine steps so often to collect the ranks' namespaces before its first request. Bounded,
@@ -59,7 +59,7 @@ def register(connector: type[KVConnectorBase_V1]) -> None:
         )
 
 
-class RankNamespaces:
+class NamespaceCollector:
     """The namespaces of an engine's ranks, collected by the scheduler from their reports.
 
     `requests` keeps requests that arrive before all ranks have reported.
@@ -67,19 +67,19 @@ class RankNamespaces:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._held: dict[RankId, Held] = {}
+        self._by_rank: dict[RankId, RankNamespaces] = {}
         self._steps = 0
         self.requests: dict[str, Any] = {}
 
-    def add(self, held: Mapping[RankId, Held]) -> list[Held] | None:
+    def add(self, namespaces: Mapping[RankId, RankNamespaces]) -> list[RankNamespaces] | None:
         """Add reports.
 
         Return the namespaces of all ranks once all have reported, else None.
         """
-        self._held.update(held)
+        self._by_rank.update(namespaces)
         return (
-            [held for _, held in sorted(self._held.items())]
-            if len(self._held) >= self._ranks
+            [namespaces for _, namespaces in sorted(self._by_rank.items())]
+            if len(self._by_rank) >= self._ranks
             else None
         )
 
@@ -126,13 +126,15 @@ class ForeignLoads:
         return failed
 
 
-def shards_of(held: Iterable[Held]) -> list[list[Namespace]]:
+def shards_of(namespaces: Iterable[RankNamespaces]) -> list[list[Namespace]]:
     """Return for each cache group the namespaces of all shards, each once."""
-    return [list(dict.fromkeys(itertools.chain(*group))) for group in zip(*held, strict=True)]
+    return [list(dict.fromkeys(itertools.chain(*group))) for group in zip(*namespaces, strict=True)]
 
 
-def block_nbytes_of(held: Iterable[Held]) -> int:
+def block_nbytes_of(namespaces: Iterable[RankNamespaces]) -> int:
     """Return the most bytes that one block has on one rank, in all its shards."""
     return max(
-        sum(namespace.layout.page_nbytes for namespace in group) for rank in held for group in rank
+        sum(namespace.layout.page_nbytes for namespace in group)
+        for rank in namespaces
+        for group in rank
     )

@@ -110,7 +110,7 @@ def test_ranks_stop_reporting_after_the_handshake(make: Engines) -> None:
     wait_for_handshake(engine)
     engine.generate(P)
     for rank in engine.ranks:
-        assert rank.connector.build_connector_worker_meta().held == {}
+        assert rank.connector.build_connector_worker_meta().namespaces == {}
 
 
 def test_engine_without_handshakes_serves_and_becomes_idle(
