@@ -66,8 +66,8 @@ class AgentBackend(Protocol):
     Only `wait` and `close` wait.
     """
 
-    def agents(self, epoch: int | None) -> Sequence[BlockAgent | None]:
-        """Make an agent per pool; None for a group without layers on this rank."""
+    def agents(self, epoch: int | None) -> Sequence[BlockAgent]:
+        """Make an agent per shard in this epoch."""
 
     @property
     def loads(self) -> bool:
@@ -92,7 +92,7 @@ class AgentBackend(Protocol):
     def wait(self, futures: Iterable["concurrent.futures.Future[Any]"]) -> None:
         """Wait until all are done: by the deadlines of their jobs."""
 
-    def retire(self, agents: Sequence[BlockAgent | None]) -> None:
+    def retire(self, agents: Sequence[BlockAgent]) -> None:
         """Give these agents no more jobs; running jobs end."""
 
     def close(self) -> None:
@@ -102,9 +102,7 @@ class AgentBackend(Protocol):
         """Return violated invariants; an empty list if there are none."""
 
 
-def group_config(
-    config: AgentConfig, groups: Sequence[GroupPool | None], group: GroupPool
-) -> AgentConfig:
+def group_config(config: AgentConfig, groups: Sequence[GroupPool], group: GroupPool) -> AgentConfig:
     """Return the configuration of one pool's agent.
 
     Pools share the memory for staging, and each gets at least a page. Pending jobs are limited by
@@ -154,7 +152,7 @@ class LocalBackend:
 
     def __init__(
         self,
-        groups: Sequence[GroupPool | None],
+        groups: Sequence[GroupPool],
         client: ClientConfig,
         config: AgentConfig,
         transfer: Transfer | None = None,
@@ -166,10 +164,10 @@ class LocalBackend:
         self._live: list[LocalAgent] = []
         self.startup_seconds: deque[float] = deque()  # stays empty: there is no process
 
-    def agents(self, epoch: int | None) -> list[LocalAgent | None]:
-        """Make an agent per pool in this epoch."""
-        made = [self._made(group, epoch) if group else None for group in self._groups]
-        self._live += [agent for agent in made if agent]
+    def agents(self, epoch: int | None) -> list[LocalAgent]:
+        """Make an agent per shard in this epoch."""
+        made = [self._made(group, epoch) for group in self._groups]
+        self._live += made
         return made
 
     def _made(self, group: GroupPool, epoch: int | None) -> LocalAgent:
@@ -193,7 +191,7 @@ class LocalBackend:
         """Wait for futures."""
         wait_for(list(futures))
 
-    def retire(self, agents: Sequence[BlockAgent | None]) -> None:
+    def retire(self, agents: Sequence[BlockAgent]) -> None:
         """Close agents of an earlier epoch in the background."""
         gone = [agent for agent in self._live if agent in agents]
         self._live = [agent for agent in self._live if agent not in gone]

@@ -221,7 +221,7 @@ class BlockRank:
     def _agents_of(self, group: int) -> list[BlockAgent]:
         """Return the agents of a group's shards; none for a group without layers on this rank."""
         first = sum(self._shards[:group])
-        return [agent for agent in self._agents[first : first + self._shards[group]] if agent]
+        return list(self._agents[first : first + self._shards[group]])
 
     def _start_saves(self, order: SaveOrder) -> list[SaveJob]:
         jobs = []

@@ -46,14 +46,14 @@ def lookup_backend_for(client: ClientConfig, on_gpu: bool, where: str) -> Lookup
 
 
 def agent_backend_for(
-    groups: Sequence[GroupPool | None], client: ClientConfig, config: AgentConfig, where: str
+    groups: Sequence[GroupPool], client: ClientConfig, config: AgentConfig, where: str
 ) -> AgentBackend:
     """Return the agents of a rank.
 
     `where`: one of WHERE. Raises ConfigError if it is "process" and the engine's memory can not be
     shared with a process.
     """
-    devices = {group.pool.device.type for group in groups if group}
+    devices = {group.pool.device.type for group in groups}
     if where == "process" or (where == "auto" and devices == {"cuda"}):
         Client(client).close()  # raises ConfigError here, as for lookups
         try:

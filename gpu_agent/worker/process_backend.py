@@ -259,7 +259,7 @@ class ProcessBackend:
 
     def __init__(
         self,
-        groups: Sequence[GroupPool | None],
+        groups: Sequence[GroupPool],
         client: ClientConfig,
         config: AgentConfig,
         command: Sequence[str] = (),
@@ -268,7 +268,7 @@ class ProcessBackend:
         self._groups = groups
         self._client = client
         self._config = config
-        self._device = next(group.pool.device for group in groups if group)
+        self._device = groups[0].pool.device
         self._events = IpcEvents(self._device)
         self._orders = InflightOrders()
         self._staged = StagedSaves(timeouts.start_s)
@@ -279,16 +279,13 @@ class ProcessBackend:
 
     # ---- AgentBackend ----------------------------------------------------------------------
 
-    def agents(self, epoch: int | None) -> list["RemoteAgent | None"]:
-        """Make an agent per pool in this epoch."""
-        made: list[RemoteAgent | None] = []
-        for number, group in enumerate(self._groups):
-            if group is None:
-                made.append(None)
-                continue
+    def agents(self, epoch: int | None) -> list["RemoteAgent"]:
+        """Make an agent per shard in this epoch."""
+        made: list[RemoteAgent] = []
+        for index, group in enumerate(self._groups):
             self._made += 1
             agent = self._agents[self._made] = RemoteAgent(
-                self, self._made, number, group.at(epoch), group
+                self, self._made, index, group.at(epoch), group
             )
             self._child.tell(frames.facts_frame(Kind.ADD, self._facts_of(agent)))
             made.append(agent)
@@ -355,7 +352,7 @@ class ProcessBackend:
             self._child.pause()
             self._child.poll()
 
-    def retire(self, agents: Sequence[BlockAgent | None]) -> None:
+    def retire(self, agents: Sequence[BlockAgent]) -> None:
         """Close agents of an earlier epoch."""
         for agent in agents:
             if isinstance(agent, RemoteAgent) and agent.number in self._agents:
@@ -461,7 +458,7 @@ class ProcessBackend:
 
     def setup(self) -> tuple[dict[str, Any], Sequence[int]]:
         """Return the process's setup and inherited descriptors."""
-        storages, pools, inherited = described_pools(group.pool for group in self._groups if group)
+        storages, pools, inherited = described_pools(group.pool for group in self._groups)
         return {
             "task": self.name,
             "device": str(self._device),
@@ -492,10 +489,9 @@ class ProcessBackend:
         return self._orders.fail_all("the agents' process died")
 
     def _facts_of(self, agent: "RemoteAgent") -> dict[str, Any]:
-        pools = [number for number, group in enumerate(self._groups) if group]
         return {
             "number": agent.number,
-            "pool": pools.index(agent.group),
+            "pool": agent.index,
             "namespace": namespace_message(agent.namespace).SerializeToString().hex(),
             "config": asdict(group_config(self._config, self._groups, agent.group_pool)),
         }
@@ -508,13 +504,13 @@ class RemoteAgent:
         self,
         backend: ProcessBackend,
         number: int,
-        group: int,
+        index: int,
         namespace: Namespace,
         group_pool: GroupPool,
     ) -> None:
         self.namespace = namespace
         self.number = number
-        self.group = group
+        self.index = index
         self.group_pool = group_pool
         self._backend = backend
 

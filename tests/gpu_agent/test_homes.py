@@ -11,6 +11,7 @@ import torch
 
 from gpu_agent import AgentConfig
 from gpu_agent.blocks.backends import AgentBackend, GroupPool, LocalBackend
+from gpu_agent.blocks.ranks import BlockRank
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.worker.process_backend import ProcessBackend
 from kvstore import Client, ClientConfig, InvalidRequest, Namespace
@@ -44,9 +45,7 @@ class Rank:
             for pool in pools
         ]
         config = AgentConfig(staging_nbytes=1 << 20, pending_nbytes_max=1 << 22, hashers=2)
-        self.home: AgentBackend = kind(
-            [self.places[0], None, *self.places[1:]], ClientConfig(address=address), config
-        )
+        self.home: AgentBackend = kind(self.places, ClientConfig(address=address), config)
         self.agents = self.home.agents(None)
 
     def done(self, *futures: Any) -> list[Any]:
@@ -108,7 +107,7 @@ def store(shared_node: NodeProcess) -> Iterator[Client]:
 
 
 def test_saved_blocks_load_into_other_blocks(rank: Rank) -> None:
-    for group, views in ((0, 0), (2, 1)):
+    for group, views in ((0, 0), (1, 1)):
         chain, source, target = keys(5), [3, 9, 4, 7, 8], [40, 33, 63, 50, 41]
         result = rank.save(group, chain, source)
         assert (result.stored, result.existing, result.dropped, result.reason) == (5, 0, 0, None)
@@ -122,18 +121,23 @@ def test_saved_blocks_load_into_other_blocks(rank: Rank) -> None:
 def test_shards_of_a_group_are_slices_of_its_blocks(rank: Rank) -> None:
     """Each shard has pages of its own and writes its heads only."""
     chain, before = keys(2), rank.content(2, [3, 4, 40, 41])
-    for shard in (3, 4):
+    for shard in (2, 3):
         assert rank.save(shard, chain, [3, 4]).stored == 2
-    rank.load(4, chain, [40, 41])
+    rank.load(3, chain, [40, 41])
     (view,) = rank.views[2].values()
     assert torch.equal(view[40:42, :2], before[0][2:, :2])
     assert torch.equal(view[40:42, 2:], before[0][:2, 2:])
-    rank.load(3, chain, [40, 41])
+    rank.load(2, chain, [40, 41])
     assert same(rank.content(2, [40, 41]), rank.content(2, [3, 4]))
 
 
 def test_group_without_layers_has_no_agent(rank: Rank) -> None:
-    assert rank.agents[1] is None
+    ours = BlockRank(rank.home, writes=True, shards=[1, 0, 1, 2])
+    agents = list(map(ours._agents_of, range(4)))
+    assert list(map(len, agents)) == [1, 0, 1, 2]
+    assert [agent.namespace for group in agents for agent in group] == [
+        place.namespace for place in rank.places
+    ]
 
 
 def test_stored_pages_are_not_stored_again(rank: Rank) -> None:

@@ -35,7 +35,7 @@ class Process:
 
 
 def places_on(device: str) -> Any:
-    return [None, SimpleNamespace(pool=SimpleNamespace(device=torch.device(device)))]
+    return [SimpleNamespace(pool=SimpleNamespace(device=torch.device(device)))]
 
 
 @pytest.mark.parametrize(
