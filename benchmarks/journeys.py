@@ -291,7 +291,7 @@ class Engine:
         import torch
 
         from gpu_agent import AgentConfig
-        from gpu_agent.blocks.backends import GroupPool
+        from gpu_agent.blocks.backends import ShardPool
         from gpu_agent.blocks.groups import BlockGroup
         from gpu_agent.blocks.lookups import Lookups
         from gpu_agent.blocks.ranks import BlockRank
@@ -309,7 +309,7 @@ class Engine:
         self.namespace, client = Namespace("journeys", pool.layout), ClientConfig(address)
         self.client = Client(client)  # outside the journey, to see what is stored
         home = ProcessBackend(
-            [GroupPool(self.namespace, pool)], client, AgentConfig(), children.command
+            [ShardPool(self.namespace, pool)], client, AgentConfig(), children.command
         )
         self.rank = BlockRank(home, writes=True)
 

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class GroupPool:
+class ShardPool:
     """A shard of a cache group on this rank: its blocks' pages, and their namespace."""
 
     namespace: Namespace
@@ -102,25 +102,25 @@ class AgentBackend(Protocol):
         """Return violated invariants; an empty list if there are none."""
 
 
-def group_config(config: AgentConfig, groups: Sequence[GroupPool], group: GroupPool) -> AgentConfig:
+def shard_config(config: AgentConfig, shards: Sequence[ShardPool], shard: ShardPool) -> AgentConfig:
     """Return the configuration of one pool's agent.
 
     Pools share the memory for staging, and each gets at least a page. Pending jobs are limited by
     the blocks, which are pinned or allocated, so that no order of an engine is refused.
     """
-    layout = group.pool.layout
-    staging_nbytes = max(config.staging_nbytes // len(groups), layout.page_nbytes)
-    all_nbytes = group.pool.spaces[group.space].slots * layout.page_nbytes
+    layout = shard.pool.layout
+    staging_nbytes = max(config.staging_nbytes // len(shards), layout.page_nbytes)
+    all_nbytes = shard.pool.spaces[shard.space].slots * layout.page_nbytes
     pending_nbytes_max = max(config.pending_nbytes_max, staging_nbytes, all_nbytes)
     return replace(config, staging_nbytes=staging_nbytes, pending_nbytes_max=pending_nbytes_max)
 
 
-def check_blocks(group: GroupPool, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+def check_blocks(shard: ShardPool, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
     """Raise InvalidRequest unless there is a block of the pool for each key.
 
     The agent checks the keys.
     """
-    slots = group.pool.spaces[group.space].slots
+    slots = shard.pool.spaces[shard.space].slots
     if len(keys) != len(blocks):
         raise InvalidRequest(f"{len(keys)} keys for {len(blocks)} blocks")
     if blocks and not 0 <= min(blocks) <= max(blocks) < slots:
@@ -131,19 +131,19 @@ def check_blocks(group: GroupPool, keys: Sequence[bytes], blocks: Sequence[int])
 class LocalAgent:
     """A shard's agent in this process: `BlockAgent`."""
 
-    def __init__(self, agent: Agent, group: GroupPool) -> None:
+    def __init__(self, agent: Agent, shard: ShardPool) -> None:
         self.namespace = agent.namespace
         self.agent = agent
-        self._group = group
+        self._shard = shard
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[int]) -> SaveJob:
         """Begin to save blocks under their keys."""
-        check_blocks(self._group, keys, blocks)
+        check_blocks(self._shard, keys, blocks)
         return self.agent.save(keys, torch.tensor(blocks, dtype=torch.int64))
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[int]) -> LoadJob:
         """Begin to load blocks."""
-        check_blocks(self._group, keys, blocks)
+        check_blocks(self._shard, keys, blocks)
         return self.agent.load(keys, torch.tensor(blocks, dtype=torch.int64))
 
 
@@ -152,12 +152,12 @@ class LocalBackend:
 
     def __init__(
         self,
-        groups: Sequence[GroupPool],
+        shards: Sequence[ShardPool],
         client: ClientConfig,
         config: AgentConfig,
         transfer: Transfer | None = None,
     ) -> None:
-        self._groups = groups
+        self._shards = shards
         self._client = Client(client)
         self._config = config
         self._transfer = transfer
@@ -166,14 +166,14 @@ class LocalBackend:
 
     def agents(self, epoch: int | None) -> list[LocalAgent]:
         """Make an agent per shard in this epoch."""
-        made = [self._made(group, epoch) for group in self._groups]
+        made = [self._made(shard, epoch) for shard in self._shards]
         self._live += made
         return made
 
-    def _made(self, group: GroupPool, epoch: int | None) -> LocalAgent:
-        config = group_config(self._config, self._groups, group)
+    def _made(self, shard: ShardPool, epoch: int | None) -> LocalAgent:
+        config = shard_config(self._config, self._shards, shard)
         return LocalAgent(
-            Agent(self._client, group.at(epoch), group.pool, config, self._transfer), group
+            Agent(self._client, shard.at(epoch), shard.pool, config, self._transfer), shard
         )
 
     @property

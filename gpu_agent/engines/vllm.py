@@ -33,7 +33,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
 
-from gpu_agent.blocks.backends import GroupPool
+from gpu_agent.blocks.backends import ShardPool
 from gpu_agent.blocks.cost_model import LoadCostModel
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.ranks import BlockRank, LoadsEnded
@@ -177,7 +177,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             from_hub=not envs.VLLM_USE_MODELSCOPE,
         )
         pools = [
-            GroupPool(namespace, shard.pool)
+            ShardPool(namespace, shard.pool)
             for group, parts in zip(self._namespaces, shards, strict=True)
             for namespace, shard in zip(group, parts, strict=True)
         ]

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 
-from gpu_agent.blocks.backends import AgentBackend, GroupPool, LocalBackend
+from gpu_agent.blocks.backends import AgentBackend, LocalBackend, ShardPool
 from gpu_agent.blocks.lookups import LookupBackend, ThreadLookups
 from gpu_agent.options import AgentConfig
 from gpu_agent.worker.lookup_client import ProcessLookups
@@ -46,18 +46,18 @@ def lookup_backend_for(client: ClientConfig, on_gpu: bool, where: str) -> Lookup
 
 
 def agent_backend_for(
-    groups: Sequence[GroupPool], client: ClientConfig, config: AgentConfig, where: str
+    shards: Sequence[ShardPool], client: ClientConfig, config: AgentConfig, where: str
 ) -> AgentBackend:
     """Return the agents of a rank.
 
     `where`: one of WHERE. Raises ConfigError if it is "process" and the engine's memory can not be
     shared with a process.
     """
-    devices = {group.pool.device.type for group in groups}
+    devices = {shard.pool.device.type for shard in shards}
     if where == "process" or (where == "auto" and devices == {"cuda"}):
         Client(client).close()  # raises ConfigError here, as for lookups
         try:
-            return ProcessBackend(groups, client, config)
+            return ProcessBackend(shards, client, config)
         except (ConfigError, OSError) as error:
             if where == "process":
                 raise
@@ -66,4 +66,4 @@ def agent_backend_for(
                 "not be shared: %s",
                 error,
             )
-    return LocalBackend(groups, client, config)
+    return LocalBackend(shards, client, config)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from gpu_agent.blocks.backends import BlockAgent, GroupPool, check_blocks, group_config
+from gpu_agent.blocks.backends import BlockAgent, ShardPool, check_blocks, shard_config
 from gpu_agent.load_pipeline import LoadJob, LoadResult, SaveJob, SaveResult
 from gpu_agent.options import AgentConfig
 from gpu_agent.worker import frames
@@ -259,16 +259,16 @@ class ProcessBackend:
 
     def __init__(
         self,
-        groups: Sequence[GroupPool],
+        shards: Sequence[ShardPool],
         client: ClientConfig,
         config: AgentConfig,
         command: Sequence[str] = (),
         timeouts: WorkerTimeouts = TIMEOUTS,
     ) -> None:
-        self._groups = groups
+        self._shards = shards
         self._client = client
         self._config = config
-        self._device = groups[0].pool.device
+        self._device = shards[0].pool.device
         self._events = IpcEvents(self._device)
         self._orders = InflightOrders()
         self._staged = StagedSaves(timeouts.start_s)
@@ -282,10 +282,10 @@ class ProcessBackend:
     def agents(self, epoch: int | None) -> list["RemoteAgent"]:
         """Make an agent per shard in this epoch."""
         made: list[RemoteAgent] = []
-        for index, group in enumerate(self._groups):
+        for index, shard in enumerate(self._shards):
             self._made += 1
             agent = self._agents[self._made] = RemoteAgent(
-                self, self._made, index, group.at(epoch), group
+                self, self._made, index, shard.at(epoch), shard
             )
             self._child.tell(frames.facts_frame(Kind.ADD, self._facts_of(agent)))
             made.append(agent)
@@ -458,7 +458,7 @@ class ProcessBackend:
 
     def setup(self) -> tuple[dict[str, Any], Sequence[int]]:
         """Return the process's setup and inherited descriptors."""
-        storages, pools, inherited = described_pools(group.pool for group in self._groups)
+        storages, pools, inherited = described_pools(shard.pool for shard in self._shards)
         return {
             "task": self.name,
             "device": str(self._device),
@@ -493,7 +493,7 @@ class ProcessBackend:
             "number": agent.number,
             "pool": agent.index,
             "namespace": namespace_message(agent.namespace).SerializeToString().hex(),
-            "config": asdict(group_config(self._config, self._groups, agent.group_pool)),
+            "config": asdict(shard_config(self._config, self._shards, agent.shard)),
         }
 
 
@@ -506,20 +506,20 @@ class RemoteAgent:
         number: int,
         index: int,
         namespace: Namespace,
-        group_pool: GroupPool,
+        shard: ShardPool,
     ) -> None:
         self.namespace = namespace
         self.number = number
         self.index = index
-        self.group_pool = group_pool
+        self.shard = shard
         self._backend = backend
 
     def save(self, keys: Sequence[bytes], blocks: Sequence[int]) -> SaveJob:
         """Begin to save blocks under their keys."""
-        check_blocks(self.group_pool, keys, blocks)
-        return self._backend.save(self, keys, {self.group_pool.space: array("q", blocks).tobytes()})
+        check_blocks(self.shard, keys, blocks)
+        return self._backend.save(self, keys, {self.shard.space: array("q", blocks).tobytes()})
 
     def load(self, keys: Sequence[bytes], blocks: Sequence[int]) -> LoadJob:
         """Begin to load blocks."""
-        check_blocks(self.group_pool, keys, blocks)
-        return self._backend.load(self, keys, {self.group_pool.space: array("q", blocks).tobytes()})
+        check_blocks(self.shard, keys, blocks)
+        return self._backend.load(self, keys, {self.shard.space: array("q", blocks).tobytes()})

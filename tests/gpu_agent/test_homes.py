@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.backends import AgentBackend, GroupPool, LocalBackend
+from gpu_agent.blocks.backends import AgentBackend, LocalBackend, ShardPool
 from gpu_agent.blocks.ranks import BlockRank
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.worker.process_backend import ProcessBackend
@@ -41,7 +41,7 @@ class Rank:
         shards = [{"layers.0": heads[:, first : first + 2]} for first in (0, 2)]
         pools = [table_pool(views, BLOCKS, BLOCK) for views in [*self.views[:2], *shards]]
         self.places = [
-            GroupPool(Namespace(f"homes {secrets.token_hex(8)}", pool.layout), pool)
+            ShardPool(Namespace(f"homes {secrets.token_hex(8)}", pool.layout), pool)
             for pool in pools
         ]
         config = AgentConfig(staging_nbytes=1 << 20, pending_nbytes_max=1 << 22, hashers=2)
@@ -225,7 +225,7 @@ def test_without_a_node_saves_are_dropped_and_loads_fail(kind: type[Any]) -> Non
     rank.home.close()
 
 
-def test_group_pool_returns_the_namespace_of_an_epoch() -> None:
+def test_shard_pool_returns_the_namespace_of_an_epoch() -> None:
     place = Rank(LocalBackend, "127.0.0.1:9").places[0]
     assert place.at(None) is place.namespace
     assert place.at(7) == dataclasses.replace(place.namespace, epoch=7)

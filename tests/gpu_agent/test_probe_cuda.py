@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.backends import GroupPool
+from gpu_agent.blocks.backends import ShardPool
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.worker import probe
 from gpu_agent.worker.process_backend import ProcessBackend
@@ -25,7 +25,7 @@ def test_doctor_agrees_with_the_agents_process() -> None:
     views = {"layers.0": torch.zeros((8, 2, 16, 8), dtype=torch.uint8, device=GPU)}
     pool = table_pool(views, 8, 16)
     home = ProcessBackend(
-        [GroupPool(Namespace("probe", pool.layout), pool)],
+        [ShardPool(Namespace("probe", pool.layout), pool)],
         ClientConfig(address="127.0.0.1:9"),
         AgentConfig(),
     )

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.backends import GroupPool
+from gpu_agent.blocks.backends import ShardPool
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.worker import frames
 from gpu_agent.worker.frames import Loaded
@@ -80,23 +80,23 @@ def keys(count: int) -> list[bytes]:
     return prefix_hashes([secrets.randbelow(1 << 30) for _ in range(count * BLOCK)], BLOCK)
 
 
-def place() -> GroupPool:
+def place() -> ShardPool:
     views = {
         f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8)
         for i in (0, 1)
     }
     pool = table_pool(views, BLOCKS, BLOCK)
-    return GroupPool(Namespace(f"process {secrets.token_hex(8)}", pool.layout), pool)
+    return ShardPool(Namespace(f"process {secrets.token_hex(8)}", pool.layout), pool)
 
 
-def content(place: GroupPool, blocks: list[int]) -> list[torch.Tensor]:
+def content(place: ShardPool, blocks: list[int]) -> list[torch.Tensor]:
     return [plane.bits[blocks].clone() for plane in place.pool.planes]
 
 
 IMPATIENT = WorkerTimeouts(grace_s=0.2, restart_s=0.05, close_s=2.0)
 # With this restart pause the next process does not start during a test.
 ALONE = replace(IMPATIENT, restart_s=60.0)
-MakeHome = Callable[..., tuple[ProcessBackend, GroupPool]]
+MakeHome = Callable[..., tuple[ProcessBackend, ShardPool]]
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def homes() -> Iterator[MakeHome]:
 
     def make(
         address: str, command: list[str], timeouts: WorkerTimeouts = IMPATIENT, **config: Any
-    ) -> tuple[ProcessBackend, GroupPool]:
+    ) -> tuple[ProcessBackend, ShardPool]:
         where = place()
         limits = AgentConfig(staging_nbytes=1 << 16, pending_nbytes_max=1 << 22, **config)
         made.append(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.backends import GroupPool
+from gpu_agent.blocks.backends import ShardPool
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.worker.process_backend import ProcessBackend
 from gpu_agent.worker.worker_process import WorkerTimeouts
@@ -64,7 +64,7 @@ def keys(count: int) -> list[bytes]:
     return prefix_hashes([secrets.randbelow(1 << 30) for _ in range(count * BLOCK)], BLOCK)
 
 
-def content(where: GroupPool, blocks: list[int]) -> list[torch.Tensor]:
+def content(where: ShardPool, blocks: list[int]) -> list[torch.Tensor]:
     return [plane.bits[blocks].clone() for plane in where.pool.planes]
 
 
@@ -72,13 +72,13 @@ def content(where: GroupPool, blocks: list[int]) -> list[torch.Tensor]:
 def homes(shared_node: NodeProcess) -> Iterator[Any]:
     made: list[ProcessBackend] = []
 
-    def make(command: list[str]) -> tuple[ProcessBackend, GroupPool]:
+    def make(command: list[str]) -> tuple[ProcessBackend, ShardPool]:
         views = {
             f"layers.{i}": torch.randint(0, 256, (BLOCKS, 2, BLOCK, 8), dtype=torch.uint8)
             for i in (0, 1)
         }
         pool = table_pool(views, BLOCKS, BLOCK)
-        where = GroupPool(Namespace(f"memory {secrets.token_hex(8)}", pool.layout), pool)
+        where = ShardPool(Namespace(f"memory {secrets.token_hex(8)}", pool.layout), pool)
         config = AgentConfig(
             staging_nbytes=1 << 16,
             pending_nbytes_max=1 << 22,

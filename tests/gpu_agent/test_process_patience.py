@@ -9,7 +9,7 @@ import pytest
 import torch
 from block_store import BLOCK
 
-from gpu_agent.blocks.backends import GroupPool
+from gpu_agent.blocks.backends import ShardPool
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.options import AgentConfig
@@ -240,7 +240,7 @@ def test_engine_with_pending_loads_polls_in_every_step(
     layers = {"layers.0": torch.zeros((8, 2, BLOCK, 8), dtype=torch.uint8)}
     pool = table_pool(layers, 8, BLOCK)
     home = ProcessBackend(
-        [GroupPool(Namespace("quiet", pool.layout), pool)], ClientConfig(), AgentConfig()
+        [ShardPool(Namespace("quiet", pool.layout), pool)], ClientConfig(), AgentConfig()
     )
     (agent,) = home.agents(None)
     assert agent is not None

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.backends import GroupPool
+from gpu_agent.blocks.backends import ShardPool
 from gpu_agent.blocks.ranks import BlockRank
 from gpu_agent.blocks.save_plan import SaveOrder, SavePart, SavePlan, StepOrders
 from gpu_agent.layouts.vllm import table_pool
@@ -61,10 +61,10 @@ class FakeProcess:
         self.sock.send(frames.saved_frame(Saved(order.number, len(order.keys), 0, 0, None)))
 
 
-def place() -> GroupPool:
+def place() -> ShardPool:
     views = {f"layers.{i}": torch.zeros((BLOCKS, 2, BLOCK, 8), dtype=torch.uint8) for i in (0, 1)}
     pool = table_pool(views, BLOCKS, BLOCK)
-    return GroupPool(Namespace(f"staging {secrets.token_hex(8)}", pool.layout), pool)
+    return ShardPool(Namespace(f"staging {secrets.token_hex(8)}", pool.layout), pool)
 
 
 def keys(count: int) -> list[bytes]:

@@ -15,7 +15,7 @@ from page_pools import PAGES, SOURCE, TARGET, WAIT_S, hashes, pages_at
 from waiting import wait_until
 
 from gpu_agent import Agent, AgentConfig, KVPool
-from gpu_agent.blocks.backends import GroupPool
+from gpu_agent.blocks.backends import ShardPool
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.options import identity_of
 from gpu_agent.worker.process_backend import ProcessBackend
@@ -203,7 +203,7 @@ def test_agents_process_gets_its_token_but_not_on_its_command_line() -> None:
     token = new_token(TENANT)
     memory = {"layers.0": torch.zeros((4, 2, 16, 8), dtype=torch.uint8)}
     pool = table_pool(memory, 4, 16)
-    place = GroupPool(Namespace("m", pool.layout, TENANT), pool)
+    place = ShardPool(Namespace("m", pool.layout, TENANT), pool)
     waits = [sys.executable, "-c", "import time; time.sleep(60)"]
     home = ProcessBackend(
         [place],

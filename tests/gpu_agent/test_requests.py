@@ -16,7 +16,7 @@ from asking import traces_of_calls
 from block_store import BLOCK, TOKENS, FakeRequest, Store
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.backends import GroupPool
+from gpu_agent.blocks.backends import ShardPool
 from gpu_agent.blocks.ranks import BlockRank
 from gpu_agent.blocks.save_plan import SaveOrder, SavePart, StepOrders
 from gpu_agent.layouts.vllm import table_pool
@@ -81,14 +81,14 @@ def test_save_of_several_requests_carries_all_ids(
 
 
 @pytest.fixture
-def place() -> GroupPool:
+def place() -> ShardPool:
     views = {f"layers.{i}": torch.zeros((8, 2, BLOCK, 8), dtype=torch.uint8) for i in (0, 1)}
     pool = table_pool(views, 8, BLOCK)
-    return GroupPool(Namespace(uuid.uuid4().hex, pool.layout), pool)
+    return ShardPool(Namespace(uuid.uuid4().hex, pool.layout), pool)
 
 
 def test_agents_process_logs_the_request_ids(
-    place: GroupPool, capfd: pytest.CaptureFixture[str]
+    place: ShardPool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     logging.getLogger("gpu_agent").setLevel(logging.INFO)
     rank = BlockRank(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpu_agent import AgentConfig, TorchTransfer
-from gpu_agent.blocks.backends import AgentBackend, GroupPool, LocalBackend
+from gpu_agent.blocks.backends import AgentBackend, LocalBackend, ShardPool
 from gpu_agent.blocks.ranks import BlockRank
 from gpu_agent.blocks.save_plan import LoadOrder, SaveOrder, SavePart, StepOrders
 from gpu_agent.identity.shards import PAGE_NBYTES_MIN, ShardOptions, head_shards
@@ -296,7 +296,7 @@ class Engine:
                 views, model.config(tp), {"tp": rank, "pp": 0}, ShardOptions(model.heads)
             )
             groups = [
-                GroupPool(Namespace(label, shard.pool.layout, **shard.axes), shard.pool)
+                ShardPool(Namespace(label, shard.pool.layout, **shard.axes), shard.pool)
                 for shard in shards
             ]
             self.spaces |= {group.namespace for group in groups}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpu_agent import AgentConfig
-from gpu_agent.blocks.backends import GroupPool, LocalBackend
+from gpu_agent.blocks.backends import LocalBackend, ShardPool
 from gpu_agent.blocks.groups import BlockGroup
 from gpu_agent.blocks.lookups import Lookups, ThreadLookups
 from gpu_agent.blocks.ranks import BlockRank
@@ -56,7 +56,7 @@ class Store:
         limits = {"staging_nbytes": 1 << 16, "pending_nbytes_max": 1 << 22}
         config = AgentConfig(**{name: options.pop(name, limit) for name, limit in limits.items()})
 
-        home = LocalBackend([GroupPool(self.namespace, self.pool)], client.config, config)
+        home = LocalBackend([ShardPool(self.namespace, self.pool)], client.config, config)
         self.rank = BlockRank(home, writes=options.pop("writes", True))
         self.lookups = Lookups(ThreadLookups(client), 5.0)
         self.scarce = False
