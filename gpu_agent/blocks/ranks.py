@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from gpu_agent.blocks.backends import AgentBackend, BlockAgent
-from gpu_agent.blocks.save_plan import LoadOrder, Report, SaveOrder, SavePart, StepOrders
+from gpu_agent.blocks.save_plan import GroupBlocks, LoadOrder, Report, SaveOrder, StepOrders
 from gpu_agent.load_pipeline import LoadJob, SaveJob
 from kvstore.errors import InvalidRequest
 from kvstore.tracing import NamesRequest, request
@@ -64,7 +64,7 @@ class LoadsEnded:
 @dataclass(frozen=True)
 class _Load:
     order: LoadOrder
-    jobs: list[tuple[SavePart, BlockAgent, LoadJob | None]]  # None: it could not begin
+    jobs: list[tuple[GroupBlocks, BlockAgent, LoadJob | None]]  # None: it could not begin
     began_at: float
     epoch: int
 
@@ -237,7 +237,7 @@ class BlockRank:
                     self._outcomes.append((agent, job))
         return jobs
 
-    def _start_load(self, agent: BlockAgent, part: SavePart) -> LoadJob | None:
+    def _start_load(self, agent: BlockAgent, part: GroupBlocks) -> LoadJob | None:
         try:
             return agent.load(part.keys, part.blocks)
         except InvalidRequest as error:

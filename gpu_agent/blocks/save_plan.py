@@ -30,8 +30,8 @@ from kvstore.tracing import REQUESTS_MAX
 LATE_S = 90.0
 
 
-class SavePart(NamedTuple):
-    """Blocks of one group: keys and the engine's block ids, in the same order.
+class GroupBlocks(NamedTuple):
+    """Blocks of one group to save or to load: keys and block ids, in the same order.
 
     A prompt has thousands, and the engine waits: so operations work on whole lists.
     """
@@ -48,7 +48,7 @@ class SaveOrder(NamedTuple):
     """
 
     job: int
-    parts: list[SavePart]
+    parts: list[GroupBlocks]
     requests: tuple[str, ...]
 
 
@@ -56,7 +56,7 @@ class LoadOrder(NamedTuple):
     """For every rank: fetch these blocks, and report the request in any case."""
 
     request_id: str
-    parts: list[SavePart]
+    parts: list[GroupBlocks]
 
 
 class StepOrders(NamedTuple):
@@ -103,13 +103,13 @@ class _Staged:
     """Blocks of a request; `late` ones are not pinned."""
 
     owner: str
-    parts: list[SavePart]
+    parts: list[GroupBlocks]
     late: bool = False
 
 
 @dataclass
 class _Job:
-    parts: list[SavePart]
+    parts: list[GroupBlocks]
     missing_ranks: int = field(default=0)
 
 
@@ -136,7 +136,7 @@ class SavePlan:
         unpin: Callable[[Sequence[int]], None],
         hold_s: float = 0.0,
         scarce: Callable[[], bool] = lambda: False,
-        cached: Callable[[SavePart], Sequence[bool]] | None = None,
+        cached: Callable[[GroupBlocks], Sequence[bool]] | None = None,
         late_max: int = 0,
         spare: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -149,7 +149,7 @@ class SavePlan:
         self._steps: OrderedDict[int, list[_Staged]] = OrderedDict()
         self._hold_s = hold_s
         self.scarce = scarce
-        self._ready: deque[tuple[str, SavePart]] = deque()  # and their owners
+        self._ready: deque[tuple[str, GroupBlocks]] = deque()  # and their owners
         self._ready_count = 0  # blocks of these
         self._ready_at = 0.0  # when the first of them became ready
         self._jobs: dict[int, _Job] = {}
@@ -180,7 +180,7 @@ class SavePlan:
         """Begin to schedule a step; numbers ascend."""
         self._steps[step] = []
 
-    def stage(self, owner: str, parts: Iterable[SavePart]) -> None:
+    def stage(self, owner: str, parts: Iterable[GroupBlocks]) -> None:
         """Stage blocks whose tokens are computed by the end of the newest step, at most `room`.
 
         Without a running step they are ready. Blocks that are in a save already are left out.
@@ -197,7 +197,7 @@ class SavePlan:
         else:
             self._make_ready(_Staged(owner, new))
 
-    def defer(self, owner: str, parts: Iterable[SavePart]) -> None:
+    def defer(self, owner: str, parts: Iterable[GroupBlocks]) -> None:
         """Remember blocks that the engine may free, in the order to save them, for `stage_late`.
 
         Their tokens are computed by the end of the newest step. The oldest late blocks are given up
@@ -337,11 +337,11 @@ class SavePlan:
             found.append(f"{len(keys)} blocks are late, at most {self._late_max}")
         return found
 
-    def _give_up(self, parts: Sequence[SavePart]) -> None:
+    def _give_up(self, parts: Sequence[GroupBlocks]) -> None:
         self._forget_late(parts)
         self._lost += _count(parts)
 
-    def _forget_late(self, parts: Iterable[SavePart]) -> None:
+    def _forget_late(self, parts: Iterable[GroupBlocks]) -> None:
         for part in parts:
             self._late_keys[part.group].difference_update(part.keys)
 
@@ -351,27 +351,27 @@ class SavePlan:
         self._ready.extend((staged.owner, part) for part in staged.parts)
         self._ready_count += _count(staged.parts)
 
-    def _next_order(self) -> tuple[list[SavePart], tuple[str, ...]]:
+    def _next_order(self) -> tuple[list[GroupBlocks], tuple[str, ...]]:
         """Take the first ready blocks, as many as an order may have, and their owners."""
-        parts: dict[int, SavePart] = {}
+        parts: dict[int, GroupBlocks] = {}
         owners: dict[str, None] = {}
         left = self._order_blocks
         while left and self._ready:
             owner, part = self._ready.popleft()
             if len(part.keys) > left:
                 self._ready.appendleft(
-                    (owner, SavePart(part.group, part.keys[left:], part.blocks[left:]))
+                    (owner, GroupBlocks(part.group, part.keys[left:], part.blocks[left:]))
                 )
-                part = SavePart(part.group, part.keys[:left], part.blocks[:left])
+                part = GroupBlocks(part.group, part.keys[:left], part.blocks[:left])
             left -= len(part.keys)
             owners[owner] = None
-            into = parts.setdefault(part.group, SavePart(part.group, [], []))
+            into = parts.setdefault(part.group, GroupBlocks(part.group, [], []))
             into.keys.extend(part.keys)
             into.blocks.extend(part.blocks)
         self._ready_count -= self._order_blocks - left
         return list(parts.values()), tuple(owners)
 
-    def _release(self, parts: Sequence[SavePart]) -> None:
+    def _release(self, parts: Sequence[GroupBlocks]) -> None:
         self._pinned -= _count(parts)
         for part in reversed(parts):
             self._known[part.group].difference_update(part.keys)
@@ -380,7 +380,7 @@ class SavePlan:
             self._unpin(part.blocks[::-1])
 
 
-def _without(known: dict[int, set[bytes]], part: SavePart) -> SavePart:
+def _without(known: dict[int, set[bytes]], part: GroupBlocks) -> GroupBlocks:
     """Return the blocks of a part whose keys were not known in its group, and add them."""
     keys = known.setdefault(part.group, set())
     if not keys.isdisjoint(part.keys):
@@ -389,31 +389,31 @@ def _without(known: dict[int, set[bytes]], part: SavePart) -> SavePart:
     return part
 
 
-def _select(part: SavePart, chosen: Sequence[bool]) -> SavePart:
+def _select(part: GroupBlocks, chosen: Sequence[bool]) -> GroupBlocks:
     """Return the chosen blocks of a part."""
     if all(chosen):
         return part
-    return SavePart(
+    return GroupBlocks(
         part.group,
         list(itertools.compress(part.keys, chosen)),
         list(itertools.compress(part.blocks, chosen)),
     )
 
 
-def _split(parts: Iterable[SavePart], count: int) -> tuple[list[SavePart], list[SavePart]]:
+def _split(parts: Iterable[GroupBlocks], count: int) -> tuple[list[GroupBlocks], list[GroupBlocks]]:
     """Return the first `count` blocks and the others."""
-    head: list[SavePart] = []
-    rest: list[SavePart] = []
+    head: list[GroupBlocks] = []
+    rest: list[GroupBlocks] = []
     for part in parts:
         if count:
-            head.append(SavePart(part.group, part.keys[:count], part.blocks[:count]))
+            head.append(GroupBlocks(part.group, part.keys[:count], part.blocks[:count]))
         if len(part.keys) > count:
-            rest.append(SavePart(part.group, part.keys[count:], part.blocks[count:]))
+            rest.append(GroupBlocks(part.group, part.keys[count:], part.blocks[count:]))
         count = max(0, count - len(part.keys))
     return head, rest
 
 
-def _count(parts: Iterable[SavePart]) -> int:
+def _count(parts: Iterable[GroupBlocks]) -> int:
     return sum(len(part.keys) for part in parts)
 
 

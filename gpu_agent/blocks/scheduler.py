@@ -25,7 +25,7 @@ from gpu_agent.blocks.groups import (
     longest_prefix,
 )
 from gpu_agent.blocks.lookups import Answer, Lookups
-from gpu_agent.blocks.save_plan import LoadOrder, Report, SavePart, SavePlan, StepOrders
+from gpu_agent.blocks.save_plan import GroupBlocks, LoadOrder, Report, SavePlan, StepOrders
 from kvstore.keys import Namespace
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class BlockScheduler:
                 i for i in loaded_blocks(group, local, end) if tables[number][i] != NULL_BLOCK
             ]
             keys = group.keys_of(request.block_hashes, self._hash_tokens, wanted)
-            parts.append(SavePart(number, keys, [tables[number][i] for i in wanted]))
+            parts.append(GroupBlocks(number, keys, [tables[number][i] for i in wanted]))
         self._loads.append(LoadOrder(request.request_id, parts))
         state.loading, state.load_began_at = self._plan.ranks, time.monotonic()
         self._counts.hits += 1
@@ -426,7 +426,7 @@ class BlockScheduler:
 
     def _planned(
         self, state: Request, computed_tokens: int, tables: Sequence[Sequence[int]], room: int
-    ) -> tuple[list[SavePart], int]:
+    ) -> tuple[list[GroupBlocks], int]:
         """Return the next blocks to save, `room` at most, and how many more there are."""
         found, left = state.plan(self._groups, self._hash_tokens, computed_tokens, tables, room)
         parts = [
@@ -462,7 +462,7 @@ class BlockScheduler:
                 else:  # the engine keeps it in its cache for a while
                     self._plan.defer(request_id, [part])
 
-    def _state_part(self, state: Request, offer: StateOffer) -> SavePart | None:
+    def _state_part(self, state: Request, offer: StateOffer) -> GroupBlocks | None:
         """Return the save of an offered state; None if it needs none or cannot be found again.
 
         An engine may offer a state at any token. Only those at the end of a block have a page.
@@ -475,7 +475,7 @@ class BlockScheduler:
         if offer.block == NULL_BLOCK or state.has_state(offer.group, block - 1, offer.end_tokens):
             return None
         keys = group.keys_of(state.request.block_hashes, self._hash_tokens, [block - 1])
-        return SavePart(offer.group, keys, [offer.block])
+        return GroupBlocks(offer.group, keys, [offer.block])
 
     def _plan_anew(self, state: Request) -> None:
         state.plan_anew()
@@ -487,12 +487,12 @@ class BlockScheduler:
         number: int,
         blocks: Sequence[int],
         tables: Sequence[Sequence[int]],
-    ) -> SavePart:
+    ) -> GroupBlocks:
         """Return these blocks of a group as a part of a save."""
         table = tables[number]
         keys = self._groups[number].keys_of(request.block_hashes, self._hash_tokens, blocks)
         whole = isinstance(blocks, range)
-        return SavePart(
+        return GroupBlocks(
             number,
             keys,
             list(table[blocks[0] : blocks[-1] + 1])

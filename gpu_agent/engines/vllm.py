@@ -37,7 +37,7 @@ from gpu_agent.blocks.backends import ShardPool
 from gpu_agent.blocks.cost_model import LoadCostModel
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.ranks import BlockRank, LoadsEnded
-from gpu_agent.blocks.save_plan import SavePart, SavePlan, StepOrders
+from gpu_agent.blocks.save_plan import GroupBlocks, SavePlan, StepOrders
 from gpu_agent.blocks.scheduler import BlockScheduler, StateOffer
 from gpu_agent.engines.vllm_identity import (
     block_groups,
@@ -378,7 +378,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _scarce(self) -> bool:
         return self._spare() < 0
 
-    def _cached(self, part: SavePart) -> list[bool]:
+    def _cached(self, part: GroupBlocks) -> list[bool]:
         """Return which blocks are in vLLM's prefix cache under their keys."""
         # A hash of several units ends with the last one's in some releases.
         hashes = [self._pool.blocks[block].block_hash or b"" for block in part.blocks]

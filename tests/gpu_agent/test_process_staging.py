@@ -17,7 +17,7 @@ import torch
 from gpu_agent import AgentConfig
 from gpu_agent.blocks.backends import ShardPool
 from gpu_agent.blocks.ranks import BlockRank
-from gpu_agent.blocks.save_plan import SaveOrder, SavePart, SavePlan, StepOrders
+from gpu_agent.blocks.save_plan import GroupBlocks, SaveOrder, SavePlan, StepOrders
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.worker import frames
 from gpu_agent.worker import frames as channel
@@ -200,14 +200,14 @@ def test_staged_saves_free_their_blocks_when_blocks_are_scarce(starting: Startin
     """Saves already given to a ready process free their blocks once they were read."""
     home, process = starting
     rank = BlockRank(home, writes=True)
-    rank.save([SaveOrder(1, [SavePart(0, keys(2), [1, 2])], ("request",))])
+    rank.save([SaveOrder(1, [GroupBlocks(0, keys(2), [1, 2])], ("request",))])
     rank.begin(StepOrders(1, None, [], []))
     assert rank.report().acknowledged == {}
     rank.begin(StepOrders(2, None, [], [], scarce=True))
     rank.loads_ended()
     assert rank.report().acknowledged == {1: 1}
     assert rank.take_counts().pages_dropped == 2
-    rank.save([SaveOrder(2, [SavePart(0, keys(1), [3])], ("request",))])
+    rank.save([SaveOrder(2, [GroupBlocks(0, keys(1), [3])], ("request",))])
     process.is_ready(time.monotonic())
     home.poll()
     rank.begin(StepOrders(3, None, [], [], scarce=True))
@@ -228,7 +228,7 @@ def test_process_that_never_becomes_ready_keeps_no_block_pinned() -> None:
     def step(number: int, blocks: list[int]) -> None:
         plan.begin(number)
         if plan.room >= len(blocks) and blocks:
-            plan.stage("request", [SavePart(0, keys(len(blocks)), blocks)])
+            plan.stage("request", [GroupBlocks(0, keys(len(blocks)), blocks)])
         plan.ran(number)
         rank.begin(StepOrders(number, None, [], []))
         rank.save(plan.orders())

@@ -18,7 +18,7 @@ from block_store import BLOCK, TOKENS, FakeRequest, Store
 from gpu_agent import AgentConfig
 from gpu_agent.blocks.backends import ShardPool
 from gpu_agent.blocks.ranks import BlockRank
-from gpu_agent.blocks.save_plan import SaveOrder, SavePart, StepOrders
+from gpu_agent.blocks.save_plan import GroupBlocks, SaveOrder, StepOrders
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.objects import parts as parts_module
 from gpu_agent.objects.parts import ObjectName
@@ -96,7 +96,7 @@ def test_agents_process_logs_the_request_ids(
     )
     try:
         rank.begin(StepOrders(1, None, [], []))
-        rank.save([SaveOrder(0, [SavePart(0, hashes(2), [1, 2])], ("cmpl-0", "cmpl-1"))])
+        rank.save([SaveOrder(0, [GroupBlocks(0, hashes(2), [1, 2])], ("cmpl-0", "cmpl-1"))])
         end = time.monotonic() + WAIT_S
         while rank.take_counts().pages_dropped < 2:  # until the save has ended, not only been read
             assert time.monotonic() < end

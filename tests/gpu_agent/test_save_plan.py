@@ -5,7 +5,7 @@ import random
 import pytest
 
 from gpu_agent.blocks import save_plan
-from gpu_agent.blocks.save_plan import SavePart, SavePlan
+from gpu_agent.blocks.save_plan import GroupBlocks, SavePlan
 from kvstore.tracing import REQUESTS_MAX
 
 
@@ -31,7 +31,7 @@ class Pool(Pins):
         self.evicted: set[int] = set()
         self.spare = 1000
 
-    def cached(self, part: SavePart) -> list[bool]:
+    def cached(self, part: GroupBlocks) -> list[bool]:
         return [block not in self.evicted for block in part.blocks]
 
 
@@ -39,8 +39,8 @@ def plan_of(pins: Pins, ranks: int = 1, blocks_max: int = 8, order_blocks: int =
     return SavePlan(ranks, blocks_max, order_blocks, pins.pin, pins.unpin)
 
 
-def blocks(*numbers: int, group: int = 0) -> list[SavePart]:
-    return [SavePart(group, [b"key%d" % number for number in numbers], list(numbers))]
+def blocks(*numbers: int, group: int = 0) -> list[GroupBlocks]:
+    return [GroupBlocks(group, [b"key%d" % number for number in numbers], list(numbers))]
 
 
 def test_blocks_are_saved_only_after_their_steps_result() -> None:
@@ -134,7 +134,7 @@ def test_pending_key_is_not_staged_twice() -> None:
     plan = plan_of(pins)
     plan.stage("a", blocks(1))
     # The same tokens in another block; another group.
-    plan.stage("b", [SavePart(0, [b"key1"], [7]), SavePart(1, [b"key1"], [8])])
+    plan.stage("b", [GroupBlocks(0, [b"key1"], [7]), GroupBlocks(1, [b"key1"], [8])])
     assert pins.held == [1, 8]
 
 

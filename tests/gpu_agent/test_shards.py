@@ -14,7 +14,7 @@ import torch
 from gpu_agent import AgentConfig, TorchTransfer
 from gpu_agent.blocks.backends import AgentBackend, LocalBackend, ShardPool
 from gpu_agent.blocks.ranks import BlockRank
-from gpu_agent.blocks.save_plan import LoadOrder, SaveOrder, SavePart, StepOrders
+from gpu_agent.blocks.save_plan import GroupBlocks, LoadOrder, SaveOrder, StepOrders
 from gpu_agent.identity.shards import PAGE_NBYTES_MIN, ShardOptions, head_shards
 from gpu_agent.identity.vllm_shards import GroupShard, group_shards, rank_axes
 from gpu_agent.kernels.simulated import SimulatedDevice
@@ -311,7 +311,7 @@ class Engine:
 
     def save(self, keys: list[bytes], blocks: list[int]) -> int:
         """Save blocks on all ranks; return the pages stored."""
-        orders = StepOrders(1, None, [], [SaveOrder(7, [SavePart(0, keys, blocks)], ())])
+        orders = StepOrders(1, None, [], [SaveOrder(7, [GroupBlocks(0, keys, blocks)], ())])
         stored = 0
         for rank in self.ranks:
             rank.begin(orders)
@@ -330,7 +330,7 @@ class Engine:
         wrong = set[int]()
         for rank in self.ranks:
             rank.begin(StepOrders(2, None, [], []))
-            rank.load([LoadOrder("r", [SavePart(0, keys, blocks)])])
+            rank.load([LoadOrder("r", [GroupBlocks(0, keys, blocks)])])
             while not (ended := rank.loads_ended()).finished:
                 self.poll()
             wrong |= ended.wrong_blocks
