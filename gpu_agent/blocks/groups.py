@@ -6,8 +6,8 @@
     state                                    [   3   ]      the state after the last token
                                                      ^ end of a prefix
 
-No I/O: tables, hashes and answers in, numbers out. `Request` keeps the state of a running request:
-its stored pages, its load, and the blocks that need no save any more.
+No I/O: tables, hashes and answers in, numbers out. `TrackedRequest` is what the scheduler knows of
+a running request: its stored pages, its load, and the blocks that need no save any more.
 """
 
 import heapq
@@ -40,7 +40,7 @@ class BlockGroup:
     is_state: bool = False
 
     @property
-    def forgets(self) -> bool:
+    def needs_tail_only(self) -> bool:
         """Return whether its layers need only the last blocks of a prefix."""
         return bool(self.window_tokens or self.chunk_tokens)
 
@@ -99,7 +99,7 @@ def longest_prefix(
     ]
     end = min([limit_tokens, *ends]) // step_tokens * step_tokens
     there = [
-        bytes(blocks) if group.forgets else b""
+        bytes(blocks) if group.needs_tail_only else b""
         for group, blocks in zip(groups, present, strict=True)
     ]
     while end > local_tokens:
@@ -119,7 +119,7 @@ def _run_end(group: BlockGroup, blocks: Sequence[int], local_tokens: int) -> int
     For layers that need all blocks it is the end of the present ones, from the first that the
     engine lacks.
     """
-    first = len(blocks) if group.forgets else local_tokens // group.block_tokens
+    first = len(blocks) if group.needs_tail_only else local_tokens // group.block_tokens
     return group.block_tokens * (
         blocks.index(False, first) if False in blocks[first:] else len(blocks)
     )
@@ -131,7 +131,11 @@ def _shorter(group: BlockGroup, there: bytes, local_tokens: int, end_tokens: int
     A prompt has thousands of blocks, so this never loops over single blocks.
     """
     blocks = end_tokens // group.block_tokens
-    gap = there.rfind(0, _first(group, local_tokens, end_tokens), blocks) if group.forgets else -1
+    gap = (
+        there.rfind(0, _first(group, local_tokens, end_tokens), blocks)
+        if group.needs_tail_only
+        else -1
+    )
     if gap < 0:
         return end_tokens
     shorter = (
@@ -198,8 +202,8 @@ class EngineRequest(Protocol):
 
 
 @dataclass
-class Request:
-    """State of a request.
+class TrackedRequest:
+    """What the scheduler knows of a request.
 
     `planned[group]`: leading blocks that need no save: stored, staged, or given up.
 
@@ -212,17 +216,17 @@ class Request:
     next_tokens: int = 0
     due_tokens: int = 0
     present: Answer = ()
-    offered: tuple[int, int] = (0, 0)  # tokens in the engine, tokens after a load
+    hit: tuple[int, int] = (0, 0)  # tokens in the engine, tokens after a load
     loading: int = 0  # ranks that have not ended its load
     polled: bool = False  # the engine polled for the answer at least once
     load_began_at: float = 0.0
-    judged: tuple[int, int] | None = None  # the hit that was decided on, as in `offered`
+    decided_hit: tuple[int, int] | None = None  # the hit that was decided on, as in `hit`
     declined: bool | None = None  # whether it was declined; None: not decided since the last lookup
     # a load failed: there is no second one, or the engine would retry for ever
-    refused: bool = False
+    load_failed: bool = False
     # a step was scheduled since its blocks were allocated, so its tokens were computed
     scheduled: bool = False
-    barred: bool = False  # its KV must not be stored
+    never_saved: bool = False  # its KV must not be stored
     # computed tokens before its first draft tokens since its blocks were allocated; None: no drafts
     drafted_at: int | None = None
 
@@ -273,16 +277,16 @@ class Request:
         )
         return found, 0
 
-    def has_state(self, number: int, block: int, end_tokens: int) -> bool:
-        """Return whether the state of a block, which ends at `end_tokens`, needs no save.
+    def wants_state(self, number: int, block: int, end_tokens: int) -> bool:
+        """Return whether to save the recurrent state of a block, which ends at `end_tokens`.
 
-        It is stored, or draft tokens took part in it. If the engine rejects drafts, it rolls their
-        state back, but no test here has seen how, so such states are not stored.
+        Not if it is stored, nor if draft tokens took part in it: an engine that rejects drafts
+        rolls their state back, but no test here has seen how.
         """
         if self.drafted_at is not None and end_tokens > self.drafted_at:
-            return True
+            return False
         there = self.present[number] if self.present else b""
-        return block < len(there) and bool(there[block])
+        return not (block < len(there) and there[block])
 
     def _due(self, planned: int, block_tokens: int) -> int:
         """Return how many tokens must be computed until there is more to save."""

@@ -190,7 +190,7 @@ class _Pending:
     done: concurrent.futures.Future[Answer]
     nothing: Answer
     overdue_at: float
-    stands: Answer | None
+    earlier: Answer | None
     answered_at: float | None = None
 
 
@@ -210,10 +210,10 @@ class Lookups:
         self._running = 0
         self._outage = OutageLog()
 
-    def ask(self, request_id: str, question: Question, stands: Answer | None = None) -> None:
+    def ask(self, request_id: str, question: Question, earlier: Answer | None = None) -> None:
         """Start a lookup, which replaces an earlier one of this request. Returns at once.
 
-        `stands`: the earlier answer, which is valid until there is another.
+        `earlier`: its answer, which is valid until there is another.
         """
         nothing = tuple(bytes(len(keys)) for _, keys in question)
         done: concurrent.futures.Future[Answer] = Future()
@@ -230,7 +230,7 @@ class Lookups:
                 done.add_done_callback(carried(self._ended))
         else:
             done.set_result(nothing)
-        self._pending[request_id] = _Pending(done, nothing, time.monotonic() + wait_s, stands)
+        self._pending[request_id] = _Pending(done, nothing, time.monotonic() + wait_s, earlier)
 
     def answer(self, request_id: str) -> Answer | None:
         """Return the answer; None while it is unknown.
@@ -245,7 +245,7 @@ class Lookups:
             self._backend.poll()
         now, done = time.monotonic(), pending.done.done()
         if not done and now < pending.overdue_at:
-            return pending.stands
+            return pending.earlier
         pending.answered_at = pending.answered_at or now
         return pending.done.result() if done and not pending.done.exception() else pending.nothing
 

@@ -20,7 +20,7 @@ from gpu_agent.blocks.groups import (
     NULL_BLOCK,
     BlockGroup,
     EngineRequest,
-    Request,
+    TrackedRequest,
     loaded_blocks,
     longest_prefix,
 )
@@ -38,7 +38,7 @@ REFRESH_S = 2.0  # how long an answer is valid while a request waits
 QUIET_MAX = 1 << 20  # most steps without looking for due blocks
 COUNTS_WAIT_S = 0.25  # between the last block read and the outcome of its save
 DEFERRED_BLOCKS = 256  # of a request that ended, remembered together
-SILENCE_S = 10.0  # between two log lines with the same reason
+DROP_LOG_PAUSE_S = 10.0  # between two log lines with the same reason
 
 
 @dataclass
@@ -102,14 +102,14 @@ class BlockScheduler:
         self._lookups = lookups
         self._plan = plan
         self._min_tokens = max(1, min_tokens)
-        self._hits = HitPolicy(cost_model)
-        self._strangers = False  # the newest step has requests without a lookup
+        self._hit_policy = HitPolicy(cost_model)
+        self._has_untracked = False  # the newest step has requests without a lookup
         # A hit was reported since the newest step, so only blocks can keep its request from running
-        self._told = False
+        self._hit_reported = False
         # Steps in which the same requests complete no due block, each with one token per step.
-        self._quiet, self._scanned = 0, frozenset[str]()
-        self._requests: dict[str, Request] = {}
-        self._ended: dict[str, Request] = {}  # ended requests whose loads have not ended
+        self._quiet_steps, self._quiet_requests = 0, frozenset[str]()
+        self._requests: dict[str, TrackedRequest] = {}
+        self._ended: dict[str, TrackedRequest] = {}  # ended requests whose loads have not ended
         self._loads: list[LoadOrder] = []
         self._stopped = False  # saving is off, see `stop_saving`
         self._epoch: int | None = None
@@ -117,8 +117,8 @@ class BlockScheduler:
         self._seen_at = 0.0  # time of the ranks' last report
         self._read_at = 0.0  # time of the last report with blocks that were read
         self._uncounted = False  # saves ended or are running that no metric shows yet
-        self._unsaid = 0  # dropped blocks since the last log line about them
-        self._silent_until = 0.0
+        self._unlogged_drops = 0  # dropped blocks since the last log line about them
+        self._next_log_at = 0.0
         lookups.open([namespace for group in shards for namespace in group])
 
     @property
@@ -136,8 +136,8 @@ class BlockScheduler:
 
     def ask(self, request: EngineRequest) -> None:
         """Begin the lookup of a new request."""
-        self._requests[request.request_id] = Request(
-            request, [0] * len(self._groups), barred=self._stopped
+        self._requests[request.request_id] = TrackedRequest(
+            request, [0] * len(self._groups), never_saved=self._stopped
         )
         self._ask(request)
 
@@ -146,51 +146,51 @@ class BlockScheduler:
 
         The engine asks this repeatedly.
         """
-        state = self._requests.get(request.request_id)
-        if state is None or state.refused:
-            self._told = True
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.load_failed:
+            self._hit_reported = True
             return 0
         age_s = self._lookups.age_s(request.request_id)
         if age_s is None:  # it was preempted after its first admission
             self._ask(request)
-            state.polled, state.declined = False, None
+            tracked.polled, tracked.declined = False, None
         elif age_s > REFRESH_S:  # it waited so long that other pages may be stored now
             # The old answer stands until the new one is known: after a None, an engine would give
             # the blocks kept for this request to those behind it.
             self._ask(request, self._lookups.answer(request.request_id))
         answer = self._lookups.answer(request.request_id)
-        if not state.polled:
-            state.polled = True
+        if not tracked.polled:
+            tracked.polled = True
             answer = self._lookups.awaited(
-                request.request_id, IDLE_WAIT_S if self._alone(state) else 0.0
+                request.request_id, IDLE_WAIT_S if self._alone(tracked) else 0.0
             )
         if answer is None:
             return None
         limit, end = request.num_tokens - self._last_tokens, local_tokens
         if answer:
             end = longest_prefix(self._groups, answer, local_tokens, limit, self._step_tokens)
-        if end - local_tokens < self._min_tokens or self._declines(state, local_tokens, end):
+        if end - local_tokens < self._min_tokens or self._declines(tracked, local_tokens, end):
             end = local_tokens
-        state.present, state.offered = answer, (local_tokens, end)
-        self._told = True
+        tracked.present, tracked.hit = answer, (local_tokens, end)
+        self._hit_reported = True
         return end - local_tokens
 
     def allocated(
         self, request: EngineRequest, tables: Sequence[Sequence[int]], tokens: int
     ) -> None:
         """Note that a request was admitted with blocks for `tokens` tokens of the offer."""
-        state = self._requests.get(request.request_id)
-        if state is None or state.loading:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.loading:
             return
         # Also for a request without a second lookup, because a load of it failed
-        state.scheduled, state.drafted_at, self._quiet = False, None, 0
+        tracked.scheduled, tracked.drafted_at, self._quiet_steps = False, None, 0
         if self._lookups.age_s(request.request_id) is not None:
             self._lookups.drop(request.request_id)
-            self._plan_anew(state)
-            self._counts.queried_tokens += request.num_tokens - state.offered[0]
+            self._plan_anew(tracked)
+            self._counts.queried_tokens += request.num_tokens - tracked.hit[0]
         if not tokens:
             return
-        local, end = state.offered[0], state.offered[0] + tokens
+        local, end = tracked.hit[0], tracked.hit[0] + tokens
         parts = []
         for number, group in enumerate(self._groups):
             wanted = [
@@ -199,7 +199,7 @@ class BlockScheduler:
             keys = group.keys_of(request.block_hashes, self._hash_tokens, wanted)
             parts.append(GroupBlocks(number, keys, [tables[number][i] for i in wanted]))
         self._loads.append(LoadOrder(request.request_id, parts))
-        state.loading, state.load_began_at = self._plan.ranks, time.monotonic()
+        tracked.loading, tracked.load_began_at = self._plan.ranks, time.monotonic()
         self._counts.hits += 1
         self._counts.hit_tokens += tokens
 
@@ -228,19 +228,19 @@ class BlockScheduler:
         scarce = self._plan.scarce()
         prompts, short = list[tuple[int, int]](), False
         if (
-            self._quiet
+            self._quiet_steps
             and not scarce
-            and scheduled.keys() == self._scanned
+            and scheduled.keys() == self._quiet_requests
             and set(scheduled.values()) == {1}
         ):
-            self._quiet -= 1
+            self._quiet_steps -= 1
         else:
             prompts, short = self._stage_step(scheduled, table_of, scarce)
         if self._plan.has_late:
             self._plan.stage_late()
         self._drop(self._plan.take_lost())
-        self._hits.step_begins(self._step, time.monotonic(), prompts, short)
-        blocked, self._told = self._told and not (scheduled or loads), False
+        self._hit_policy.step_begins(self._step, time.monotonic(), prompts, short)
+        blocked, self._hit_reported = self._hit_reported and not (scheduled or loads), False
         return StepOrders(self._step, self._epoch, loads, saves, scarce or blocked)
 
     def _stage_step(
@@ -251,27 +251,29 @@ class BlockScheduler:
     ) -> tuple[list[tuple[int, int]], bool]:
         """Stage the blocks of a step; return the arguments of `LoadCostModel.step_begins`."""
         prompts, short = list[tuple[int, int]](), False
-        self._strangers = False
-        self._quiet = QUIET_MAX
+        self._has_untracked = False
+        self._quiet_steps = QUIET_MAX
         for request_id, tokens in scheduled.items():
-            state = self._requests.get(request_id)
-            if state is None:
-                self._strangers = True
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                self._has_untracked = True
                 continue
-            state.scheduled = True
-            computed = state.request.num_computed_tokens + tokens
+            tracked.scheduled = True
+            computed = tracked.request.num_computed_tokens + tokens
             if tokens >= PROMPT_TOKENS_MIN:
                 prompts.append((computed - tokens, tokens))
             elif tokens > 1:
                 short = True
-            due = not state.barred and computed >= (
-                state.next_tokens if scarce else state.due_tokens
+            due = not tracked.never_saved and computed >= (
+                tracked.next_tokens if scarce else tracked.due_tokens
             )
             if due and self._plan.room:
-                self._stage(state, computed, table_of(request_id))
-            if not state.barred:
-                self._quiet = min(self._quiet, max(0, state.due_tokens - computed - 1))
-        self._scanned = frozenset(scheduled)
+                self._stage(tracked, computed, table_of(request_id))
+            if not tracked.never_saved:
+                self._quiet_steps = min(
+                    self._quiet_steps, max(0, tracked.due_tokens - computed - 1)
+                )
+        self._quiet_requests = frozenset(scheduled)
         return prompts, short
 
     def ran(self, report: Report) -> None:
@@ -285,7 +287,7 @@ class BlockScheduler:
         if report.failed:
             # They failed after the previous report: perhaps right after it, beside a long step.
             self._loads_failed(report.failed, seen_at)
-        self._hits.step_ended(report.step, self._seen_at, report.away)
+        self._hit_policy.step_ended(report.step, self._seen_at, report.away)
         if report.finished:
             self._loads_ended(report.finished)
         for request_id in self._plan.ran(report.step):
@@ -294,17 +296,17 @@ class BlockScheduler:
 
     def finished(self, request: EngineRequest, tables: Sequence[Sequence[int]]) -> None:
         """End a request whose blocks are about to be freed."""
-        state = self._requests.pop(request.request_id, None)
+        tracked = self._requests.pop(request.request_id, None)
         self._lookups.drop(request.request_id)
-        if state is None:
+        if tracked is None:
             return
-        if state.loading:
-            self._ended[request.request_id] = state
+        if tracked.loading:
+            self._ended[request.request_id] = tracked
             return
         # Otherwise another connector may still be loading blocks that count as computed
-        if state.scheduled and self._stage(state, request.num_computed_tokens, tables):
-            self._defer(state, request.num_computed_tokens, tables)
-        if not state.barred:
+        if tracked.scheduled and self._stage(tracked, request.num_computed_tokens, tables):
+            self._defer(tracked, request.num_computed_tokens, tables)
+        if not tracked.never_saved:
             self._lookups.touch(request.request_id, self._question(request))
 
     def reset(self) -> None:
@@ -327,8 +329,8 @@ class BlockScheduler:
         """
         stopped, self._stopped = self._stopped, True
         self._plan.forget()
-        for state in self._requests.values():
-            state.barred = True
+        for tracked in self._requests.values():
+            tracked.never_saved = True
         return not stopped
 
     @property
@@ -347,56 +349,59 @@ class BlockScheduler:
 
     # ---- in detail --------------------------------------------------------------------------
 
-    def _known(self, request_ids: Iterable[str]) -> Iterator[tuple[str, Request]]:
+    def _known(self, request_ids: Iterable[str]) -> Iterator[tuple[str, TrackedRequest]]:
         """Yield current requests and those that ended before their loads."""
         for request_id in request_ids:
-            state = self._requests.get(request_id) or self._ended.get(request_id)
-            if state:
-                yield request_id, state
+            tracked = self._requests.get(request_id) or self._ended.get(request_id)
+            if tracked:
+                yield request_id, tracked
 
     def _loads_failed(self, failed: set[str], at: float) -> None:
-        for _, state in self._known(failed):
-            if not state.refused:
-                self._hits.failed(max(0.0, at - state.load_began_at))
-            state.refused = True
-            state.present = ()
-            self._plan_anew(state)  # missing or corrupt pages are saved again
+        for _, tracked in self._known(failed):
+            if not tracked.load_failed:
+                self._hit_policy.failed(max(0.0, at - tracked.load_began_at))
+            tracked.load_failed = True
+            tracked.present = ()
+            self._plan_anew(tracked)  # missing or corrupt pages are saved again
 
     def _loads_ended(self, finished: Mapping[str, int]) -> None:
         """Handle ended loads; `finished` maps requests to the ranks that ended theirs."""
-        loads: list[Request] = []
-        for request_id, state in self._known(finished):
-            loading, state.loading = state.loading, max(0, state.loading - finished[request_id])
-            if loading and not state.loading:
+        loads: list[TrackedRequest] = []
+        for request_id, tracked in self._known(finished):
+            loading, tracked.loading = (
+                tracked.loading,
+                max(0, tracked.loading - finished[request_id]),
+            )
+            if loading and not tracked.loading:
                 self._ended.pop(request_id, None)
-                if not state.refused:
-                    loads.append(state)
+                if not tracked.load_failed:
+                    loads.append(tracked)
         if loads:
-            tokens = sum(state.offered[1] - state.offered[0] for state in loads)
-            self._hits.loads_ended(
-                len(loads), tokens, min(state.load_began_at for state in loads), self._seen_at
+            tokens = sum(tracked.hit[1] - tracked.hit[0] for tracked in loads)
+            self._hit_policy.loads_ended(
+                len(loads), tokens, min(tracked.load_began_at for tracked in loads), self._seen_at
             )
 
-    def _declines(self, state: Request, start: int, end: int) -> bool:
+    def _declines(self, tracked: TrackedRequest, start: int, end: int) -> bool:
         """Return whether to decline a hit because computing is faster or no load would end.
 
         The decision is kept, because the engine may ask in every step.
         """
-        if state.declined is None or state.judged != (start, end):
-            was, state.judged = state.declined, (start, end)
-            state.declined = not self._hits.accepts(
-                start, end, self._alone(state), granted=was is False
+        if tracked.declined is None or tracked.decided_hit != (start, end):
+            was, tracked.decided_hit = tracked.declined, (start, end)
+            tracked.declined = not self._hit_policy.accepts(
+                start, end, self._alone(tracked), granted=was is False
             )
-            self._counts.hits_declined += state.declined and not was
-        return state.declined
+            self._counts.hits_declined += tracked.declined and not was
+        return tracked.declined
 
-    def _alone(self, state: Request) -> bool:
+    def _alone(self, tracked: TrackedRequest) -> bool:
         """Return whether the engine computes no other request."""
         requests = self._requests.values()
         return (
-            not self._strangers
+            not self._has_untracked
             and len(requests) <= ALONE_MAX
-            and all(other is state or other.loading for other in requests)
+            and all(other is tracked or other.loading for other in requests)
         )
 
     def _question(self, request: EngineRequest) -> list[tuple[Sequence[Namespace], list[bytes]]]:
@@ -405,32 +410,40 @@ class BlockScheduler:
             for group, shards in zip(self._groups, self._shards, strict=True)
         ]
 
-    def _ask(self, request: EngineRequest, stands: Answer | None = None) -> None:
-        self._lookups.ask(request.request_id, self._question(request), stands)
+    def _ask(self, request: EngineRequest, earlier: Answer | None = None) -> None:
+        self._lookups.ask(request.request_id, self._question(request), earlier)
 
-    def _stage(self, state: Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> int:
+    def _stage(
+        self, tracked: TrackedRequest, computed_tokens: int, tables: Sequence[Sequence[int]]
+    ) -> int:
         """Stage blocks; return how many found no room and will be tried again."""
-        if state.barred or state.loading:
+        if tracked.never_saved or tracked.loading:
             return 0
-        parts, left = self._planned(state, computed_tokens, tables, self._plan.room)
-        self._plan.stage(state.request.request_id, parts)
+        parts, left = self._planned(tracked, computed_tokens, tables, self._plan.room)
+        self._plan.stage(tracked.request.request_id, parts)
         return left
 
-    def _defer(self, state: Request, computed_tokens: int, tables: Sequence[Sequence[int]]) -> None:
+    def _defer(
+        self, tracked: TrackedRequest, computed_tokens: int, tables: Sequence[Sequence[int]]
+    ) -> None:
         """Leave the other blocks of an ended request to be saved when there is room."""
         left = 1
         while left:  # some at a time, so that the groups' blocks follow each other by their tokens
-            parts, left = self._planned(state, computed_tokens, tables, DEFERRED_BLOCKS)
-            self._plan.defer(state.request.request_id, parts)
+            parts, left = self._planned(tracked, computed_tokens, tables, DEFERRED_BLOCKS)
+            self._plan.defer(tracked.request.request_id, parts)
         self._drop(self._plan.take_lost())
 
     def _planned(
-        self, state: Request, computed_tokens: int, tables: Sequence[Sequence[int]], room: int
+        self,
+        tracked: TrackedRequest,
+        computed_tokens: int,
+        tables: Sequence[Sequence[int]],
+        room: int,
     ) -> tuple[list[GroupBlocks], int]:
         """Return the next blocks to save, `room` at most, and how many more there are."""
-        found, left = state.plan(self._groups, self._hash_tokens, computed_tokens, tables, room)
+        found, left = tracked.plan(self._groups, self._hash_tokens, computed_tokens, tables, room)
         parts = [
-            self._part(state.request, number, blocks, tables)
+            self._part(tracked.request, number, blocks, tables)
             for number, blocks in enumerate(found)
             if blocks
         ]
@@ -438,9 +451,9 @@ class BlockScheduler:
 
     def _note_drafts(self, drafted: Iterable[str]) -> None:
         for request_id in drafted:
-            state = self._requests.get(request_id)
-            if state and state.drafted_at is None:
-                state.drafted_at = state.request.num_computed_tokens
+            tracked = self._requests.get(request_id)
+            if tracked and tracked.drafted_at is None:
+                tracked.drafted_at = tracked.request.num_computed_tokens
 
     def _stage_states(
         self, scheduled: Mapping[str, int], offers: Mapping[str, Sequence[StateOffer]]
@@ -450,11 +463,16 @@ class BlockScheduler:
         A request that is not scheduled was preempted within the step, or has just loaded its state.
         """
         for request_id, states in offers.items():
-            state = self._requests.get(request_id)
-            if state is None or state.barred or state.loading or request_id not in scheduled:
+            tracked = self._requests.get(request_id)
+            if (
+                tracked is None
+                or tracked.never_saved
+                or tracked.loading
+                or request_id not in scheduled
+            ):
                 continue
             for offer in states:
-                part = self._state_part(state, offer)
+                part = self._state_part(tracked, offer)
                 if part is None:
                     continue
                 if self._plan.room:
@@ -462,24 +480,25 @@ class BlockScheduler:
                 else:  # the engine keeps it in its cache for a while
                     self._plan.defer(request_id, [part])
 
-    def _state_part(self, state: Request, offer: StateOffer) -> GroupBlocks | None:
+    def _state_part(self, tracked: TrackedRequest, offer: StateOffer) -> GroupBlocks | None:
         """Return the save of an offered state; None if it needs none or cannot be found again.
 
         An engine may offer a state at any token. Only those at the end of a block have a page.
         """
         group = self._groups[offer.group]
         block, rest = divmod(offer.end_tokens, group.block_tokens)
-        hashed_tokens = len(state.request.block_hashes) * self._hash_tokens
+        hashed_tokens = len(tracked.request.block_hashes) * self._hash_tokens
         if not group.is_state or rest or not 0 < offer.end_tokens <= hashed_tokens:
             return None
-        if offer.block == NULL_BLOCK or state.has_state(offer.group, block - 1, offer.end_tokens):
+        wanted = tracked.wants_state(offer.group, block - 1, offer.end_tokens)
+        if offer.block == NULL_BLOCK or not wanted:
             return None
-        keys = group.keys_of(state.request.block_hashes, self._hash_tokens, [block - 1])
+        keys = group.keys_of(tracked.request.block_hashes, self._hash_tokens, [block - 1])
         return GroupBlocks(offer.group, keys, [offer.block])
 
-    def _plan_anew(self, state: Request) -> None:
-        state.plan_anew()
-        self._quiet = 0
+    def _plan_anew(self, tracked: TrackedRequest) -> None:
+        tracked.plan_anew()
+        self._quiet_steps = 0
 
     def _part(
         self,
@@ -505,11 +524,11 @@ class BlockScheduler:
         if not blocks:
             return
         self._counts.pages_dropped += blocks
-        self._unsaid += blocks
-        if time.monotonic() > self._silent_until:
+        self._unlogged_drops += blocks
+        if time.monotonic() > self._next_log_at:
             log.warning(
                 "%d blocks were not saved: as many were being saved as may be pinned, and the "
                 "engine needed these before there was room",
-                self._unsaid,
+                self._unlogged_drops,
             )
-            self._unsaid, self._silent_until = 0, time.monotonic() + SILENCE_S
+            self._unlogged_drops, self._next_log_at = 0, time.monotonic() + DROP_LOG_PAUSE_S

@@ -264,7 +264,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         Of several groups a block id is ambiguous. And where blocks are left out of a prefix, vLLM
         cannot continue from a shorter one.
         """
-        return len(self._all_caches.kv_cache_groups) > 1 or self._groups[0].forgets
+        return len(self._all_caches.kv_cache_groups) > 1 or self._groups[0].needs_tail_only
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks that a failed load left wrong."""

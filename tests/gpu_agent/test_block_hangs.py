@@ -30,7 +30,7 @@ def test_hanging_loads_delay_few_requests(
     """Regression: where only loads hung, each request waited until its load's deadline."""
     now = [1000.0]
     store = stores()
-    store.scheduler._hits._hangs = CircuitBreaker("loads", PAUSE_S_MAX, lambda: now[0])
+    store.scheduler._hit_policy._hangs = CircuitBreaker("loads", PAUSE_S_MAX, lambda: now[0])
     store.save(FakeRequest("first", TOKENS), [1, 2, 3, 4, 5])
     assert [offer_hit(store, f"gone {i}") for i in range(3)] == [
         [64, 64]
@@ -100,7 +100,7 @@ def test_load_failed_on_several_ranks_counts_as_one_hang(
     store, failed = stores(), list[float]()
     request = FakeRequest("one", TOKENS)
     store.scheduler.ask(request)
-    monkeypatch.setattr(store.scheduler._hits, "failed", failed.append)
+    monkeypatch.setattr(store.scheduler._hit_policy, "failed", failed.append)
     for step in (1, 2):
         store.scheduler.ran(Report(step, failed={"one"}))
     store.scheduler.finished(request, [[]])

@@ -34,7 +34,7 @@ class Answers:
         self.stored = 1 << 30
         self._known: dict[str, Any] = {}
 
-    def ask(self, request_id: str, question: Any, stands: Any = None) -> None:
+    def ask(self, request_id: str, question: Any, earlier: Any = None) -> None:
         self._known[request_id] = tuple(
             tuple(i < self.stored for i in range(len(keys))) for _, keys in question
         )
@@ -84,7 +84,7 @@ def scheduler_of(worth: LoadCostModel | None = None, clock: Clock | None = None)
         [BlockGroup(BLOCK)], [[]], BLOCK, BLOCK, answers, plan, cost_model=worth
     )
     if clock:
-        scheduler._hits._hangs = CircuitBreaker("loads", PAUSE_S_MAX, clock.monotonic)
+        scheduler._hit_policy._hangs = CircuitBreaker("loads", PAUSE_S_MAX, clock.monotonic)
     return scheduler
 
 
@@ -127,7 +127,7 @@ def test_step_reports_its_prompt_tokens(
     for request in requests:
         admit(scheduler, request, look_up(scheduler, request) and 0)
     monkeypatch.setattr(
-        scheduler._hits, "step_begins", lambda step, now, *what: reported.append(what)
+        scheduler._hit_policy, "step_begins", lambda step, now, *what: reported.append(what)
     )
     requests[0].num_computed_tokens = 32
     for tokens in (1, 2, PROMPT_TOKENS_MIN - 1, PROMPT_TOKENS_MIN):
@@ -182,7 +182,7 @@ def test_preempted_request_gets_no_hit_while_loads_hang() -> None:
     running, other = Request(0), Request(1)
     step = admit(scheduler, running, look_up(scheduler, running))
     scheduler.ran(Report(step, finished={"r0": 1}))
-    scheduler._hits.failed(10.0)
+    scheduler._hit_policy.failed(10.0)
     assert look_up(scheduler, other) == 0
     assert scheduler.matched(running, 0) == 0
 

@@ -66,7 +66,7 @@ class Side:
         self, scheduled: dict[str, int], tables: dict[str, list[int]], clean: bool
     ) -> list[Any]:
         if self.looks:
-            self.scheduler._quiet = 0
+            self.scheduler._quiet_steps = 0
 
         def table_of(name: str) -> list[list[int]]:
             self.looked += 1

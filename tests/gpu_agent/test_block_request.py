@@ -3,26 +3,26 @@
 import pytest
 from block_store import FakeRequest
 
-from gpu_agent.blocks.groups import STAGED_BLOCKS, BlockGroup, Request
+from gpu_agent.blocks.groups import STAGED_BLOCKS, BlockGroup, TrackedRequest
 
 
 def test_request_is_due_when_any_group_completes_a_block() -> None:
     groups, tables = [BlockGroup(16), BlockGroup(48)], [list(range(1, 14)), list(range(20, 25))]
-    state = Request(FakeRequest("r", list(range(200))), [0, 0])
+    state = TrackedRequest(FakeRequest("r", list(range(200))), [0, 0])
     state.plan(groups, 16, 0, tables, 100)
     for computed in range(1, 193):
         due = computed >= state.next_tokens
         assert state.due_tokens == state.next_tokens  # within the prompt
         found, _ = state.plan(groups, 16, computed, tables, 100)
         assert any(found) == due
-    answer = Request(FakeRequest("r", list(range(10))), [0, 0])
+    answer = TrackedRequest(FakeRequest("r", list(range(10))), [0, 0])
     answer.plan(groups, 16, 10, tables, 100)
     assert (answer.next_tokens, answer.due_tokens) == (16, 16 * STAGED_BLOCKS)
 
 
 def test_blocks_without_room_are_due_in_the_next_step() -> None:
     groups, tables, tokens = [BlockGroup(16)], [[1, 2, 3, 4]], list(range(20))
-    state = Request(FakeRequest("r", tokens), [0])
+    state = TrackedRequest(FakeRequest("r", tokens), [0])
     assert state.plan(groups, 16, 20, tables, 8) == ([range(1)], 0)
     state.request = FakeRequest("r", list(range(50)))
     assert state.due_tokens > 50
@@ -40,5 +40,5 @@ def test_draft_tokens_and_unallocated_blocks_are_not_saved(
     computed: int, table: list[int], blocks: int
 ) -> None:
     """A draft token counts as computed and has a block, but no hash."""
-    state = Request(FakeRequest("r", list(range(40))), [0])
+    state = TrackedRequest(FakeRequest("r", list(range(40))), [0])
     assert state.plan([BlockGroup(16)], 16, computed, [table], 8) == ([range(blocks)], 0)

@@ -9,7 +9,7 @@ import pytest
 from gpu_agent.blocks.groups import (
     NEVER,
     BlockGroup,
-    Request,
+    TrackedRequest,
     loaded_blocks,
     longest_prefix,
     state_group,
@@ -51,7 +51,7 @@ class NoLookups:
     def check(self) -> list[str]:
         return []
 
-    def ask(self, request_id: str, question: Any, stands: Any = None) -> None: ...
+    def ask(self, request_id: str, question: Any, earlier: Any = None) -> None: ...
 
     def drop(self, request_id: str) -> None: ...
 
@@ -152,11 +152,11 @@ def test_states_after_the_first_draft_are_not_saved_until_the_request_starts_ane
     assert 43 in engine.pinned
 
 
-@pytest.mark.parametrize("how", ["barred", "loading", "unscheduled", "unknown"])
+@pytest.mark.parametrize("how", ["never_saved", "loading", "unscheduled", "unknown"])
 def test_offer_of_a_request_that_may_not_be_saved_is_ignored(how: str) -> None:
     engine = Engine()
     state = engine.scheduler._requests["r"]
-    state.barred, state.loading = how == "barred", int(how == "loading")
+    state.never_saved, state.loading = how == "never_saved", int(how == "loading")
     if how == "unknown":
         engine.scheduler._requests.clear()
     engine.step(StateOffer(1, 40, 32), scheduled=how != "unscheduled")
@@ -194,12 +194,12 @@ def test_request_that_ends_touches_states_with_its_attention() -> None:
 
 
 def test_states_are_never_saved_by_position() -> None:
-    state = Request(Known(), [0, 0])  # type: ignore[arg-type]
+    state = TrackedRequest(Known(), [0, 0])  # type: ignore[arg-type]
     tables = [list(range(1, 9)), [11, 12, 13, 14]]
     groups = [BlockGroup(BLOCK), state_group(2 * BLOCK)]
     assert state.plan(groups, BLOCK, 128, tables, 64) == ([range(8), range(0)], 0)
     assert state.next_tokens == 9 * BLOCK
-    alone = Request(Known(), [0])  # type: ignore[arg-type]
+    alone = TrackedRequest(Known(), [0])  # type: ignore[arg-type]
     assert alone.plan(groups[1:], BLOCK, 128, tables[1:], 64) == ([range(0)], 0)
     assert alone.next_tokens == alone.due_tokens == NEVER
 
@@ -232,7 +232,11 @@ def test_deepest_boundary_of_all_groups_and_ranks_is_found(seed: int) -> None:
             for rank in ranks:
                 for group, there in zip(groups, rank, strict=True):
                     size = group.block_tokens
-                    first = local if not group.forgets else max(local, end - group.window_tokens)
+                    first = (
+                        local
+                        if not group.needs_tail_only
+                        else max(local, end - group.window_tokens)
+                    )
                     if not all(there[first // size : end // size]):
                         return False
             return True
