@@ -74,7 +74,7 @@ class BlockScheduler:
     `shards`: for each group the namespaces of all shards, each once. `hash_tokens`: tokens of one
     of the engine's hashes. `step_tokens`: lengths of hits are multiples of it. A hit of fewer than
     `min_tokens` tokens is ignored; with a `cost_model`, so is one slower than computing.
-    `whole_hits`: a hit may cover the last token, which the engine then computes again. It never
+    `full_hits`: a hit may cover the last token, which the engine then computes again. It never
     does with recurrent states, because the token would be added to them twice.
 
     Loads run beside steps: a request computes nothing, and no other one reads its blocks, until its
@@ -91,11 +91,11 @@ class BlockScheduler:
         plan: SavePlan,
         min_tokens: int = 1,
         cost_model: LoadCostModel | None = None,
-        whole_hits: bool = True,
+        full_hits: bool = True,
     ) -> None:
         self._counts = MatchCounts()
         self._groups = groups
-        self._last_tokens = int(not whole_hits or any(group.is_state for group in groups))
+        self._last_tokens = int(not full_hits or any(group.is_state for group in groups))
         self._shards = shards
         self._hash_tokens = hash_tokens
         self._step_tokens = step_tokens

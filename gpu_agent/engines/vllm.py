@@ -42,11 +42,11 @@ from gpu_agent.blocks.scheduler import BlockScheduler, StateOffer
 from gpu_agent.engines.vllm_identity import (
     block_groups,
     block_sizes,
+    full_hits,
     group_pools,
     prefill_context_rank,
     replicas,
     scales_in_blocks,
-    whole_hits,
     with_groups,
 )
 from gpu_agent.engines.vllm_metadata import Handshake, Orders, RankId, RankNamespaces, WorkerReport
@@ -343,7 +343,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             plan,
             min_tokens=options.own["min_tokens"],
             cost_model=None if options.own.get("slow_hits") == "take" else LoadCostModel(),
-            whole_hits=whole_hits(self._all_caches),
+            full_hits=full_hits(self._all_caches),
         )
         address = options.client.address
         logger.info("kvstore: store at %s, %d ranks, %d cache groups", address, ranks, len(shards))

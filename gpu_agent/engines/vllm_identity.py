@@ -1,7 +1,7 @@
 """Translate vLLM's cache groups for connector and tier.
 
     block_groups, check_tier_groups   which groups are stored, or why the model is refused
-    whole_hits, block_sizes           where a hit may end
+    full_hits, block_sizes           where a hit may end
     replicas, group_pools             which ranks have the same KV, and its tensors
 
 The names of the KV are made in `gpu_agent/identity/vllm.py`.
@@ -127,7 +127,7 @@ def offers_states() -> bool:
     return "boundary_state_offloads" in getattr(state, "__dataclass_fields__", {})
 
 
-def whole_hits(kv_cache_config: Any) -> bool:
+def full_hits(kv_cache_config: Any) -> bool:
     """Return whether vLLM can compute the last token again over a hit that covers it.
 
     Not where it would write into a state, a ring or a compressed cell that has the token already.

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
 
     from gpu_agent.blocks.groups import BlockGroup
     from gpu_agent.engines import vllm_identity
-    from gpu_agent.engines.vllm_identity import block_groups, check_tier_groups, whole_hits
+    from gpu_agent.engines.vllm_identity import block_groups, check_tier_groups, full_hits
     from gpu_agent.engines.vllm_specs import REFUSED, SPECS, STORED, kind_of
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -123,14 +123,14 @@ def test_tier_treats_a_class_as_the_table_says(kind: str) -> None:
 
 
 def test_hit_leaves_the_last_token_where_it_cannot_be_computed_again() -> None:
-    assert whole_hits(caches("FullAttentionSpec", "SlidingWindowSpec"))
+    assert full_hits(caches("FullAttentionSpec", "SlidingWindowSpec"))
     for kind in ("MambaSpec, align", "CircularBufferSpec"):
-        assert not whole_hits(caches("FullAttentionSpec", kind))
+        assert not full_hits(caches("FullAttentionSpec", kind))
     compressed = caches("FullAttentionSpec")
     compressed.kv_cache_groups[0].kv_cache_spec = specs.MLAAttentionSpec(
         **SHAPE, tokens_per_state=4
     )
-    assert not whole_hits(compressed)
+    assert not full_hits(compressed)
 
 
 @pytest.mark.parametrize("option", ["use_replayssm", "use_kda_recoverssm"])
