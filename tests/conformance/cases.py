@@ -136,8 +136,8 @@ def chunked_prefill(session: Session) -> None:
 def continued_answer(session: Session) -> None:
     """a prompt that continues an answer, whose KV was saved while it was generated"""
     prompt = session.prompt(session.block + 5)
-    order = {"max_tokens": 2 * session.block}
-    answer = session.write("first turn", prompt, **order)[0]
+    arguments = {"max_tokens": 2 * session.block}
+    answer = session.write("first turn", prompt, **arguments)[0]
     longer = prompt + list(answer.tokens) + session.prompt(6)
     session.restore("second turn", longer, least=session.block)
 
@@ -145,7 +145,7 @@ def continued_answer(session: Session) -> None:
 @case("preemption")
 def preemption(session: Session) -> None:
     """too few blocks for all requests, whose KV is restored after they were preempted"""
-    block, order = session.block, {"max_tokens": 2 * session.block}
+    block, arguments = session.block, {"max_tokens": 2 * session.block}
     prompts = [session.prompt(2 * block + 5 + number) for number in range(3)]
     session.write("before", *prompts)
     groups = len(session.writer.facts["groups"])
@@ -153,12 +153,12 @@ def preemption(session: Session) -> None:
         session.writer.fresh()
         session.writer.ask("squeeze", free=free)
         try:
-            found = session.writer.generate(*prompts, **order)
+            found = session.writer.generate(*prompts, **arguments)
             count = session.writer.ask("preemptions")["preemptions"]
         finally:
             session.writer.ask("squeeze", free=0)
         for prompt, answer in zip(prompts, found, strict=True):
-            session.check(f"{free} blocks", prompt, answer, **order)
+            session.check(f"{free} blocks", prompt, answer, **arguments)
             session.checks.restored += min(answer.cached, 2 * block)
         session.checks.wanted += 2 * block * len(prompts)
         if count:
@@ -262,10 +262,10 @@ def adapters(session: Session) -> None:
     """prompts with a LoRA, with another one, and without"""
     for prompt in (session.prompt(3 * session.block + 3), session.prompt(session.chunk + 9)):
         for adapter in (*session.adapters, ""):
-            order: dict[str, Any] = {"adapter": adapter} if adapter else {}
+            arguments: dict[str, Any] = {"adapter": adapter} if adapter else {}
             label = f"with {Path(adapter).name}" if adapter else "without"
-            session.restore(f"first {label}", prompt, least=0, **order)
-            session.restore(f"again {label}", prompt, **order)
+            session.restore(f"first {label}", prompt, least=0, **arguments)
+            session.restore(f"again {label}", prompt, **arguments)
 
 
 @case("other rank count")

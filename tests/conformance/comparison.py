@@ -54,28 +54,28 @@ class Reference:
         self._computed: dict[Any, Answer] = {}
         self._local: dict[Any, Answer] = {}
 
-    def computed(self, prompt: Sequence[int], **order: Any) -> Answer:
+    def computed(self, prompt: Sequence[int], **arguments: Any) -> Answer:
         """Return the answer to a prompt with nothing in any cache."""
-        key = (tuple(prompt), tuple(sorted(order.items())))
+        key = (tuple(prompt), tuple(sorted(arguments.items())))
         if key not in self._computed:
             self.engine.ask("reset")
-            self._computed[key] = self.engine.generate(prompt, **order)[0]
+            self._computed[key] = self.engine.generate(prompt, **arguments)[0]
         return self._computed[key]
 
-    def local_hit(self, prompt: Sequence[int], tokens: int, **order: Any) -> Answer:
+    def local_hit(self, prompt: Sequence[int], tokens: int, **arguments: Any) -> Answer:
         """Return the answer with the first `tokens` in the engine's own cache, if it can be."""
-        key = (tuple(prompt), tokens, tuple(sorted(order.items())))
+        key = (tuple(prompt), tokens, tuple(sorted(arguments.items())))
         if key not in self._local:
             self.engine.ask("reset")
-            self.engine.generate(prompt[:tokens] if tokens < len(prompt) else prompt, **order)
-            self._local[key] = self.engine.generate(prompt, **order)[0]
+            self.engine.generate(prompt[:tokens] if tokens < len(prompt) else prompt, **arguments)
+            self._local[key] = self.engine.generate(prompt, **arguments)[0]
         return self._local[key]
 
-    def verdict(self, prompt: Sequence[int], found: Answer, **order: Any) -> str:
+    def verdict(self, prompt: Sequence[int], found: Answer, **arguments: Any) -> str:
         """Return RIGHT, CLOSE or WRONG."""
         candidates: list[Callable[[], Answer]] = [
-            lambda: self.computed(prompt, **order),
-            lambda: self.local_hit(prompt, found.cached, **order),
+            lambda: self.computed(prompt, **arguments),
+            lambda: self.local_hit(prompt, found.cached, **arguments),
         ]
         expected = []
         for candidate in candidates if found.cached else candidates[:1]:

@@ -1,4 +1,4 @@
-"""Start engines and give them orders (engine_process.py), from a process without vLLM."""
+"""Start engines and call them (engine_process.py), from a process without vLLM."""
 
 import contextlib
 import json
@@ -90,7 +90,7 @@ class Spawner:
 
 
 class Engine:
-    """One engine. The constructor returns at once; the first order waits for the start."""
+    """One engine. The constructor returns at once; the first call waits for the start."""
 
     def __init__(
         self,
@@ -132,15 +132,15 @@ class Engine:
         """Return the tokens of a prefill step; less, if prompts of two chunks would not fit."""
         return min(int(self.facts["chunk"]), int(self.facts["length"]) // 4)
 
-    def ask(self, do: str, **order: Any) -> dict[str, Any]:
-        """Give an order and return its answer. Raises EngineDied."""
-        self.send(do, **order)
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Make a call and return its answer. Raises EngineDied."""
+        self.send(do, **arguments)
         return self.receive()
 
-    def send(self, do: str, **order: Any) -> None:
+    def send(self, do: str, **arguments: Any) -> None:
         assert self.facts
         with contextlib.suppress(BrokenPipeError):  # `receive` reports it
-            print(json.dumps({"do": do, **order}), file=self._lines, flush=True)
+            print(json.dumps({"do": do, **arguments}), file=self._lines, flush=True)
 
     def receive(self) -> dict[str, Any]:
         found = self._receive(self._answer_s)
@@ -148,9 +148,9 @@ class Engine:
             raise EngineDied(found["error"])
         return found
 
-    def generate(self, *prompts: Sequence[int], **order: Any) -> list[Answer]:
+    def generate(self, *prompts: Sequence[int], **arguments: Any) -> list[Answer]:
         """Serve prompts together."""
-        return answers(self.ask("generate", prompts=[list(one) for one in prompts], **order))
+        return answers(self.ask("generate", prompts=[list(one) for one in prompts], **arguments))
 
     def settle(self) -> None:
         """Wait until saves have ended. Raises EngineDied if blocks stay in use."""

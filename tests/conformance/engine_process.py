@@ -4,7 +4,7 @@
 
 A connection to the Unix socket is an engine. Its first line is {"arguments": {...of vllm.LLM},
 "environment": {...}, "log": PATH}; with "model", the arguments of tiny_random.py, a model is made
-instead. Each further line is an order, {"do": NAME, ...}, and has an answer of one line. Orders are
+instead. Each further line is a call, {"do": NAME, ...}, and has an answer of one line. Calls are
 the public methods of `Engine`; an error in one is answered with {"error": TEXT}. The engine ends
 when the connection closes. With `fresh`, each engine is a new interpreter that imports vLLM anew.
 """
@@ -228,9 +228,9 @@ def serve(connection: socket.socket) -> None:
         print(json.dumps({"error": _short(error)}), file=lines, flush=True)
         return
     for line in lines:
-        order = json.loads(line)
+        arguments = json.loads(line)
         try:
-            answer = getattr(engine, order.pop("do"))(**order)
+            answer = getattr(engine, arguments.pop("do"))(**arguments)
         except Exception as error:  # noqa: BLE001 -- logged and answered
             traceback.print_exc()
             answer = {"error": _short(error)}

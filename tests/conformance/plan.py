@@ -13,6 +13,7 @@ from outcomes import Outcome, outcome_of
 from session import Session, Skip
 
 DEATHS_MAX = 3
+# Which cases a model runs: all but those that need a model of their own; those of one engine; few.
 WHOLE = tuple(name for name in cases.CASES if name not in ("adapters", "other rank count"))
 ONE_ENGINE = WHOLE[: WHOLE.index("another process") + 1]
 SHORT = ("control", "sensitivity", "full hit", "partial hit", "boundaries", "another process")

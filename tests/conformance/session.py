@@ -39,6 +39,7 @@ class Session:
     """Engines of one model. `start(role)` returns an engine; `roles` are started at once.
 
     Roles: "plain" has no connector, "writer" and "reader" have the connector under test.
+    `arguments` of checks are those of the engine's `generate`: `max_tokens`, `adapter`.
     """
 
     def __init__(
@@ -121,9 +122,9 @@ class Session:
         self.checks, self._patient = Checks(), True
         return self.checks
 
-    def check(self, label: str, prompt: Sequence[int], found: Answer, **order: Any) -> str:
+    def check(self, label: str, prompt: Sequence[int], found: Answer, **arguments: Any) -> str:
         """Compare an answer with the reference, and count it."""
-        verdict = self.reference.verdict(prompt, found, **order)
+        verdict = self.reference.verdict(prompt, found, **arguments)
         if verdict == RIGHT:
             self.checks.exact += 1
         elif verdict == CLOSE:
@@ -134,13 +135,13 @@ class Session:
             )
         return verdict
 
-    def write(self, label: str, *prompts: Sequence[int], **order: Any) -> list[Answer]:
+    def write(self, label: str, *prompts: Sequence[int], **arguments: Any) -> list[Answer]:
         """Compute prompts one by one in the writer, compare, and let it save them."""
         found = []
         self.writer.fresh()
         for prompt in prompts:
-            answer = self.writer.generate(prompt, **order)[0]
-            self.check(f"{label}, computed", prompt, answer, **order)
+            answer = self.writer.generate(prompt, **arguments)[0]
+            self.check(f"{label}, computed", prompt, answer, **arguments)
             self.written.append(list(prompt))
             found.append(answer)
         self.writer.settle()
@@ -152,7 +153,7 @@ class Session:
         *prompts: Sequence[int],
         by: str = "writer",
         least: int | None = None,
-        **order: Any,
+        **arguments: Any,
     ) -> list[Answer]:
         """Serve prompts one by one over poisoned blocks, with nothing in the engine's own cache.
 
@@ -165,8 +166,8 @@ class Session:
             end = time.monotonic() + (PATIENCE_S if self._patient else 0.0)
             while True:
                 engine.fresh()
-                answer = engine.generate(prompt, **order)[0]
-                verdict = self.check(f"{label}, restored", prompt, answer, **order)
+                answer = engine.generate(prompt, **arguments)[0]
+                verdict = self.check(f"{label}, restored", prompt, answer, **arguments)
                 if answer.cached >= wanted or verdict == WRONG or time.monotonic() > end:
                     break
                 time.sleep(0.1)
