@@ -54,7 +54,8 @@ def agent_backend_for(
     shared with a process.
     """
     devices = {shard.pool.device.type for shard in shards}
-    if where == "process" or (where == "auto" and devices == {"cuda"}):
+    # A rank without layers has no shards, and needs no process
+    if shards and (where == "process" or (where == "auto" and devices == {"cuda"})):
         Client(client).close()  # raises ConfigError here, as for lookups
         try:
             return ProcessBackend(shards, client, config)

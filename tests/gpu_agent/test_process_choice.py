@@ -54,6 +54,11 @@ def test_agents_run_in_a_process_on_a_gpu(
     assert isinstance(choice.agent_backend_for(places_on(device), CLIENT, CONFIG, where), expected)
 
 
+@pytest.mark.parametrize("where", choice.WHERE)
+def test_rank_without_layers_starts_no_process(where: str) -> None:
+    assert isinstance(choice.agent_backend_for([], CLIENT, CONFIG, where), LocalBackend)
+
+
 def test_agents_run_in_threads_if_memory_cannot_be_shared(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
