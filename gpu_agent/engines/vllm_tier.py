@@ -53,9 +53,9 @@ log = logging.getLogger(__name__)
 log.addFilter(NamesRequest())
 
 # Options of a tier beside those of `gpu_agent.options`; our connector fills in the first two.
-_OWN = ("facts", "weights", "locality", "lora")
-# Arguments of vLLM's own for a tier, in one release or another. They are no options.
-_VLLMS = {
+_OWN_OPTIONS = ("facts", "weights", "locality", "lora")
+# Arguments that vLLM passes to a tier, in one release or another. They are no options.
+_BASE_ARGUMENTS = {
     *("offloading_spec", "primary_kv_view", "tier_type", "backpressure_detector"),
     *("admission", "lifecycle"),
 }
@@ -116,7 +116,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         }
         arguments, values = split_arguments(SecondaryTierManager.__init__, given | values)
         super().__init__(**arguments)
-        options = read_options(values, _OWN)
+        options = read_options(values, _OWN_OPTIONS)
         self.locality = _locality(options.own.get("locality", "REMOTE"))
         rows = torch.frombuffer(primary_kv_view, dtype=torch.uint8).view(-1, self.block_size_bytes)
         identity, facts = _named(offloading_spec.config, options), options.own.get("facts") or {}
@@ -134,9 +134,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         )
         self._client = Client(options.client)
         self._agent: Agent = Agent(self._client, namespace, pool, config, SlotCopies())
-        self._verdicts = LookupCache(self._agent.present, config.lookup_timeout_s)
+        self._lookups = LookupCache(self._agent.present, config.lookup_timeout_s)
         self._jobs: dict[int, _TierJob] = {}
-        self._told = AgentStats()  # counters that `get_stats` has returned
+        self._reported = AgentStats()  # counters that `get_stats` has returned
         log.info(
             "tier %s at %s, namespace %s", tier_type, options.client.address, namespace.digest.hex()
         )
@@ -149,18 +149,18 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Return whether a key's row is stored, or that it is not known yet."""
-        found = self._verdicts.lookup(key, req_context.req_id)
+        found = self._lookups.lookup(key, req_context.req_id)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
         """Send the lookups of a step."""
-        self._verdicts.flush()
+        self._lookups.flush()
 
     def on_request_finished(self, req_context: Any) -> None:
         """Forget a request's lookups."""
-        self._verdicts.release(req_context.req_id)
+        self._lookups.release(req_context.req_id)
 
     # ---- jobs ------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         moved, lost = job.outcome()
         if job.is_load:
             # otherwise the scheduler would request the same load for ever
-            self._verdicts.mark_miss(lost)
+            self._lookups.mark_miss(lost)
         return JobResult(
             job_id=job_id,
             success=not lost,
@@ -217,7 +217,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def shutdown(self) -> None:
         """End all transfers before vLLM unmaps the rows."""
-        self._verdicts.close()
+        self._lookups.close()
         self._agent.close()
         self._client.close()
 
@@ -235,14 +235,14 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         """Return the counts since the last call; vLLM adds them up."""
         stats, now = OffloadingConnectorStats(), replace(self._agent.stats)
         for name in _COUNTERS:
-            if count := getattr(now, name) - getattr(self._told, name):
+            if count := getattr(now, name) - getattr(self._reported, name):
                 stats.increase_counter(_metric(name), count)
-        self._told = now
+        self._reported = now
         return stats
 
     def check(self) -> list[str]:
         """Return violated invariants; empty if all is well."""
-        return self._agent.check() + self._verdicts.check()
+        return self._agent.check() + self._lookups.check()
 
 
 def split_arguments(
@@ -250,11 +250,11 @@ def split_arguments(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values that a function of vLLM takes by name in this release, and the others.
 
-    Values of `_VLLMS` are in neither part if the function does not take them.
+    Values of `_BASE_ARGUMENTS` are in neither part if the function does not take them.
     """
     names = inspect.signature(function).parameters
     taken = {name: value for name, value in values.items() if name in names}
-    others = {name: values[name] for name in values.keys() - taken.keys() - _VLLMS}
+    others = {name: values[name] for name in values.keys() - taken.keys() - _BASE_ARGUMENTS}
     return taken, others
 
 
