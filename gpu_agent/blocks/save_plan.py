@@ -114,17 +114,23 @@ class _Job:
 
 
 class SavePlan:
-    """Plan of saves. `ranks`: how many ranks acknowledge a job.
+    """Plan of saves. Not thread-safe: an engine has one scheduler.
 
-    `blocks_max`: pinned at a time, over all groups. `order_blocks`: blocks of one order; fewer wait
-    for more, for at most `hold_s`, because each order costs the engine and the ranks as much as its
-    blocks do. They do not wait while blocks are `scarce`: then blocks are needed back, and a
-    preempted request needs its own stored. `pin` and `unpin` take block ids. Not thread-safe: an
-    engine has one scheduler.
+        ranks         that acknowledge a job
+        blocks_max    blocks pinned at a time, over all groups
+        order_blocks  blocks of one order; fewer wait for more
+        pin, unpin    keep blocks of the engine, by their ids, and give them back
+        hold_s        how long blocks wait for more: each order costs the engine and the ranks
+                      as much as its blocks do
+        scarce        whether the engine lacks free blocks. Then none wait: they are needed back,
+                      and a preempted request needs its own stored
 
-    `cached` returns, for each block of a part, whether the engine's prefix cache has it under its
-    key; without it no block waits after its request. `late_max`: so many may wait. `spare`: free
-    blocks of the engine that may be pinned for these.
+    For blocks of ended requests:
+
+        cached        for each block of a part, whether the engine's prefix cache has it under its
+                      key; by default none is saved after its request
+        late_max      how many of them may wait
+        spare         how many free blocks of the engine may be pinned for them
     """
 
     def __init__(
