@@ -8,7 +8,7 @@ The names of the KV are made in `gpu_agent/identity/vllm.py`.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,9 @@ from kvstore.errors import ConfigError
 
 # Whether the tier takes recurrent states: those of this vLLM were tested.
 STATES_SERVED = [int(n) for n in re.findall(r"\d+", vllm.__version__)[:2]] >= [0, 33]
+
+# Fields of a model's configuration, in any of its parts: numbers of KV heads of some layers
+_KV_HEADS = re.compile(r"kv_heads|key_value_heads|head_kv|attention_groups|query_group_num")
 
 
 def block_sizes(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
@@ -232,9 +235,28 @@ def replicas(vllm_config: Any, kv_cache_config: Any) -> int:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if all(isinstance(spec, MLAAttentionSpec) for spec in specs):
         return int(tp)
-    heads = vllm_config.model_config.get_total_num_kv_heads()
+    heads = _most_kv_heads(vllm_config.model_config)
     plain = all(type(spec) in (FullAttentionSpec, SlidingWindowSpec) for spec in specs)
+    plain &= not hasattr(vllm_config.model_config.hf_text_config, "block_configs")  # Nemotron-NAS
     return tp // heads if plain and tp > heads and tp % heads == 0 else 1
+
+
+def _most_kv_heads(model: Any) -> int:
+    """Return the KV heads of the layer that has most; vLLM's total is that of one kind of layers.
+
+    Ranks may share the heads of that kind and have different ones of another kind, as with
+    `swa_num_key_value_heads` (MiMo-V2).
+    """
+
+    def heads(config: Mapping[str, Any]) -> Iterator[int]:
+        for name, value in config.items():
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, Mapping):
+                    yield from heads(part)
+                elif isinstance(part, int) and _KV_HEADS.search(name):
+                    yield part
+
+    return max([int(model.get_total_num_kv_heads()), *heads(model.hf_text_config.to_dict())])
 
 
 def group_pools(kv_cache_config: Any, kv_caches: Mapping[str, Any]) -> list[KVPool | None]:

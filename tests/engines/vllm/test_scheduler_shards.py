@@ -98,6 +98,32 @@ def test_any_ranks_read_what_others_stored(
             assert reader.cached == {"r": 48}, (writes, reads)
 
 
+class TwoKindsRank(HeadRank):
+    """A worker whose layers with a window have twice as many KV heads as the others."""
+
+    def forward(
+        self, group: int, table: list[int], start: int, known: list[int], drafts: list[int]
+    ) -> int:
+        ranks_of_a_head = 1 if group else 2
+        self.marks = torch.tensor([self.rank // ranks_of_a_head * 100], dtype=torch.int32)
+        return super().forward(group, table, start, known, drafts)
+
+
+@pytest.mark.parametrize(
+    "more", [{"swa_num_key_value_heads": 8}, {"others": [{"num_attention_groups": 8}]}], ids=str
+)
+def test_ranks_that_share_the_heads_of_some_layers_only_store_each_their_own(
+    of_ranks: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """As with MiMo-V2 on 8 ranks: vLLM counts 4 heads, and layers with a window have 8."""
+    monkeypatch.setattr(scheduler_engine, "Rank", TwoKindsRank)
+    monkeypatch.setattr(scheduler_engine, "CONFIG", {**scheduler_engine.CONFIG, **more})
+    for cached in (0, 48):
+        engine = of_ranks(8, "auto", window=40)
+        assert engine.generate(P) == answer(P, 8)
+        assert engine.cached == {"r": cached}
+
+
 def test_block_without_one_shard_is_computed(of_ranks: Callable[..., Engine]) -> None:
     of_ranks(2).generate(P)
     engine = of_ranks(1)
