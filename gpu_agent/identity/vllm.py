@@ -214,8 +214,9 @@ def _cache_facts(vllm_config: Any, seed: str) -> dict[str, Any]:
 def _group_facts(vllm_config: Any, group: Any, layer_names: Sequence[str]) -> dict[str, Any]:
     spec, names = group.kv_cache_spec, sorted(layer_names)
     layers = vllm_config.compilation_config.static_forward_context
+    # On CPUs the instruction set decides the order of bytes: with AMX, K is packed in tiles
     backends = {
-        layers[name].get_attn_backend().get_name()
+        layers[name].get_attn_backend().get_name() + getattr(layers[name], "isa", "")
         for name in names
         if hasattr(layers.get(name), "get_attn_backend")
     }

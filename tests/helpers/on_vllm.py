@@ -56,7 +56,9 @@ def config(tmp_path: Path, way: Way) -> Any:
         lora_config=None,
         speculative_config=way.get("draft") and draft(checkpoint(tmp_path, way["draft"])),
         compilation_config=tree(
-            static_forward_context=dict.fromkeys(("0", "1"), layer(way.get("backend", "FLASH")))
+            static_forward_context=dict.fromkeys(
+                ("0", "1"), layer(way.get("backend", "FLASH"), way.get("isa", ""))
+            )
         ),
     )
     return changed(usual, way)
@@ -66,8 +68,8 @@ def draft(model: str, **changes: Any) -> Any:
     return tree(**{"method": "eagle", "model": model, "revision": None, **changes})
 
 
-def layer(backend: str) -> Any:
-    return tree(get_attn_backend=lambda: tree(get_name=lambda: backend))
+def layer(backend: str, isa: str) -> Any:
+    return tree(get_attn_backend=lambda: tree(get_name=lambda: backend), isa=isa)
 
 
 def images(**changes: Any) -> Any:

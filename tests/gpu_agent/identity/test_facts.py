@@ -49,6 +49,7 @@ OTHER_HASH = {"cache_config.prefix_caching_hash_algo": "sha256_cbor"}
         ("vLLM connector", {"parallel_config.cp_kv_cache_interleave_size": 2}),
         ("vLLM connector", {"spec": MLAAttentionSpec}),
         ("vLLM connector", {"spec": chunked}),
+        ("vLLM connector", {"isa": "amx"}),
         ("vLLM tier", OTHER_CONFIG),
         ("vLLM tier", OTHER_HASH),
         (
