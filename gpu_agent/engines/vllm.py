@@ -59,6 +59,7 @@ from gpu_agent.engines.vllm_multi import (
     register,
     shards_of,
 )
+from gpu_agent.engines.vllm_preemption import UncomputedBlocks
 from gpu_agent.identity.shards import shard_options
 from gpu_agent.identity.vllm import namespaces
 from gpu_agent.identity.vllm_shards import group_shards, rank_axes
@@ -101,6 +102,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: BlockScheduler | None = None
         self._lookups: Lookups | None = None
         self._hash_tokens = 0
+        self._uncomputed: UncomputedBlocks | None = None
         self._scales_unset = scales_in_blocks(kv_cache_config)
         self._collector: NamespaceCollector | None = None  # until all ranks have reported
         self._others = ForeignLoads()
@@ -284,6 +286,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take vLLM's block pool."""
         self._pool = gpu_block_pool
+        self._uncomputed = UncomputedBlocks(self._config, self._all_caches, gpu_block_pool)
 
     def set_xfer_handshake_metadata(
         self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]
@@ -388,6 +391,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """Begin the lookup of a new request."""
+        if self._uncomputed:
+            self._uncomputed.add(request)
         if self._scheduler and self._wanted(request):
             self._scheduler.ask(request)
         elif self._collector and self._wanted(request):
@@ -424,6 +429,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return the ranks' orders for the step."""
         scheduled = scheduler_output.num_scheduled_tokens
+        if self._uncomputed:
+            self._uncomputed.evict(scheduler_output)
         if not self._scheduler:
             self._others.scheduled(0, scheduler_output)
             if self._collector:
@@ -486,6 +493,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """End a request and return that its blocks may be freed at once."""
+        if self._uncomputed:
+            self._uncomputed.finish(request)
         if self._scheduler:
             self._scheduler.finished(request, self._tables(block_ids))
         elif self._collector:

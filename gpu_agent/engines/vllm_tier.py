@@ -38,6 +38,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from gpu_agent.agent import Agent, AgentStats
 from gpu_agent.engines.vllm_identity import check_tier_groups, tier_state_facts
 from gpu_agent.engines.vllm_multi import register
+from gpu_agent.engines.vllm_preemption import UncomputedBlocks
 from gpu_agent.host.slot_copies import SlotCopies
 from gpu_agent.identity.checkpoint import named
 from gpu_agent.identity.vllm import check_tier, model_facts, tier_facts, tier_namespace, weights_of
@@ -91,6 +92,31 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc, unu
                 tier |= tier_options(vllm_config, tier)
                 tier["facts"] |= tier_state_facts(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
+        self._uncomputed: UncomputedBlocks | None = None
+        self._configs = vllm_config, kv_cache_config
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take vLLM's block pool."""
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._uncomputed = UncomputedBlocks(*self._configs, gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        """Begin with a request."""
+        super().on_new_request(request)
+        if self._uncomputed:
+            self._uncomputed.add(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Return the workers' orders for the step."""
+        if self._uncomputed:
+            self._uncomputed.evict(scheduler_output)
+        return super().build_connector_meta(scheduler_output)
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        """End a request."""
+        if self._uncomputed:
+            self._uncomputed.finish(request)
+        return super().request_finished_all_groups(request, block_ids)
 
 
 register(KVStoreOffloadingConnector)

@@ -1,6 +1,7 @@
 """vLLM's own scheduler with our connector: a failure is a miss, and nothing wrong is stored."""
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 from typing import Any
 
 import pytest
+import scheduler_engine
 from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
 from stopping import stop
 
@@ -381,6 +383,37 @@ def test_r22_first_request_compiles_and_starts_nothing(
         if name.split(".")[0] in ("gpu_agent", "kvstore", "cupy")
     }
     assert ours == set()
+
+
+@pytest.mark.parametrize("params", [{}, {"kvstore.skip": True}], ids=["stored", "skipped"])
+def test_blocks_of_a_step_that_lost_its_request_are_not_used(
+    make: Engines, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
+) -> None:
+    """vLLM 0.33 has them in its prefix cache: it preempted the request after scheduling it."""
+    config = functools.partial(
+        scheduler_engine.SchedulerConfig, policy="priority", long_prefill_token_threshold=48
+    )
+    monkeypatch.setattr(scheduler_engine, "SchedulerConfig", config)
+    engine = make(blocks=20, batch_tokens=96)
+    preempt, found = engine.scheduler._preempt_request, list[bool]()
+
+    def preempted(request: Any, *more: Any, **others: Any) -> None:
+        tables = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        found.append(len(tables[0]) * BLOCK > request.num_computed_tokens + BLOCK)
+        preempt(request, *more, **others)
+
+    monkeypatch.setattr(engine.scheduler, "_preempt_request", preempted)
+    long, short = tokens(7, 257), tokens(11, 30)
+    engine.add("long", long, 4, priority=5, kv_transfer_params=params)
+    engine.connector._lookups.awaited("long", 10.0)
+    engine.step()
+    engine.add("short", short, priority=0)
+    engine.connector._lookups.awaited("short", 10.0)
+    engine.run()
+    assert any(found)  # with blocks that this step would have computed
+    assert engine.outputs == {"long": answer(long, 4), "short": answer(short, 8)}
+    fresh = make(blocks=64)
+    assert fresh.generate(long, 4) == answer(long, 4)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Every restored page is correct, every request ends, and no row or lookup leaks. 
 a run.
 """
 
+import functools
 import os
 import random
 import signal
@@ -20,7 +21,9 @@ from kvstore.tools.node_process import NodeProcess
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # from vLLM's imports
-    from scheduler_harness import Engine, model_directory, prompt
+    import scheduler_harness
+    from scheduler_harness import BLOCK_TOKENS, Engine, model_directory, prompt
+    from vllm.v1.kv_offload.base import LookupResult
 
 pytestmark = pytest.mark.filterwarnings("default")
 REQUESTS = 70
@@ -80,3 +83,32 @@ def disturb(rng: random.Random, node: NodeProcess, client: Client, engine: Engin
         os.kill(node.pid, signal.SIGCONT)
     elif what < 0.28:
         engine.scheduler.kv_cache_manager.reset_prefix_cache()
+
+
+def test_blocks_of_a_step_that_lost_its_request_are_not_offloaded(
+    tmp_path: Path, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 preempts a request that it has scheduled, and has its blocks in the cache."""
+    config = functools.partial(
+        scheduler_harness.SchedulerConfig, policy="priority", long_prefill_token_threshold=48
+    )
+    monkeypatch.setattr(scheduler_harness, "SchedulerConfig", config)
+    options = {"address": node.address, "timeout_s": 30.0}
+    engine = Engine(model_directory(tmp_path / "tiny"), options, gpu_blocks=20, batch_tokens=96)
+    monkeypatch.setattr(engine.tier, "lookup", lambda *_: LookupResult.MISS)
+    preempt, found = engine.scheduler._preempt_request, list[bool]()
+
+    def preempted(request: Any, *more: Any, **others: Any) -> None:
+        tables = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        found.append(len(tables[0]) * BLOCK_TOKENS > request.num_computed_tokens + BLOCK_TOKENS)
+        preempt(request, *more, **others)
+
+    monkeypatch.setattr(engine.scheduler, "_preempt_request", preempted)
+    try:
+        engine.submit("long", prompt(257), max_tokens=4).priority = 5
+        engine.step()
+        engine.submit("short", prompt(30, 11), max_tokens=8)
+        engine.run()
+    finally:
+        engine.close()
+    assert any(found)  # with blocks that this step would have computed
