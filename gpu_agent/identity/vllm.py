@@ -134,6 +134,7 @@ def model_facts(vllm_config: Any, revision_given: bool, from_hub: bool = True) -
     }
     processing = getattr(model, "multimodal_config", None)
     more = {
+        "classes": getattr(model, "model_class_overrides", None),
         "quantization_how": getattr(model, "quantization_config", None),
         "load_how": getattr(loading, "model_loader_extra_config", None),
         "kv_dtype_not_of": getattr(vllm_config.cache_config, "kv_cache_dtype_skip_layers", None),
@@ -398,6 +399,7 @@ def encoder_namespace(
         "load": loading.load_format,
     }
     more = {
+        "classes": getattr(model, "model_class_overrides", None),
         "quantization_how": getattr(model, "quantization_config", None),
         "load_how": getattr(loading, "model_loader_extra_config", None),
         "processing": {name: getattr(processing, name, None) for name in _PROCESSING},

@@ -50,8 +50,10 @@ OTHER_HASH = {"cache_config.prefix_caching_hash_algo": "sha256_cbor"}
         ("vLLM connector", {"spec": MLAAttentionSpec}),
         ("vLLM connector", {"spec": chunked}),
         ("vLLM connector", {"isa": "amx"}),
+        ("vLLM connector", {"model_config.model_class_overrides": {"Llama": "other:Llama"}}),
         ("vLLM tier", OTHER_CONFIG),
         ("vLLM tier", OTHER_HASH),
+        ("vLLM tier", {"model_config.model_class_overrides": {"Llama": "other:Llama"}}),
         (
             "vLLM tier",
             {"offloading.groups": [tree(group_id=1, tokens_per_block=16, layer_names=("0", "1"))]},
