@@ -215,9 +215,8 @@ def _cache_facts(vllm_config: Any, seed: str) -> dict[str, Any]:
 def _group_facts(vllm_config: Any, group: Any, layer_names: Sequence[str]) -> dict[str, Any]:
     spec, names = group.kv_cache_spec, sorted(layer_names)
     layers = vllm_config.compilation_config.static_forward_context
-    # On CPUs the instruction set decides the order of bytes: with AMX, K is packed in tiles
     backends = {
-        layers[name].get_attn_backend().get_name() + getattr(layers[name], "isa", "")
+        layers[name].get_attn_backend().get_name() + _packing(layers[name])
         for name in names
         if hasattr(layers.get(name), "get_attn_backend")
     }
@@ -230,6 +229,16 @@ def _group_facts(vllm_config: Any, group: Any, layer_names: Sequence[str]) -> di
         "backend": "+".join(sorted(backends)),
         "layers": hashlib.sha256("\n".join(names).encode()).hexdigest()[:16],
     } | state_facts(vllm_config, spec)
+
+
+def _packing(layer: Any) -> str:
+    """Return how a backend orders the bytes of a block, where it has several ways.
+
+    On CPUs by the instruction set: with AMX, K is packed in tiles. TurboQuant separates data and
+    scales where FlyDSL is installed, on gfx950.
+    """
+    separate = getattr(getattr(layer, "impl", None), "_soa_store", False)
+    return getattr(layer, "isa", "") + "-separate" * bool(separate)
 
 
 def state_facts(vllm_config: Any, spec: Any) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def config(tmp_path: Path, way: Way) -> Any:
         speculative_config=way.get("draft") and draft(checkpoint(tmp_path, way["draft"])),
         compilation_config=tree(
             static_forward_context=dict.fromkeys(
-                ("0", "1"), layer(way.get("backend", "FLASH"), way.get("isa", ""))
+                ("0", "1"), layer(way.get("backend", "FLASH"), way.get("layer", {}))
             )
         ),
     )
@@ -68,8 +68,8 @@ def draft(model: str, **changes: Any) -> Any:
     return tree(**{"method": "eagle", "model": model, "revision": None, **changes})
 
 
-def layer(backend: str, isa: str) -> Any:
-    return tree(get_attn_backend=lambda: tree(get_name=lambda: backend), isa=isa)
+def layer(backend: str, fields: dict[str, Any]) -> Any:
+    return tree(get_attn_backend=lambda: tree(get_name=lambda: backend), **fields)
 
 
 def images(**changes: Any) -> Any:
