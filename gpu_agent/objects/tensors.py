@@ -192,11 +192,12 @@ class TensorSaves:
         if spec is None or slots is None:
             self._count("dropped")
             return
-        copied = self._copy(tensor.detach(), spec, slots)
         try:
+            copied = self._copy(tensor.detach(), spec, slots)
             self._threads.submit(self._send, identifier, spec, slots, copied)
-        except RuntimeError:  # the interpreter or the engine ends
-            self._count("dropped")
+        except (RuntimeError, MemoryError) as error:  # of the GPU, too; or no thread starts
+            log.warning("an encoder's output was not saved: %s", error)
+            self._end(slots, "dropped")
 
     def _copy(
         self, tensor: torch.Tensor, spec: TensorSpec, slots: list[int]

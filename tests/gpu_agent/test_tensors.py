@@ -22,7 +22,7 @@ from gpu_agent.objects.tensors import (
     read_header,
     scope_of,
 )
-from kvstore import Client, ClientConfig, Namespace
+from kvstore import Client, ClientConfig, Namespace, threads
 from kvstore.tools.node_process import NodeProcess
 
 WIDTH = 1000  # a row has 2,000 bytes
@@ -221,6 +221,24 @@ def test_saves_beyond_the_buffers_are_dropped(store: ObjectStore, namespace: Nam
     saves.save("complex", torch.zeros(4, dtype=torch.complex64))
     saves.close()
     assert (saves.stats.dropped, saves.pending) == (3, 0)
+
+
+@pytest.mark.parametrize("part", ["copy", "thread"])
+def test_save_that_can_not_begin_keeps_no_buffer(
+    store: ObjectStore, namespace: Namespace, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Regression: a failed copy ended the engine; without a thread the buffers stayed taken."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    saves = TensorSaves(store, namespace, memory(2))
+    monkeypatch.setattr(*((saves, "_copy") if part == "copy" else (threads, "start_thread")), fail)
+    for number in range(3):
+        saves.save(f"image {number}", tensor(number, 3))
+    assert saves.stats.dropped == 3
+    assert saves.pending == 0
+    saves.close()
 
 
 def test_store_that_is_away_costs_nothing_but_misses(namespace: Namespace) -> None:
