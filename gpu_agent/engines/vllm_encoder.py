@@ -17,6 +17,7 @@ Options (docs/engines/vllm.md): those of gpu_agent.options, and `buffer_nbytes`.
 import importlib.metadata
 import mmap
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -58,6 +59,7 @@ log = init_logger("vllm.kvstore.encoder")
 BUFFER_NBYTES = 256 << 20
 # An image that takes longer is computed: an encoder takes some ten or hundred milliseconds.
 LOAD_TIMEOUT_S = 1.0
+TOKEN_NBYTES = 32
 Rank = tuple[int, int]
 
 
@@ -75,12 +77,12 @@ class LoadOrder:
 class EncoderOrders(ECConnectorMetadata):
     """Orders for a step.
 
-    `memory`: path and bytes of the shared memory, until all workers have mapped it.
+    `memory`: path, bytes and token of the shared memory, until all workers have mapped it.
     """
 
     step: int
     loads: list[LoadOrder]
-    memory: tuple[str, int] | None
+    memory: tuple[str, int, bytes] | None
 
 
 @dataclass
@@ -214,7 +216,10 @@ class _Scheduler:
         self._fd = os.memfd_create("kvstore-encoder", os.MFD_CLOEXEC)
         nbytes = options.own["buffer_nbytes"]
         os.ftruncate(self._fd, nbytes)
-        self._memory = f"/proc/{os.getpid()}/fd/{self._fd}", nbytes
+        # Behind the slots, because a worker elsewhere may find other memory at this path
+        token = secrets.token_bytes(TOKEN_NBYTES)
+        os.pwrite(self._fd, token, nbytes)
+        self._memory = f"/proc/{os.getpid()}/fd/{self._fd}", nbytes, token
         self._client = Client(options.client)
         self._store = ObjectStore(self._client, options.agent)
         self._store.connect()
@@ -224,7 +229,8 @@ class _Scheduler:
         self._cached: set[str] = set()  # in vLLM's own cache
         self._running: dict[int, _Load] = {}
         self._step = self._number = 0
-        self._waits: dict[str, float] = {}  # since when, by request
+        # By request: seconds that it waited, and the time of the last pass if it still waits
+        self._waits: dict[str, tuple[float, float | None]] = {}
         self._unavailable: set[str] = set()
         self._fields: Any = None
 
@@ -239,13 +245,10 @@ class _Scheduler:
             return True
         if self._loads:
             self._loads.poll()
-        # Outputs are fetched together, but what found no buffer begins late: one deadline for all
-        now = time.monotonic()
-        patient = (
-            now - self._waits.setdefault(request.request_id, now)
-            <= self._options.agent.load_timeout_s
-        )
-        waiting = False
+        # What found no buffer, or belongs to a later chunk, begins late: one deadline for all
+        now, (waited_s, last) = time.monotonic(), self._waits.get(request.request_id, (0.0, None))
+        waited_s += now - last if last else 0.0
+        patient, waiting = waited_s <= self._options.agent.load_timeout_s, False
         for feature in features:
             identifier, start = feature.identifier, feature.mm_position.offset
             if _end(feature) <= computed or identifier in self._cached:
@@ -267,8 +270,8 @@ class _Scheduler:
                 )
                 self._unavailable.add(request.request_id)
                 return False
-        if not waiting:
-            self._waits.pop(request.request_id, None)
+        if waiting or waited_s:
+            self._waits[request.request_id] = waited_s, now if waiting else None
         return not waiting
 
     def _computable(self, feature: Any) -> bool:
@@ -454,14 +457,16 @@ class _Worker:
             self._copies[order.number] = event
         return tensor
 
-    def _map(self, path: str, nbytes: int) -> None:
+    def _map(self, path: str, nbytes: int, token: bytes) -> None:
         try:
             with open(path, "r+b") as file:
+                if os.pread(file.fileno(), TOKEN_NBYTES, nbytes) != token:
+                    raise ValueError(f"{path} is another process's here")
                 rows = _rows(mmap.mmap(file.fileno(), nbytes))
             if self._device.type == "cuda":
                 _page_lock(rows, self._device)
             self._memory.rows, self._memory.mapped = rows, True
-        except (OSError, ValueError) as error:  # another host, or another user
+        except (OSError, ValueError) as error:  # another host, container or user
             log.warning("encoder outputs: the scheduler's memory can not be mapped: %s", error)
             self._memory.mapped = False
 

@@ -94,10 +94,61 @@ def test_memory_that_one_worker_can_not_map_is_never_used(
     make_encoder().ask(*IMAGES)
     engine = make_encoder(ranks=2, warm=False)
     worker = engine.workers[1].connector._worker
-    monkeypatch.setattr(worker, "_map", lambda path, nbytes: type(worker)._map(worker, "/no", 1))
+    monkeypatch.setattr(worker, "_map", lambda _, *rest: type(worker)._map(worker, "/no", *rest))
     engine.warm()
     assert engine.ask(*IMAGES) == NAMES
     assert engine.ours._mapped == {(0, 0): True, (1, 0): False}
+
+
+def test_other_memory_at_the_same_path_is_never_used(
+    make_encoder: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another host or in another container the path may name a file of another process."""
+    make_encoder().ask(*IMAGES)
+    engine = make_encoder(warm=False)
+    worker, other = engine.workers[0].connector._worker, os.memfd_create("other")
+    os.ftruncate(other, 64 << 20)
+    path = f"/proc/{os.getpid()}/fd/{other}"
+    monkeypatch.setattr(worker, "_map", lambda _, *rest: type(worker)._map(worker, path, *rest))
+    engine.warm()
+    assert engine.ask(*IMAGES) == NAMES
+    assert engine.ours._mapped == {(0, 0): False}
+    os.close(other)
+
+
+def test_request_waits_once_for_the_outputs_of_all_its_chunks(
+    make_encoder: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: each chunk of a prompt had a deadline of its own."""
+    engine = make_encoder({"load_timeout_s": 1.0}, batch_tokens=128)
+    monkeypatch.setattr(engine.ours, "_loads", LoadsForEver())
+    clock = [0.0]
+    monkeypatch.setattr(adapter, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    request = engine.add("r", [(f"image {number}", 100) for number in range(9)])
+    ready = []
+    for chunk, now in enumerate([1.0, 1.6, 2.1, 9.0, 9.6, 9.9]):
+        clock[0] = now
+        ready.append(engine.ours.ensure(request, 0 if chunk < 3 else 105 * chunk))
+    assert ready == [False, False, True, True, True, True]
+    engine.ours.finished("r")
+    assert engine.ours._waits == {}
+    monkeypatch.undo()
+    engine.abort("r")
+
+
+class LoadsForEver:
+    """Loads that never end."""
+
+    stats = ""
+
+    def begin(self, identifier: str, rows: int, kind: str) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def find(self, identifier: str, rows: int) -> None: ...
+
+    def pending(self, identifier: str) -> bool:
+        return True
 
 
 def test_nothing_is_loaded_before_the_last_worker_has_mapped_the_memory(
