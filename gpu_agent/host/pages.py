@@ -57,7 +57,7 @@ class HostPages:
         self._client = client
         self._runs = runs
         self.agents = [
-            _agent(client, space, shard, config, batch_pages_max)
+            _agent(client, space, shard, config, batch_pages_max, 1 + len(more))
             for space, shard in [(namespace, pool), *more]
         ]
         self.agent = self.agents[0]
@@ -157,11 +157,14 @@ def _agent(
     pool: KVPool,
     config: AgentConfig,
     batch_pages_max: int,
+    shards: int,
 ) -> Agent:
+    """Return the agent of a shard; all `shards` share the memory for staging."""
     nbytes = pool.layout.page_nbytes
+    staging_nbytes = min(config.staging_nbytes // shards, STAGING_PAGES_MAX * nbytes)
     config = dataclasses.replace(
         config,
-        staging_nbytes=max(nbytes, min(config.staging_nbytes, STAGING_PAGES_MAX * nbytes), 4096),
+        staging_nbytes=max(nbytes, staging_nbytes, 4096),
         pending_nbytes_max=max(
             config.pending_nbytes_max, config.workers * batch_pages_max * nbytes, nbytes
         ),

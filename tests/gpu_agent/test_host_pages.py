@@ -57,6 +57,17 @@ def test_saved_pages_are_loaded(pages: HostPages) -> None:
     assert torch.equal(memory(pages)[target], memory(pages)[source])
 
 
+def test_shards_share_the_memory_for_staging(client: Client) -> None:
+    """Regression: eight shards of heads took eight times the configured memory."""
+    shards = [(made.layout, made) for made in (made_pool() for _ in range(8))]
+    spaces = [(Namespace(f"{uuid.uuid4()}", layout), pool) for layout, pool in shards]
+    config = AgentConfig(workers=1, staging_nbytes=96 * 6000)
+    pages = HostPages(client, *spaces[0], config, 8, spaces[1:])
+    assert [agent.config.staging_nbytes for agent in pages.agents] == [12 * 6000] * 8
+    assert pages.save(HASHES, torch.arange(COUNT), TIMEOUT_S) == [True] * COUNT
+    pages.close(1.0)
+
+
 def test_load_ends_at_a_missing_page(pages: HostPages) -> None:
     pages.save(HASHES[:3] + HASHES[4:], torch.arange(COUNT - 1), TIMEOUT_S)
     before = memory(pages).clone()
