@@ -359,6 +359,22 @@ def test_offload_without_a_new_thread_fails_without_raising(
     assert not subject.pop_completed_offload()
 
 
+def test_offload_that_breaks_fails_without_raising(
+    linker: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the scheduler got the exception when it took the result."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    subject = linker(mha())
+    monkeypatch.setattr(subject._agent, "save", fail)
+    assert subject.offload(transfer(SOURCE))
+    while not subject.num_completed_offloads():
+        threading.Event().wait(0.01)
+    assert not subject.pop_completed_offload()
+
+
 def test_reset_cancels_pending_calls(linker: Make) -> None:
     one = linker(mha())
     offloaded(one)
