@@ -61,6 +61,7 @@ BUFFER_NBYTES = 256 << 20
 LOAD_TIMEOUT_S = 1.0
 TOKEN_NBYTES = 32
 Rank = tuple[int, int]
+Memory = tuple[str, int, bytes]  # path, bytes, token
 
 
 @dataclass
@@ -82,7 +83,7 @@ class EncoderOrders(ECConnectorMetadata):
 
     step: int
     loads: list[LoadOrder]
-    memory: tuple[str, int, bytes] | None
+    memory: Memory | None
 
 
 @dataclass
@@ -213,13 +214,7 @@ class _Scheduler:
         )
         self._mapped: dict[Rank, bool] = {}
         self._namespace: Namespace | None = None
-        self._fd = os.memfd_create("kvstore-encoder", os.MFD_CLOEXEC)
-        nbytes = options.own["buffer_nbytes"]
-        os.ftruncate(self._fd, nbytes)
-        # Behind the slots, because a worker elsewhere may find other memory at this path
-        token = secrets.token_bytes(TOKEN_NBYTES)
-        os.pwrite(self._fd, token, nbytes)
-        self._memory = f"/proc/{os.getpid()}/fd/{self._fd}", nbytes, token
+        self._fd, self._memory, self._slots = _shared_memory(options.own["buffer_nbytes"])
         self._client = Client(options.client)
         self._store = ObjectStore(self._client, options.agent)
         self._store.connect()
@@ -354,7 +349,7 @@ class _Scheduler:
     def _open(self, namespace: Namespace) -> None:
         if not all(self._mapped.values()):
             return
-        pool = ChunkPool(_rows(mmap.mmap(self._fd, self._memory[1])))
+        pool = ChunkPool(_rows(self._slots))
         self._loads = TensorLoads(self._store, namespace, pool, self._options.agent.load_timeout_s)
         log.info(
             "encoder outputs: store at %s, %d ranks, %s",
@@ -466,7 +461,8 @@ class _Worker:
             if self._device.type == "cuda":
                 _page_lock(rows, self._device)
             self._memory.rows, self._memory.mapped = rows, True
-        except (OSError, ValueError) as error:  # another host, container or user
+        # Another host, container or user; or no memory, also of the GPU's driver
+        except (OSError, ValueError, MemoryError, RuntimeError) as error:
             log.warning("encoder outputs: the scheduler's memory can not be mapped: %s", error)
             self._memory.mapped = False
 
@@ -492,6 +488,23 @@ class _Worker:
 
 def _end(feature: Any) -> int:
     return int(feature.mm_position.offset + feature.mm_position.length)
+
+
+def _shared_memory(nbytes: int) -> tuple[int, Memory, mmap.mmap]:
+    """Return new memory: its descriptor, its name and our mapping. Raises ConfigError."""
+    # Behind the slots, because a worker elsewhere may find other memory at this path
+    token = secrets.token_bytes(TOKEN_NBYTES)
+    fd = os.memfd_create("kvstore-encoder", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, nbytes)
+        os.pwrite(fd, token, nbytes)
+        return fd, (f"/proc/{os.getpid()}/fd/{fd}", nbytes, token), mmap.mmap(fd, nbytes)
+    except OSError as error:
+        os.close(fd)
+        raise ConfigError(
+            f"there are no {nbytes} bytes of shared memory for encoder outputs: {error}; lower the "
+            "option buffer_nbytes, or raise the process's limits (ulimit -f, -v)"
+        ) from error
 
 
 def _rows(memory: mmap.mmap) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import signal
 import uuid
 from collections import Counter
@@ -114,6 +115,33 @@ def test_other_memory_at_the_same_path_is_never_used(
     assert engine.ask(*IMAGES) == NAMES
     assert engine.ours._mapped == {(0, 0): False}
     os.close(other)
+
+
+def test_worker_without_memory_for_the_mapping_loads_nothing(
+    make_encoder: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the exception ended the engine, or on a GPU the thread without a report."""
+    engine = make_encoder(warm=False)
+
+    def fail(_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter, "_rows", fail)
+        engine.warm()
+    assert engine.ours._mapped == {(0, 0): False}
+    assert engine.ask(*IMAGES) == NAMES
+
+
+def test_limit_on_files_ends_the_start_with_its_fix(make_encoder: Make) -> None:
+    """Regression: without memory for the mapping a step raised."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match="buffer_nbytes"):
+            make_encoder(warm=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_request_waits_once_for_the_outputs_of_all_its_chunks(
