@@ -595,5 +595,5 @@ def connector_options(values: Mapping[str, Any]) -> Options:
 def _whole(value: Any) -> int:
     try:
         return int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"option min_tokens={value!r} is not a whole number") from None

@@ -45,7 +45,7 @@ def _count(name: str, own: Mapping[str, Any]) -> int | None:
         return None
     try:
         count = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         count = 0
     if count < 1 or isinstance(value, (bool, float)):
         raise ConfigError(f'option {name}={value!r} is neither "auto" nor a number from 1 on')

@@ -224,8 +224,9 @@ def test_lookup_process_starts_before_the_first_step(
 @pytest.mark.parametrize("where", [None, WHERE["last"]], ids=["alone", "beside"])
 def test_non_numeric_min_tokens_is_refused_at_the_start(make: Engines, where: Any) -> None:
     """The option is not first checked in a step of a serving engine."""
-    with pytest.raises(ConfigError, match="option min_tokens='many' is not a whole number"):
-        make(store={"min_tokens": "many"}, beside=where)
+    for value in ("many", float("inf")):
+        with pytest.raises(ConfigError, match=f"option min_tokens={value!r} is not a whole number"):
+            make(store={"min_tokens": value}, beside=where)
 
 
 def test_calls_through_a_wrapper_or_generator_are_recognised(

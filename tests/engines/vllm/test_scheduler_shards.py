@@ -161,7 +161,7 @@ def test_default_for_small_pages_is_the_ranks(of_ranks: Callable[..., Engine]) -
     assert [(space.tp_rank, space.tp_size) for (space,) in (*one, *two)] == [(0, 1), (1, 2)]
 
 
-@pytest.mark.parametrize("shards", [0, 2.5, "many", True])
+@pytest.mark.parametrize("shards", [0, 2.5, "many", True, float("inf")])
 def test_invalid_number_of_shards_is_refused(of_ranks: Callable[..., Engine], shards: Any) -> None:
     with pytest.raises(Exception, match=r'option head_shards=.* is neither "auto" nor a number'):
         of_ranks(1, shards=shards)
