@@ -3,13 +3,17 @@
 A model or cache without plain full attention is refused by name.
 """
 
+import copy
 import inspect
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from asking import traces_of_calls
+from comparison import ROUNDING
+from tiny_random import made
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -327,3 +331,59 @@ def test_cache_argument_is_that_of_the_model() -> None:
     model = tiny_llama()
     forward(model, TOKENS, DynamicCache())  # a deprecation warning is an error here
     assert cache_argument(model) in inspect.signature(model.forward).parameters
+
+
+# ---- the tiny hybrid of tests/conformance, which vLLM runs on a GPU only ----
+
+
+@torch.no_grad()
+def test_wrong_blocks_and_states_show_in_the_answers_of_the_tiny_hybrid() -> None:
+    """So the suite's case `sensitivity` can pass: none of them is lost in the rounding."""
+    block, end, answer = 64, 9, 8  # tokens: of a block, of a prompt after four blocks, of an answer
+    model = made("gated-delta", "bfloat16").eval()
+    torch.manual_seed(1)
+    tokens = torch.randint(5, 505, (2, 4 * block + end + answer))
+
+    def run(first: int, count: int, cache: Any) -> Any:
+        chosen = tokens[:, first : first + count]
+        return model(chosen, past_key_values=cache, use_cache=True)
+
+    def likely(cache: Any) -> torch.Tensor:
+        logits = run(4 * block, end + answer, cache).logits[:, -answer:]
+        return torch.log_softmax(logits.float(), -1)
+
+    earlier = run(0, 3 * block, None).past_key_values
+    whole = run(3 * block, block, copy.deepcopy(earlier)).past_key_values
+    right = likely(copy.deepcopy(whole))
+    for tamper in (zero_a_block, repeat_a_block, swap_layers, take_earlier_states):
+        cache = copy.deepcopy(whole)
+        tamper(cache, earlier, block)
+        changes = (likely(cache) - right).gather(-1, right.argmax(-1, keepdim=True)).abs()
+        assert min(changes.amax((1, 2))) > ROUNDING["bfloat16"], (tamper.__name__, changes)
+
+
+def zero_a_block(cache: Any, earlier: Any, block: int) -> None:
+    for cells in cells_of(cache):
+        cells[:, :, -block:] = 0
+
+
+def repeat_a_block(cache: Any, earlier: Any, block: int) -> None:
+    for cells in cells_of(cache):
+        cells[:, :, -block:] = cells[:, :, -2 * block : -block].clone()
+
+
+def swap_layers(cache: Any, earlier: Any, block: int) -> None:
+    one, other = (layer for layer in cache.layers if hasattr(layer, "keys"))
+    one.keys, one.values, other.keys, other.values = other.keys, other.values, one.keys, one.values
+
+
+def take_earlier_states(cache: Any, earlier: Any, block: int) -> None:
+    for late, early in zip(cache.layers, earlier.layers, strict=True):
+        if hasattr(late, "recurrent_states"):
+            late.recurrent_states, late.conv_states = early.recurrent_states, early.conv_states
+
+
+def cells_of(cache: Any) -> Iterator[torch.Tensor]:
+    for layer in cache.layers:
+        if hasattr(layer, "keys"):
+            yield from (layer.keys, layer.values)
