@@ -53,8 +53,8 @@ def test_property_of_states_changes_the_namespace(tmp_path: Path, changes: dict[
 @pytest.mark.parametrize(
     "way",
     [
-        {"mamba_config": tree(backend=tree(name="FLASHINFER"))},
-        {"mamba_config": tree(enable_stochastic_rounding=True)},
+        {"mamba_config.backend": tree(name="FLASHINFER")},
+        {"mamba_config.enable_stochastic_rounding": True},
         {"cache_config.mamba_ssm_cache_dtype": "float16"},
         {"config": {"mamba_chunk_size": 64}},
     ],
