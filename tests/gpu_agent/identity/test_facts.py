@@ -74,6 +74,31 @@ def test_fact_alone_changes_the_namespace(
     assert namespace(tmp_path, {**VOUCHED, **way}).digest != usual.digest
 
 
+@pytest.mark.parametrize(
+    ("host", "pool", "by_rank"),
+    [
+        (on_sglang.MLAHost, "kv", False),
+        (on_sglang.MLAHost, "mamba", True),
+        (on_sglang.MHAHost, "draft", True),  # with heads, beside latents
+    ],
+)
+def test_latents_of_sglang_are_named_without_their_rank_and_states_with_it(
+    host: type[Any], pool: str, by_rank: bool, tmp_path: Path
+) -> None:
+    found = [
+        on_sglang.hicache(
+            tmp_path,
+            {
+                **VOUCHED,
+                **{"host": host, "pool": pool},
+                **{"engine.is_mla_model": True, "engine.tp_rank": rank},
+            },
+        ).digest
+        for rank in (0, 1)
+    ]
+    assert (found[0] != found[1]) is by_rank
+
+
 # Written out, so that a setting missing from the code's own lists is noticed.
 PROCESSING = (
     "mm_processor_kwargs",
@@ -99,6 +124,11 @@ SGLANG = (
         "quantize_and_serve",
     ),
     *("rl_quant_profile", "torchao_config", "model_impl"),
+)
+SGLANG_STATES = (
+    *("mamba_ssm_dtype", "mamba_backend", "mamba_cache_philox_rounds"),
+    *("linear_attn_backend", "linear_attn_decode_backend", "linear_attn_prefill_backend"),
+    *("linear_attn_verify_backend", "enable_mamba_cache_stochastic_rounding"),
 )
 LIGHTLLM = (
     *(
@@ -130,6 +160,11 @@ def settings() -> Iterator[Any]:
     for name in SGLANG:
         for adapter in ("SGLang HiCache", "SGLang linker"):
             yield pytest.param(adapter, {}, {f"args.{name}": "other"}, id=f"{adapter}-{name}")
+    for name in SGLANG_STATES:
+        usual = {"args.uses_mamba_radix_cache": True}
+        for adapter in ("SGLang HiCache", "SGLang linker"):
+            other = {**usual, f"args.{name}": "other"}
+            yield pytest.param(adapter, usual, other, id=f"{adapter}-{name}")
     for name in (*LIGHTLLM, *LIGHTLLM_HYBRID):
         model = SSM if name in LIGHTLLM_HYBRID else {}
         ways = [{**model, "arguments": {name: value}} for value in (1, 2)]
