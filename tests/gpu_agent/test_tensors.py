@@ -128,6 +128,32 @@ def test_tensors_of_all_sizes_come_back(save: Callable[..., TensorSaves], reader
     assert reader.loads.stats.fetched == 5
 
 
+def test_end_of_the_last_chunk_has_nothing_of_earlier_tensors(
+    save: Callable[..., TensorSaves], reader: Reader
+) -> None:
+    save("turned", tensor(1, 600).T)
+    found = reader.fetch("turned", WIDTH)
+    assert found is not None
+    assert torch.equal(found, tensor(1, 600).T)
+    spec, slots = reader.loads.content("turned")
+    *_, (_, start, nbytes) = spec.pieces()
+    assert not reader.pool.rows[slots[-1], start + nbytes :].any()
+
+
+def test_chunks_of_two_tensors_of_one_name_never_meet(
+    save: Callable[..., TensorSaves], reader: Reader, client: Client, namespace: Namespace
+) -> None:
+    """The first chunk of one was evicted, then a tensor of another shape got the name."""
+    save("mine", tensor(1, 1200))
+    first, *_ = chunk_names(scope_of(namespace), "mine", None)
+    assert client.remove(namespace, [first.prefix_hash]) == [True]
+    other = tensor(2, 1200).view(torch.float16)
+    save("mine", other)
+    found = reader.fetch("mine", 1200)
+    assert found is not None
+    assert torch.equal(found, other)
+
+
 def test_known_width_needs_one_round_trip(
     save: Callable[..., TensorSaves],
     reader: Reader,
@@ -142,6 +168,8 @@ def test_known_width_needs_one_round_trip(
     monkeypatch.setattr(
         store, "get", lambda names, views: calls.append(len(names)) or get(names, views)
     )  # type: ignore[func-returns-value]
+    reader.loads.begin("second", 1300, "image")
+    assert reader.loads.find("second", 1300) is None, "nothing says that it has come"
     assert reader.fetch("second", 1300) is not None
     assert calls == [3]
 
