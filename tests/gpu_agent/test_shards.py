@@ -4,7 +4,7 @@ import itertools
 import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +44,14 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 class MambaSpec(FullAttentionSpec):
     pass
+
+
+def packed(**fields: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(**fields, num_head_slots=2)
+
+
+def nvfp4(**fields: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(**fields, kv_quant_mode=SimpleNamespace(name="NVFP4"))
 
 
 class Model:
@@ -94,14 +102,14 @@ class Model:
         config: Any,
         ranks: dict[str, int],
         wanted: ShardOptions = AUTO,
-        spec: type[Any] = FullAttentionSpec,
+        spec: Callable[..., Any] = FullAttentionSpec,
         block_rows: int = 1,
     ) -> list[GroupShard]:
         tp = config.parallel_config.tensor_parallel_size
         copies = tp if spec is MLAAttentionSpec else max(1, tp // self.heads)
-        spec = spec(num_kv_heads=next(iter(views.values())).shape[1])
+        made = spec(num_kv_heads=next(iter(views.values())).shape[1])
         caches = SimpleNamespace(
-            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=list(views))]
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=made, layer_names=list(views))]
         )
         pool = table_pool(views, ROWS // block_rows, TOKENS * block_rows)
         axes = rank_axes(config.parallel_config, {"cp": 0, **ranks}, copies)
@@ -221,12 +229,15 @@ def test_default_is_the_same_on_all_ranks_with_one_number_of_layer_shards() -> N
     [
         (MambaSpec, {}),
         (SlidingWindowSpec, {"decode_context_parallel_size": 2}),
+        (SlidingWindowSpec, {"prefill_context_parallel_size": 2}),
+        (packed, {}),
+        (nvfp4, {}),
         (SlidingWindowSpec, {"backend": "B12X"}),
         (SlidingWindowSpec, {"draft": SimpleNamespace()}),
     ],
 )
 def test_what_is_not_cut_keeps_the_names_of_ranks(
-    spec: type[Any], changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+    spec: Callable[..., Any], changes: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Model()
     (shard,) = model.shards(
@@ -240,8 +251,11 @@ def test_heads_beside_each_other_in_a_cell_are_not_cut() -> None:
     """A view with K of all heads and V of all heads in place of heads."""
     model = Model(heads=4)
     views = {layer: view[:, :2] for layer, view in model.rank(1, 0).items()}
-    config = model.config(1)
-    (shard,) = model.shards(views, config, {"tp": 0, "pp": 0}, ShardOptions(2))
+
+    def spec(**fields: Any) -> FullAttentionSpec:
+        return FullAttentionSpec(num_kv_heads=model.heads)
+
+    (shard,) = model.shards(views, model.config(1), {"tp": 0, "pp": 0}, ShardOptions(2), spec)
     assert shard.axes["tp_size"] == 1
 
 
