@@ -103,7 +103,10 @@ def test_hybrid_namespace_covers_ranks_and_states(
     assert same.digest == kept.digest
 
 
-@pytest.mark.parametrize("field", ["linear_num_key_heads", "mamba_d_state"])
+@pytest.mark.parametrize(
+    "field",
+    ["linear_num_key_heads", "mamba_d_state", "ssm_state_size", "hybrid_override_pattern"],
+)
 def test_hybrid_model_without_states_in_its_pages_is_refused(
     arguments: Arguments, tmp_path: Path, field: str
 ) -> None:
