@@ -1,5 +1,6 @@
 """Each spec class of vLLM is stored, limits the hit or is refused, as docs/engines/vllm.md says."""
 
+import dataclasses
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,12 @@ with warnings.catch_warnings():
 
     from gpu_agent.blocks.groups import BlockGroup
     from gpu_agent.engines import vllm_identity
-    from gpu_agent.engines.vllm_identity import block_groups, check_tier_groups, full_hits
+    from gpu_agent.engines.vllm_identity import (
+        block_groups,
+        check_tier_groups,
+        full_hits,
+        scales_in_blocks,
+    )
     from gpu_agent.engines.vllm_specs import REFUSED, SPECS, STORED, kind_of
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -131,6 +137,19 @@ def test_hit_leaves_the_last_token_where_it_cannot_be_computed_again() -> None:
         **SHAPE, tokens_per_state=4
     )
     assert not full_hits(compressed)
+
+
+def test_scales_are_seen_in_layers_of_several_sizes() -> None:
+    """The first forward pass overwrites them, so there is no hit before."""
+    plain, mode = made("FullAttentionSpec"), specs.KVQuantMode.INT8_PER_TOKEN_HEAD
+    scaled = dataclasses.replace(plain, kv_quant_mode=mode, dtype=torch.int8)
+    several = specs.UniformTypeKVCacheSpecs(
+        block_size=BLOCK, kv_cache_specs={"l.0": plain, "l.1": scaled}
+    )
+    for spec, expected in ((plain, False), (scaled, True), (several, True)):
+        found = caches("FullAttentionSpec")
+        found.kv_cache_groups[0].kv_cache_spec = spec
+        assert scales_in_blocks(found) == expected
 
 
 @pytest.mark.parametrize("option", ["use_replayssm", "use_kda_recoverssm"])
