@@ -36,7 +36,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from gpu_agent.agent import Agent, AgentStats
-from gpu_agent.engines.vllm_identity import check_tier_groups, tier_state_facts
+from gpu_agent.engines.vllm_identity import (
+    check_tier_groups,
+    scales_in_blocks,
+    tier_state_facts,
+)
 from gpu_agent.engines.vllm_multi import register
 from gpu_agent.engines.vllm_preemption import UncomputedBlocks
 from gpu_agent.host.slot_copies import SlotCopies
@@ -94,6 +98,7 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc, unu
         super().__init__(vllm_config, role, kv_cache_config)
         self._uncomputed: UncomputedBlocks | None = None
         self._configs = vllm_config, kv_cache_config
+        self._scales_unset = scales_in_blocks(kv_cache_config)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take vLLM's block pool."""
@@ -106,8 +111,19 @@ class KVStoreOffloadingConnector(OffloadingConnector):  # type: ignore[misc, unu
         if self._uncomputed:
             self._uncomputed.add(request)
 
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return (tokens that can be loaded, whether the load is asynchronous).
+
+        There is no hit before the first forward pass, which overwrites all scales in blocks.
+        """
+        found = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (0, False) if self._scales_unset and found[0] else found
+
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Return the workers' orders for the step."""
+        self._scales_unset &= not scheduler_output.num_scheduled_tokens
         if self._uncomputed:
             self._uncomputed.evict(scheduler_output)
         return super().build_connector_meta(scheduler_output)

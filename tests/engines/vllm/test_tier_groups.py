@@ -168,3 +168,24 @@ def test_all_accepted_kinds_are_tested() -> None:
     """Recurrent states have tests of their own (test_tier_hybrids.py)."""
     accepted = {kind for kind, verdict in SPECS.items() if verdict.tier == STORED}
     assert {type(kind).__name__ for kind in KINDS.values()} == accepted - {"MambaSpec, align"}
+
+
+def test_scales_in_blocks_are_not_restored_before_the_first_forward_pass(
+    tmp_path: Path, node: NodeProcess
+) -> None:
+    """It overwrites the scales of all blocks."""
+    scaled = replace(FULL, dtype=torch.int8, kv_quant_mode=specs.KVQuantMode.INT8_PER_TOKEN_HEAD)
+    names = [f"layers.{number}" for number in range(4)]
+    options = {"address": node.address, "lookup_timeout_s": 20.0, "timeout_s": 30.0}
+    found = []
+    for _ in range(2):
+        engine = Engine(
+            model_directory(tmp_path / "tiny"),
+            options,
+            groups=[specs.KVCacheGroupSpec(names, scaled)],
+        )
+        try:
+            found += [engine.serve(f"r{seed}", prompt(100, seed)) for seed in (7, 11)]
+        finally:
+            engine.close()
+    assert found == [0, 0, 0, 96]
