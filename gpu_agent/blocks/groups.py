@@ -12,7 +12,7 @@ a running request: its stored pages, its load, and the blocks that need no save 
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -164,23 +164,26 @@ def unsaved_blocks(
     ]
 
 
-def first_ending(
+def by_end(
     groups: Sequence[BlockGroup], blocks: Sequence[Sequence[int]], count: int
-) -> list[Sequence[int]]:
-    """Return, for each group, those of its blocks that are among the `count` blocks to end first.
+) -> Iterator[list[Sequence[int]]]:
+    """Yield each group's blocks, `count` of all at a time, those first that end first.
 
     If there is no room for more, a shorter prefix is then complete.
     """
 
-    def ends(number: int) -> list[tuple[int, int]]:
-        return [
-            ((block + 1) * groups[number].block_tokens, number) for block in blocks[number][:count]
-        ]
+    def ends(number: int) -> Iterator[tuple[int, int]]:
+        tokens = groups[number].block_tokens
+        return (((block + 1) * tokens, number) for block in blocks[number])
 
-    chosen = [
-        number for _, number in itertools.islice(heapq.merge(*map(ends, range(len(groups)))), count)
-    ]
-    return [some[: chosen.count(number)] for number, some in enumerate(blocks)]
+    merged = (number for _, number in heapq.merge(*map(ends, range(len(groups)))))
+    taken = [0] * len(groups)
+    while chosen := list(itertools.islice(merged, count)):
+        before, taken = (
+            taken,
+            [taken[number] + chosen.count(number) for number in range(len(groups))],
+        )
+        yield [some[a:b] for some, a, b in zip(blocks, before, taken, strict=True)]
 
 
 def loaded_blocks(group: BlockGroup, local_tokens: int, end_tokens: int) -> range:
@@ -258,7 +261,7 @@ class TrackedRequest:
         found = list(map(unsaved_blocks, tables, there, self.planned, full))
         left = max(0, sum(map(len, found)) - room)
         if left:
-            found = first_ending(groups, found, room)
+            found = next(by_end(groups, found, room), [()] * len(groups))
             last = zip(found, self.planned, strict=True)
             self.planned = [blocks[-1] + 1 if blocks else planned for blocks, planned in last]
             self.next_tokens = self.due_tokens = 0

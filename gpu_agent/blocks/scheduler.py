@@ -17,10 +17,12 @@ from typing import NamedTuple
 
 from gpu_agent.blocks.cost_model import PROMPT_TOKENS_MIN, HitPolicy, LoadCostModel
 from gpu_agent.blocks.groups import (
+    NEVER,
     NULL_BLOCK,
     BlockGroup,
     EngineRequest,
     TrackedRequest,
+    by_end,
     loaded_blocks,
     longest_prefix,
 )
@@ -419,35 +421,33 @@ class BlockScheduler:
         """Stage blocks; return how many found no room and will be tried again."""
         if tracked.never_saved or tracked.loading:
             return 0
-        parts, left = self._planned(tracked, computed_tokens, tables, self._plan.room)
-        self._plan.stage(tracked.request.request_id, parts)
+        room = self._plan.room
+        found, left = tracked.plan(self._groups, self._hash_tokens, computed_tokens, tables, room)
+        self._plan.stage(tracked.request.request_id, self._parts(tracked.request, found, tables))
         return left
 
     def _defer(
         self, tracked: TrackedRequest, computed_tokens: int, tables: Sequence[Sequence[int]]
     ) -> None:
         """Leave the other blocks of an ended request to be saved when there is room."""
-        left = 1
-        while left:  # some at a time, so that the groups' blocks follow each other by their tokens
-            parts, left = self._planned(tracked, computed_tokens, tables, DEFERRED_BLOCKS)
+        found, _ = tracked.plan(self._groups, self._hash_tokens, computed_tokens, tables, NEVER)
+        # Some at a time, so that the groups' blocks follow each other by their tokens
+        for blocks in by_end(self._groups, found, DEFERRED_BLOCKS):
+            parts = self._parts(tracked.request, blocks, tables)
             self._plan.defer(tracked.request.request_id, parts)
         self._drop(self._plan.take_lost())
 
-    def _planned(
+    def _parts(
         self,
-        tracked: TrackedRequest,
-        computed_tokens: int,
+        request: EngineRequest,
+        found: Sequence[Sequence[int]],
         tables: Sequence[Sequence[int]],
-        room: int,
-    ) -> tuple[list[GroupBlocks], int]:
-        """Return the next blocks to save, `room` at most, and how many more there are."""
-        found, left = tracked.plan(self._groups, self._hash_tokens, computed_tokens, tables, room)
-        parts = [
-            self._part(tracked.request, number, blocks, tables)
+    ) -> list[GroupBlocks]:
+        return [
+            self._part(request, number, blocks, tables)
             for number, blocks in enumerate(found)
             if blocks
         ]
-        return parts, left
 
     def _note_drafts(self, drafted: Iterable[str]) -> None:
         for request_id in drafted:

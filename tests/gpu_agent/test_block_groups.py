@@ -7,7 +7,7 @@ import pytest
 from gpu_agent.blocks.groups import (
     NULL_BLOCK,
     BlockGroup,
-    first_ending,
+    by_end,
     loaded_blocks,
     longest_prefix,
     unsaved_blocks,
@@ -122,12 +122,14 @@ def test_load_with_too_few_blocks_takes_a_shorter_prefix() -> None:
             for number, (group, blocks) in enumerate(zip(groups, found, strict=True))
             for block in blocks
         )
-        count = draw.randrange(len(ends) + 2)
-        chosen = first_ending(groups, found, count)
-        assert sorted(
-            (number, block) for number, blocks in enumerate(chosen) for block in blocks
-        ) == sorted((number, block) for _, number, block in ends[:count])
-    assert first_ending([BlockGroup(16)], [range(3, 9)], 2) == [range(3, 5)]
+        count = draw.randrange(1, len(ends) + 2)
+        for chosen in by_end(groups, found, count):
+            assert sorted(
+                (number, block) for number, blocks in enumerate(chosen) for block in blocks
+            ) == sorted((number, block) for _, number, block in ends[:count])
+            del ends[:count]
+        assert not ends
+    assert next(by_end([BlockGroup(16)], [range(3, 9)], 2)) == [range(3, 5)]
 
 
 def test_keys_of_a_range_equal_keys_of_single_blocks() -> None:

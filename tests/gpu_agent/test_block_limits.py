@@ -87,11 +87,32 @@ def test_blocks_waiting_for_room_cost_a_step_nothing(stores: MakeStore) -> None:
     store.scheduler.reset()
 
 
-class Watched(list[int]):
-    """A table that counts how often a block is read."""
+def test_end_of_a_long_request_reads_its_blocks_a_few_times(stores: MakeStore) -> None:
+    """Regression: it read all remaining blocks again for each 256 that found no room."""
+    store = stores(blocks_max=4)
+    table = Watched(range(1, 10_001))
+    request = FakeRequest("r", list(range(BLOCK)))
+    request.tokens = list(range(BLOCK * len(table)))
+    request.block_hashes = [number.to_bytes(32, "big") for number in range(len(table))]
+    store.scheduler.ask(request)
+    store.matched(request)
+    store.scheduler.allocated(request, [table], 0)
+    store.scheduler.step({"r": request.num_tokens}, lambda _: [table])
+    request.num_computed_tokens = request.num_tokens
+    table.blocks_read = 0
+    store.scheduler.finished(request, [table])
+    assert store.scheduler.take_counts().pages_dropped == len(table) - 4
+    assert table.blocks_read < 5 * len(table)
+    store.scheduler.reset()
 
-    reads = 0
+
+class Watched(list[int]):
+    """A table that counts how often it is read, and how many blocks."""
+
+    reads = blocks_read = 0
 
     def __getitem__(self, index: Any) -> Any:
         self.reads += 1
-        return super().__getitem__(index)
+        found = super().__getitem__(index)
+        self.blocks_read += len(found) if isinstance(index, slice) else 1
+        return found
