@@ -124,7 +124,7 @@ class Agent:
     `client` may be shared and is not closed here. `pool`: the engine's pool, for calls that name
     none. Engines whose cache tensors come and go (Hugging Face transformers) pass None and name a
     pool in each call. `transfer`: by default the fastest one for the pool's device; without a pool
-    plain torch.
+    plain torch. `outage`: shared by the agents of an engine, so that an outage is logged once.
     """
 
     def __init__(
@@ -134,6 +134,7 @@ class Agent:
         pool: KVPool | None,
         config: AgentConfig | None = None,
         transfer: Transfer | None = None,
+        outage: OutageLog | None = None,
     ) -> None:
         self.namespace = namespace
         self.config = config or agent_config()
@@ -141,7 +142,7 @@ class Agent:
         self._client = client
         self._pool = pool
         self._transfer = transfer or (transfer_for(pool.device) if pool else TorchTransfer())
-        self._outage = OutageLog()
+        self._outage = outage or OutageLog()
         if pool is not None:
             self._check_pool(pool)
         page_nbytes = namespace.layout.page_nbytes

@@ -18,6 +18,7 @@ import torch
 from gpu_agent.agent import Agent
 from gpu_agent.load_pipeline import LoadJob, SaveJob
 from gpu_agent.options import AgentConfig
+from gpu_agent.outage_log import OutageLog
 from gpu_agent.pool import KVPool
 from gpu_agent.transfer import Transfer
 from kvstore.client import Client
@@ -161,6 +162,7 @@ class LocalBackend:
         self._client = Client(client)
         self._config = config
         self._transfer = transfer
+        self._outage = OutageLog()
         self._live: list[LocalAgent] = []
         self.startup_seconds: deque[float] = deque()  # stays empty: there is no process
 
@@ -172,9 +174,9 @@ class LocalBackend:
 
     def _made(self, shard: ShardPool, epoch: int | None) -> LocalAgent:
         config = shard_config(self._config, self._shards, shard)
-        return LocalAgent(
-            Agent(self._client, shard.at(epoch), shard.pool, config, self._transfer), shard
-        )
+        namespace, pool = shard.at(epoch), shard.pool
+        agent = Agent(self._client, namespace, pool, config, self._transfer, self._outage)
+        return LocalAgent(agent, shard)
 
     @property
     def loads(self) -> bool:

@@ -18,6 +18,7 @@ import torch
 from gpu_agent.agent import Agent
 from gpu_agent.host.slot_copies import SlotSegments
 from gpu_agent.options import AgentConfig
+from gpu_agent.outage_log import OutageLog
 from gpu_agent.pool import KVPool
 from kvstore.buffers import byte_view
 from kvstore.client import Client
@@ -56,8 +57,9 @@ class HostPages:
         self.namespace = namespace
         self._client = client
         self._runs = runs
+        shards, outage = 1 + len(more), OutageLog()
         self.agents = [
-            _agent(client, space, shard, config, batch_pages_max, 1 + len(more))
+            _agent(client, space, shard, config, batch_pages_max, shards, outage)
             for space, shard in [(namespace, pool), *more]
         ]
         self.agent = self.agents[0]
@@ -158,6 +160,7 @@ def _agent(
     config: AgentConfig,
     batch_pages_max: int,
     shards: int,
+    outage: OutageLog,
 ) -> Agent:
     """Return the agent of a shard; all `shards` share the memory for staging."""
     nbytes = pool.layout.page_nbytes
@@ -169,7 +172,7 @@ def _agent(
             config.pending_nbytes_max, config.workers * batch_pages_max * nbytes, nbytes
         ),
     )
-    return Agent(client, namespace, pool, config, SlotSegments(pool))
+    return Agent(client, namespace, pool, config, SlotSegments(pool), outage)
 
 
 def _leading(length: int, count: int) -> list[bool]:

@@ -16,6 +16,7 @@ import torch
 from gpu_agent.agent import Agent
 from gpu_agent.load_pipeline import LoadJob, SaveJob
 from gpu_agent.options import AgentConfig
+from gpu_agent.outage_log import OutageLog
 from gpu_agent.pool import KVPool
 from gpu_agent.worker import frames
 from gpu_agent.worker.frames import AgentsEnd, Kind, Loaded, Saved
@@ -44,6 +45,7 @@ class AgentWorker:
         self._channel = channel
         self._pools: dict[int, KVPool] = {}
         self._agents: dict[int, Agent] = {}
+        self._outage = OutageLog()
         for facts in wanted:
             self._add(facts)
         channel.send(frames.ready_frame(time.monotonic()))
@@ -80,7 +82,8 @@ class AgentWorker:
             config = AgentConfig(**facts["config"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"no description of an agent: {error!r}") from error
-        agent = self._agents[number] = Agent(self._client, namespace, self._pools[pool], config)
+        agent = Agent(self._client, namespace, self._pools[pool], config, outage=self._outage)
+        self._agents[number] = agent
         agent.prepare()
 
     def _save(self, order: frames.Order) -> None:

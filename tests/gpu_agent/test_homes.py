@@ -106,6 +106,15 @@ def store(shared_node: NodeProcess) -> Iterator[Client]:
         yield client
 
 
+def test_outage_is_logged_once_for_all_agents(caplog: pytest.LogCaptureFixture) -> None:
+    """Regression: each cache group and each shard logged it, two dozen lines for some models."""
+    rank = Rank(LocalBackend, "127.0.0.1:1")
+    for group in (0, 2, 3, 4):
+        assert rank.save(group, keys(1), [1]).dropped == 1
+    rank.home.close()
+    assert caplog.text.count("the store failed") == 1
+
+
 def test_saved_blocks_load_into_other_blocks(rank: Rank) -> None:
     for group, views in ((0, 0), (1, 1)):
         chain, source, target = keys(5), [3, 9, 4, 7, 8], [40, 33, 63, 50, 41]
