@@ -462,7 +462,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the ranks' reports."""
-        report = connector_output.kv_connector_worker_meta
+        report = getattr(connector_output, "kv_connector_worker_meta", None)
         if not isinstance(report, WorkerReport):
             return
         failed = self._others.ran(report.report.step, connector_output.invalid_block_ids)

@@ -9,18 +9,20 @@ The names of the KV are made in `gpu_agent/identity/vllm.py`.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 import vllm
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.outputs import KVConnectorOutput
 
 from gpu_agent.blocks.groups import BlockGroup, state_group
 from gpu_agent.engines.vllm_specs import LIMITS, SPECS, kind_of, layer_specs, refusal
@@ -30,6 +32,11 @@ from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.pool import KVPool
 from kvstore.errors import ConfigError
 
+# Fields of vLLM's messages for connectors. Without one of them, a step would raise.
+HOOKS = (
+    *("kv_connector_block_state", "scheduled_spec_decode_tokens"),
+    *("kv_connector_worker_meta", "invalid_block_ids"),
+)
 # Whether the tier takes recurrent states: those of this vLLM were tested.
 STATES_SERVED = [int(n) for n in re.findall(r"\d+", vllm.__version__)[:2]] >= [0, 33]
 
@@ -48,7 +55,8 @@ def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup | No
 
     None is a group of which a hit needs no page.
     """
-    if reason := not_shareable(vllm_config) or _states_not_offered(vllm_config, kv_cache_config):
+    reason = _missing_hooks() or not_shareable(vllm_config)
+    if reason := reason or _states_not_offered(vllm_config, kv_cache_config):
         return reason
     dcp = vllm_config.parallel_config.decode_context_parallel_size
     found: list[BlockGroup | None] = []
@@ -61,6 +69,13 @@ def block_groups(vllm_config: Any, kv_cache_config: Any) -> list[BlockGroup | No
             return f"a group of several of {', '.join(sorted({type(s).__name__ for s in specs}))}"
         found.append(layers.pop())
     return found if any(found) else "no KV cache"
+
+
+def _missing_hooks() -> str:
+    """Return which fields this vLLM lacks that our steps read; empty if it has all."""
+    has = {field.name for kind in (SchedulerOutput, KVConnectorOutput) for field in fields(kind)}
+    lacks = [name for name in HOOKS if name not in has]
+    return f"a vLLM ({vllm.__version__}) without {', '.join(lacks)}" if lacks else ""
 
 
 def _block_group(spec: Any, dcp: int) -> BlockGroup | None:

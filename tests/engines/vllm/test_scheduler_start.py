@@ -2,11 +2,17 @@
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from scheduler_engine import Engines, answer, start_node, tokens
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
 
+import gpu_agent.engines.vllm as adapter
 from gpu_agent.worker import choice, worker_process
 from gpu_agent.worker.worker_process import WorkerTimeouts
 
@@ -39,3 +45,31 @@ def test_request_needing_blocks_of_staged_saves_does_not_wait(
             assert engine.outputs["second"] == answer(tokens(11, 900), 2)
         finally:
             make.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "lost"),
+    [
+        (SchedulerOutput, "kv_connector_block_state"),
+        (SchedulerOutput, "scheduled_spec_decode_tokens"),
+        (KVConnectorOutput, "kv_connector_worker_meta"),
+        (KVConnectorOutput, "invalid_block_ids"),
+    ],
+)
+def test_vllm_without_a_hook_runs_without_the_store(
+    make: Engines, monkeypatch: pytest.MonkeyPatch, message: Any, lost: str
+) -> None:
+    """Regression: the first step raised, and ended the engine."""
+    monkeypatch.delitem(message.__dataclass_fields__, lost)
+    warnings: list[str] = []
+    monkeypatch.setattr(adapter.logger, "warning", lambda *text: warnings.append(str(text)))
+    engine = make()
+
+    def without(call: Any, found: Any) -> Any:
+        return call(SimpleNamespace(**{k: v for k, v in vars(found).items() if k != lost}))
+
+    for name in ("build_connector_meta", "update_connector_output"):
+        call = getattr(engine.connector, name)
+        monkeypatch.setattr(engine.connector, name, partial(without, call))
+    assert engine.generate(tokens(7, 60)) == answer(tokens(7, 60), 8)
+    assert len([text for text in warnings if lost in text]) == 1
