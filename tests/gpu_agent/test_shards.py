@@ -224,6 +224,21 @@ def test_default_is_the_same_on_all_ranks_with_one_number_of_layer_shards() -> N
         assert {(shard.axes["tp_size"], shard.axes["pp_size"]) for shard in shards} == {(2, 2)}
 
 
+def test_default_is_the_same_on_all_ranks_if_a_group_has_more_layers_in_one_half() -> None:
+    """A layer of the second half is in another group."""
+    model = Model(heads=4, cell=PAGE_NBYTES_MIN // (4 * TOKENS * 4 * 2) * 4)
+    found = {}
+    for pp in (1, 2):
+        found[pp] = dict[int, int]()
+        for pp_rank in range(pp):
+            views = model.rank(1, 0, pp, pp_rank)
+            views.pop(name(3), None)
+            ranks = {"tp": 0, "pp": pp_rank}
+            for shard in model.shards(views, model.config(1, pp), ranks, ShardOptions(layers=2)):
+                found[pp][shard.axes["pp_rank"]] = shard.axes["tp_size"]
+    assert found[1] == found[2] == {0: 2, 1: 1}
+
+
 @pytest.mark.parametrize(
     ("spec", "changes"),
     [
