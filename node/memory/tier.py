@@ -142,10 +142,8 @@ class RamTier:
             self._order.touch(reversed(pages), self.clock_ms())
             self.below.touch(digest, prefix_hashes)
         else:
-            absent = []
-            if False in present:
-                there = zip(prefix_hashes, present, pages, strict=True)
-                absent = [h for h, here, page in there if not here and page is None]
+            there = zip(prefix_hashes, present, pages, strict=True) if False in present else ()
+            absent = [h for h, here, page in there if not here and page is None]
             index.count_lookup(present, absent, self.miss_reasons)
         return present
 
