@@ -159,6 +159,24 @@ def test_states_completed_from_other_memory_are_refused(option: str) -> None:
     assert option in found
 
 
+@pytest.mark.parametrize("checkpoints", [0, 1])
+@pytest.mark.parametrize("hash_tokens", [BLOCK // 2, BLOCK])
+def test_states_that_vllm_caches_under_wrong_keys_are_refused(
+    checkpoints: int, hash_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hit inside a block, of a layer that exports checkpoints of its states."""
+    monkeypatch.setattr(vllm_identity, "block_sizes", lambda *_: (hash_tokens, hash_tokens))
+    model = caches("FullAttentionSpec", "MambaSpec, align")
+    model.kv_cache_groups[1].kv_cache_spec = specs.MambaSpec(
+        **STATE, mamba_cache_mode="align", num_prefill_checkpoint_blocks=checkpoints
+    )
+    found = block_groups(config(), model)
+    if checkpoints and hash_tokens < BLOCK:
+        assert "hits inside blocks" in found
+    else:
+        assert found == [BlockGroup(BLOCK), GROUPS["MambaSpec, align"]]
+
+
 def test_vllm_that_offers_no_states_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_identity, "offers_states", lambda: False)
     found = block_groups(config(), caches("FullAttentionSpec", "MambaSpec, align"))
