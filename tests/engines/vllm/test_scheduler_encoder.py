@@ -267,6 +267,26 @@ def test_orders_of_a_lost_step_are_given_again(make_encoder: Make) -> None:
     assert engine.ours._loads.pinned == 0
 
 
+def test_output_freed_before_a_worker_copied_it_is_unpinned() -> None:
+    """vLLM frees an output while the steps that ordered its load are lost: none comes again."""
+    unpinned: list[str] = []
+    rank, spec = (0, 0), TensorSpec("float32", (1,))
+    scheduler: Any = object.__new__(adapter._Scheduler)
+    order = adapter.LoadOrder(1, "cat", spec, [0])
+    scheduler._running = {1: adapter._Load(order, {rank}, step=3, freed=True)}
+    scheduler._loads = SimpleNamespace(unpin=unpinned.append)
+    scheduler._namespace, scheduler._mapped = None, {rank: True}
+
+    def report(step: int, copying: set[int]) -> None:
+        scheduler.reported({rank: adapter.RankReport(True, step, set(), copying, None)})
+
+    report(2, set())  # the order may still be on its way
+    report(3, {1})  # the copy runs
+    assert unpinned == []
+    report(3, set())
+    assert (unpinned, scheduler._running) == (["cat"], {})
+
+
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_node_that_goes_away_delays_by_one_deadline(
     make_encoder: Make, tmp_path: Path, how: signal.Signals
