@@ -27,7 +27,7 @@ def models(runner: Runner, chosen: str | None) -> list[str]:
     """Return the models to lie about: one with a LoRA and, where they run, recurrent states."""
     if chosen:
         return [name.strip() for name in chosen.split(",")]
-    return [name for name in ("lora", "mamba2") if not runner.lacks(MODELS[name])]
+    return [name for name in ("lora", "mamba2", "gated-delta") if not runner.lacks(MODELS[name])]
 
 
 def run(runner: Runner, names: Sequence[str], store: Store) -> Iterator[Outcome]:
