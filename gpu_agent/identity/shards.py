@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvstore.errors import ConfigError
 
-# Below it a node moves fewer bytes per second (decision 0049).
+# Far below it a node moves fewer bytes per second (decision 0049).
 PAGE_NBYTES_MIN = 512 << 10
 
 
