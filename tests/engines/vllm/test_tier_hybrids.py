@@ -12,6 +12,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,15 @@ def test_swapped_states_are_noticed(start: Start, scheduler_node: NodeProcess) -
         client.put(space, keys, pages[::-1])
     with pytest.raises(AssertionError, match="the state after 192 tokens is wrong"):
         second.serve("warm", prompt(200, 3))
+
+
+def test_states_of_another_dtype_and_the_same_size_have_another_namespace(start: Start) -> None:
+    found = set()
+    for dtype in (torch.float16, torch.bfloat16):
+        made = groups(16)
+        made[1].kv_cache_spec = replace(made[1].kv_cache_spec, dtypes=(dtype, dtype))
+        found.add(start(groups=made).tier.namespace.digest)
+    assert len(found) == 2
 
 
 def test_exported_states_with_hits_inside_blocks_are_refused(start: Start) -> None:
