@@ -33,6 +33,8 @@ BACKLOG = 128
 DESCRIPTORS_LEFT_MIN = 32  # left for other uses: gRPC's connections, scrapes, files
 # at a stop, for threads whose sockets were shut down; one that waits for a disk is left behind
 LEAVE_S = 1.0
+# With fewer connections threads have less to hand over, and answer a little sooner than the loop
+LOOP_CONNECTIONS_MIN = 3
 LEAVING_MAX = 16  # evicted connections whose threads have not ended yet
 
 
@@ -69,6 +71,11 @@ class ConnectionServer(abc.ABC):
     def count(self) -> int:
         """Return the number of connections."""
         return len(self._connections)
+
+    @property
+    def has_loop(self) -> bool:
+        """Return whether there are so many connections that a loop serves their small requests."""
+        return len(self._connections) >= LOOP_CONNECTIONS_MIN
 
     @property
     def accepts(self) -> bool:

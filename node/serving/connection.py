@@ -160,6 +160,10 @@ class Ready(enum.Enum):
 class Door(Protocol):
     """The server that accepted a connection; connections report to it when they are busy."""
 
+    @property
+    def has_loop(self) -> bool:
+        """Return whether small requests are best served by a loop."""
+
     def begin(self, connection: "Connection") -> bool:
         """Note that a request was received.
 
@@ -335,9 +339,10 @@ class Connection(abc.ABC):
                     continue
                 if not server.done(self):
                     return False
-                if small_run >= SMALL_RUN and self.may_loop and not self.socket.has_early:
-                    loop_goes_on = True
-                    return True
+                if small_run >= SMALL_RUN and self.may_loop and server.has_loop:
+                    loop_goes_on = not self.socket.has_early
+                    if loop_goes_on:
+                        return True
         finally:
             if not loop_goes_on:
                 self.finish(server)

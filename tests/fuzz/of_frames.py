@@ -40,6 +40,8 @@ class Server:
     def done(self, connection: Any) -> bool:
         return True
 
+    has_loop = True
+
     def change_share(self, connection: Any) -> None: ...
 
     def wait_gone(self, connection: Any, process_fd: int, pages: int) -> bool:

@@ -19,6 +19,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import FrameSocket, pack_fixed
 from node.server import Node
 from node.serving import connection as connections
+from node.serving.acceptor import LOOP_CONNECTIONS_MIN
 from node.serving.bulk import BulkConnection
 from node.serving.connection import SMALL_RUN, Ready, caller_at
 from node.serving.request_loop import REQUESTS_MAX, RequestLoop
@@ -55,6 +56,11 @@ def in_loop(raw: ConnectRaw, node: Node, pages: Pages) -> Raw:
     return made
 
 
+@pytest.fixture(autouse=True)
+def loop_for_a_single_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.serving.acceptor.LOOP_CONNECTIONS_MIN", 1)
+
+
 @pytest.fixture
 def stored(node: Node, connect: Connect, pages: Pages) -> Pages:
     pages.put(connect(node), pages.keys(1))
@@ -78,6 +84,25 @@ def test_connection_leaves_its_thread_for_small_requests_only(
     for _ in range(SMALL_RUN):
         assert made.ask(**lookup(stored)).lookup.present == [True]
     wait_until(lambda: not has_thread(made))
+
+
+def test_few_connections_keep_their_threads(
+    start_node: StartNode, raw: ConnectRaw, connect: Connect, pages: Pages, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("node.serving.acceptor.LOOP_CONNECTIONS_MIN", LOOP_CONNECTIONS_MIN)
+    node = start_node()
+    with connect(node) as client:
+        pages.put(client, pages.keys(1))
+    wait_until(lambda: node.bulk.count == 0)
+    few = [raw(node) for _ in range(LOOP_CONNECTIONS_MIN - 1)]
+    for made in few:
+        made.ask(hello=pb.HelloRequest())
+        for _ in range(2 * SMALL_RUN):
+            made.ask(**lookup(pages))
+    assert all(map(has_thread, few))
+    raw(node).ask(hello=pb.HelloRequest())
+    few[0].ask(**lookup(pages))
+    wait_until(lambda: not has_thread(few[0]))
 
 
 def test_request_that_arrives_in_pieces_gets_a_thread(
