@@ -146,5 +146,10 @@ class RequestLoop:
     def _look_after(self) -> None:
         """Give abandoned connections to threads, which end them."""
         for fd, connection in list(self._waiting.items()):
-            if connection.abandoned():
+            try:
+                gone = connection.abandoned()
+            except Exception:  # of one connection: it must not end the loop of all
+                log.exception("connection of %s can not be checked", connection.name)
+                gone = True
+            if gone:
                 self._leave(fd, connection, Ready.NEEDS_THREAD)

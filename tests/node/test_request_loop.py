@@ -308,7 +308,7 @@ class Waiting:
         self._theirs.send(bytes(requests))
         self.peer, self.name = peer, peer
         self._served = served
-        self.is_abandoned = False
+        self.is_abandoned = self.is_faulty = False
 
     def serve_ready(self, server: Any) -> Ready:
         self.socket.recv(1)
@@ -316,6 +316,8 @@ class Waiting:
         return Ready.SERVED
 
     def abandoned(self) -> bool:
+        if self.is_faulty:
+            raise OSError("no check")
         return self.is_abandoned
 
     def close(self) -> None:
@@ -358,6 +360,18 @@ def test_abandoned_connection_gets_a_thread_that_ends_it(loop: Any) -> None:
     wait_until(lambda: loop._wakeup < 0)
     waiting.close()
     busy.close()
+
+
+def test_connection_that_can_not_be_checked_does_not_end_the_loop(loop: Any) -> None:
+    faulty, gone = Waiting("faulty", [], 0), Waiting("gone", [], 0)
+    faulty.is_faulty = gone.is_abandoned = True
+    assert loop.add(faulty)
+    assert loop.add(gone)
+    wait_until(lambda: loop.left == [faulty, gone])
+    loop.stop()
+    wait_until(lambda: loop._wakeup < 0)
+    faulty.close()
+    gone.close()
 
 
 def test_small_requests_never_wait() -> None:
