@@ -206,7 +206,7 @@ class EngineRequest(Protocol):
 
 @dataclass
 class TrackedRequest:
-    """What the scheduler knows of a request.
+    """Keep what the scheduler knows of a request.
 
     `planned[group]`: leading blocks that need no save: stored, staged, or given up.
 

@@ -234,11 +234,7 @@ def prefill_context_rank() -> int:
 
 def scales_in_blocks(kv_cache_config: Any) -> bool:
     """Return whether a block holds its tokens' scales, overwritten at their first forward."""
-    modes = [
-        getattr(spec, "kv_quant_mode", None)
-        for group in kv_cache_config.kv_cache_groups
-        for spec in layer_specs(group.kv_cache_spec)
-    ]
+    modes = [getattr(spec, "kv_quant_mode", None) for spec in _all_layer_specs(kv_cache_config)]
     return any(mode is not None and mode.is_per_token_head for mode in modes)
 
 

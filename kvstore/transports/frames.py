@@ -189,25 +189,17 @@ class FrameSocket:
             if self._receive_ahead():
                 return self._recv_header(header_nbytes_max)
 
-    def peek_frame(self, header_nbytes_max: int) -> bytes | None:
+    def peek_frame(self) -> bytes | None:
         """Return the header of the next frame if it is all there, without a wait.
 
         `take_frame` takes it; `recv_frame` can receive it as well. Return None for a frame that is
-        incomplete, has a payload, or does not fit the bytes that are received ahead, and empty
-        bytes if the peer has closed the connection. Not for TLS.
+        incomplete, has a payload, or does not fit the bytes that are received ahead. Raises
+        ConnectionError if the peer has closed. Not for TLS.
         """
-        if not self._early.nbytes:
-            try:
-                got = self._sock.recv_into(self._ahead, 0, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return None
-            if not got:
-                return b""
-            self._early = self._ahead[:got]
-        if self._early.nbytes < FIXED_NBYTES:
+        if not self._receive_ahead(socket.MSG_DONTWAIT) or self._early.nbytes < FIXED_NBYTES:
             return None
         try:
-            header_nbytes, payload_nbytes = unpack_fixed(self._early, header_nbytes_max)
+            header_nbytes, payload_nbytes = unpack_fixed(self._early, _AHEAD_NBYTES)
         except ProtocolError:  # `recv_frame` raises it again
             return None
         end = FIXED_NBYTES + header_nbytes
@@ -217,7 +209,7 @@ class FrameSocket:
 
     def take_frame(self, header_nbytes: int) -> None:
         """Drop the frame that `peek_frame` returned."""
-        self.heard, self.version = True, self._early[_VERSION_AT]
+        self.version = self._early[_VERSION_AT]
         self._early = self._early[FIXED_NBYTES + header_nbytes :]
 
     @property
@@ -246,12 +238,15 @@ class FrameSocket:
         self.arm(frame_s)
         return self._recv_header(header_nbytes_max)
 
-    def _receive_ahead(self) -> bool:
-        """Wait until there are early bytes; return False if the socket's timeout passed first."""
+    def _receive_ahead(self, flags: int = 0) -> bool:
+        """Wait until there are early bytes; return False if the socket's timeout passed first.
+
+        With MSG_DONTWAIT, return False if there are none now.
+        """
         if self._early.nbytes:
             return True
         try:
-            got = self._receive(self._ahead)
+            got = self._receive(self._ahead, flags)
         except BlockingIOError:
             return False
         if got == 0:

@@ -138,7 +138,6 @@ def allow_descriptors(count: int) -> None:
 
 SAY_LAST_S = 0.1
 HELLO_NBYTES_MAX = 4 << 10
-HEADER_AHEAD_NBYTES = 4 << 10  # of a request that the loop serves
 GATEWAYS_OPS = ("admit", "on_behalf")
 # Requests that never wait, of at most a few thousand bytes: a connection with so many in a row is
 # likely to send more of them.
@@ -150,7 +149,7 @@ Transfer = Callable[[Session, Any], None]
 
 
 class Ready(enum.Enum):
-    """What became of a connection whose socket was ready."""
+    """Say what became of a connection whose socket was ready."""
 
     SERVED = enum.auto()
     NEEDS_THREAD = enum.auto()
@@ -339,22 +338,23 @@ class Connection(abc.ABC):
                     continue
                 if not server.done(self):
                     return False
-                if small_run >= SMALL_RUN and self.may_loop and server.has_loop:
-                    loop_goes_on = not self.socket.has_early
-                    if loop_goes_on:
-                        return True
+                prefers_loop = small_run >= SMALL_RUN and self.may_loop and server.has_loop
+                loop_goes_on = prefers_loop and not self.socket.has_early
+                if loop_goes_on:
+                    return True
         finally:
             if not loop_goes_on:
                 self.finish(server)
 
     def serve_ready(self, server: Door) -> "Ready":
-        """Serve the small requests that have arrived, without a wait: for the request loop."""
+        """Serve the small requests that have arrived, without a wait: for the request loop.
+
+        Raises ConnectionError if the client has closed.
+        """
         while True:
-            header = self.socket.peek_frame(HEADER_AHEAD_NBYTES)
+            header = self.socket.peek_frame()
             if header is None:
                 return Ready.NEEDS_THREAD
-            if not header:
-                return Ready.ENDED
             try:
                 op, request = self.parse(header, 0)
             except KVStoreError:  # a thread finds it again and reports it
@@ -470,7 +470,7 @@ class Connection(abc.ABC):
 
     def _answer(self, op: str, request: Any) -> Any:
         # Few, and they may wait, for the disk or for nodes; the loop has one call at a time
-        if self._in_loop or op in LONG_CALLS or (op == "lookup" and request.near):
+        if self._in_loop or may_wait(op, request):
             return self.service.call(op, request, self.caller)
         turns, peer = self.service.peer_queue, self.peer
         waited_ns = turns.begin(peer)
@@ -543,9 +543,14 @@ class Connection(abc.ABC):
             )
 
 
+def may_wait(op: str, request: Any) -> bool:
+    """Return whether a unary request may wait, for the disk or for nodes."""
+    return op in LONG_CALLS or (op == "lookup" and request.near)
+
+
 def is_small(op: str, request: Any) -> bool:
     """Return whether a request never waits and takes microseconds."""
-    return op in SMALL_OPS and not (op == "lookup" and request.near)
+    return op in SMALL_OPS and not may_wait(op, request)
 
 
 def ready(fd: int | socket.socket, events: int) -> bool:

@@ -1,7 +1,6 @@
 """vLLM's own scheduler with our connector: a failure is a miss, and nothing wrong is stored."""
 
 import contextlib
-import functools
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import scheduler_engine
+from preemptions import schedule_by_priority, watch_preemptions
 from scheduler_engine import BLOCK, Engines, answer, start_node, tokens
 from stopping import stop
 
@@ -390,19 +390,9 @@ def test_blocks_of_a_step_that_lost_its_request_are_not_used(
     make: Engines, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
 ) -> None:
     """vLLM 0.33 has them in its prefix cache: it preempted the request after scheduling it."""
-    config = functools.partial(
-        scheduler_engine.SchedulerConfig, policy="priority", long_prefill_token_threshold=48
-    )
-    monkeypatch.setattr(scheduler_engine, "SchedulerConfig", config)
+    schedule_by_priority(scheduler_engine, monkeypatch)
     engine = make(blocks=20, batch_tokens=96)
-    preempt, found = engine.scheduler._preempt_request, list[bool]()
-
-    def preempted(request: Any, *more: Any, **others: Any) -> None:
-        tables = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        found.append(len(tables[0]) * BLOCK > request.num_computed_tokens + BLOCK)
-        preempt(request, *more, **others)
-
-    monkeypatch.setattr(engine.scheduler, "_preempt_request", preempted)
+    found = watch_preemptions(engine.scheduler, BLOCK, monkeypatch)
     long, short = tokens(7, 257), tokens(11, 30)
     engine.add("long", long, 4, priority=5, kv_transfer_params=params)
     engine.connector._lookups.awaited("long", 10.0)

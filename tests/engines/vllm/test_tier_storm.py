@@ -4,7 +4,6 @@ Every restored page is correct, every request ends, and no row or lookup leaks. 
 a run.
 """
 
-import functools
 import os
 import random
 import signal
@@ -22,6 +21,7 @@ from kvstore.tools.node_process import NodeProcess
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # from vLLM's imports
     import scheduler_harness
+    from preemptions import schedule_by_priority, watch_preemptions
     from scheduler_harness import BLOCK_TOKENS, Engine, model_directory, prompt
     from vllm.v1.kv_offload.base import LookupResult
 
@@ -89,21 +89,11 @@ def test_blocks_of_a_step_that_lost_its_request_are_not_offloaded(
     tmp_path: Path, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM 0.33 preempts a request that it has scheduled, and has its blocks in the cache."""
-    config = functools.partial(
-        scheduler_harness.SchedulerConfig, policy="priority", long_prefill_token_threshold=48
-    )
-    monkeypatch.setattr(scheduler_harness, "SchedulerConfig", config)
+    schedule_by_priority(scheduler_harness, monkeypatch)
     options = {"address": node.address, "timeout_s": 30.0}
     engine = Engine(model_directory(tmp_path / "tiny"), options, gpu_blocks=20, batch_tokens=96)
     monkeypatch.setattr(engine.tier, "lookup", lambda *_: LookupResult.MISS)
-    preempt, found = engine.scheduler._preempt_request, list[bool]()
-
-    def preempted(request: Any, *more: Any, **others: Any) -> None:
-        tables = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        found.append(len(tables[0]) * BLOCK_TOKENS > request.num_computed_tokens + BLOCK_TOKENS)
-        preempt(request, *more, **others)
-
-    monkeypatch.setattr(engine.scheduler, "_preempt_request", preempted)
+    found = watch_preemptions(engine.scheduler, BLOCK_TOKENS, monkeypatch)
     try:
         engine.submit("long", prompt(257), max_tokens=4).priority = 5
         engine.step()
