@@ -162,6 +162,12 @@ def test_hostile() -> None:
 
 
 @target_in_venv
+def test_long() -> None:
+    """the tests that `make test` leaves out because they take long (10 minutes)"""
+    pytest(*PARALLEL, "-m", "long")
+
+
+@target_in_venv
 def test_tls() -> None:
     """tests of nodes, with all connections over TLS (2 minutes)"""
     files = [f"tests/node/test_{name}.py" for name in OVER_TLS.split()]
