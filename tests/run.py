@@ -546,7 +546,7 @@ def gpu_test() -> None:
         with_sources(sys.executable, f"benchmarks/{name}.py")
 
 
-def gpu_engine(name: str, version: str) -> None:
+def gpu_engine(name: str, version: str, *more: str) -> None:
     packages = (
         f"{name}=={version}, cupy-cuda12x or -13x as its torch, pytest, pytest-xdist, and "
         "this project ('.[node]')"
@@ -557,14 +557,15 @@ def gpu_engine(name: str, version: str) -> None:
     # One worker runs a whole file, because its tests share a node.
     parallel = ("-p", "no:benchmark", "--numprocesses", "4", "--dist", "loadfile")
     with_sources(
-        sys.executable, "-m", "pytest", *parallel, f"tests/engines/{name}/gpu", *words("ARGS")
+        *(sys.executable, "-m", "pytest", *parallel),
+        *(f"tests/engines/{name}/gpu", *more, *words("ARGS")),
     )
 
 
 @target
 def gpu_test_vllm() -> None:
-    """real vLLM 0.33: hits, caches, hybrids, outages, server (6 minutes; two ranks: two GPUs)"""
-    gpu_engine("vllm", "0.33.0")
+    """real vLLM 0.33: hits, caches, hybrids, outages, encoders (6 minutes; two ranks: two GPUs)"""
+    gpu_engine("vllm", "0.33.0", "tests/engines/vllm/test_scheduler_encoder.py")
 
 
 @target

@@ -2,7 +2,8 @@
 
 An output follows from its identifier and number of rows, and every step checks the outputs that it
 reads. Ranks are objects in one process. The order of calls is that of vLLM's model runner V1, which
-drops the orders of a step that computes nothing, or of V2, which does not (`empty_steps`).
+drops the orders of a step that computes nothing, or of V2, which does not (`empty_steps`). Outputs
+are on the GPU if there is one.
 """
 
 import hashlib
@@ -51,13 +52,16 @@ with warnings.catch_warnings():
 
 WIDTH = 4096  # one row of float16 is 8 KiB, so a chunk has 128 rows
 NAME = "KVStoreEncoderConnector"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MAPPED_S = 60.0  # until the workers have mapped the memory; a GPU's driver is asked on a thread
 
 
 def output_of(identifier: str, rows: int, width: int = WIDTH) -> torch.Tensor:
     """Return what the encoder computes, the expected output."""
     seed = int.from_bytes(hashlib.sha256(f"{identifier} {rows}".encode()).digest()[:6], "big")
     first = torch.arange(rows * width, dtype=torch.int32)
-    return ((first * 7919 + seed % 65521) % 2039).to(torch.float16).view(rows, width)
+    numbers = ((first * 7919 + seed % 65521) % 2039).to(torch.float16).view(rows, width)
+    return numbers.to(DEVICE)
 
 
 class Worker:
@@ -110,7 +114,7 @@ class EncoderEngine:
             ),
             cache_config=cache,
             parallel_config=ParallelConfig(),
-            device_config=DeviceConfig("cpu"),
+            device_config=DeviceConfig(DEVICE),
             scheduler_config=SchedulerConfig(
                 max_model_len=2048,
                 max_num_seqs=8,
@@ -194,8 +198,12 @@ class EncoderEngine:
         return self.computed[before:]
 
     def warm(self) -> None:
-        """Run a request, so that the workers map the scheduler's memory."""
+        """Run requests until all workers have mapped the scheduler's memory, or failed to."""
+        end = time.monotonic() + MAPPED_S
         self.ask(("warm", 1))
+        while self.ours and len(self.ours._mapped) < len(self.workers):
+            assert time.monotonic() < end, "the memory is not mapped"
+            self.ask(("warm", 1))
 
     def step(self) -> None:
         began = time.monotonic()

@@ -15,6 +15,7 @@ import pytest
 from encoder_engine import CHUNK_NBYTES, EncoderEngine, adapter
 from restartable_node import RestartableNode
 from stopping import stop
+from waiting import wait_until
 
 from gpu_agent.identity.vllm import check_encoder
 from gpu_agent.objects.tensors import TensorSpec, chunk_names, header, scope_of
@@ -85,6 +86,7 @@ def test_first_request_does_not_wait_for_workers_to_map_the_memory(make_encoder:
     engine = make_encoder(warm=False)
     assert engine.ours._loads is None
     assert engine.ask(IMAGES[0]) == ["cat"]
+    engine.warm()
     assert engine.ask(IMAGES[1]) == []
 
 
@@ -187,7 +189,8 @@ def test_nothing_is_loaded_before_the_last_worker_has_mapped_the_memory(
     engine = make_encoder(ranks=2, warm=False)
     worker, late = engine.workers[1].connector._worker, []
     monkeypatch.setattr(worker, "_map", lambda *memory: late.append(memory))
-    engine.warm()
+    engine.ask(("warm", 1))
+    wait_until(lambda: late)
     assert engine.ask(IMAGES[0]) == ["cat"]
     type(worker)._map(worker, *late[0])
     engine.ask(("next", 1))
