@@ -19,6 +19,7 @@ import mmap
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,6 +61,7 @@ BUFFER_NBYTES = 256 << 20
 # An image that takes longer is computed: an encoder takes some ten or hundred milliseconds.
 LOAD_TIMEOUT_S = 1.0
 TOKEN_NBYTES = 32
+_NEVER_UNMAPPED: list[torch.Tensor] = []
 Rank = tuple[int, int]
 Memory = tuple[str, int, bytes]  # path, bytes, token
 
@@ -395,6 +397,7 @@ class _Worker:
         self._copies: dict[int, Any] = {}  # events, of loads that may be ordered again
         self._namespace: Namespace | None = None
         self.saves: TensorSaves | None = None
+        self.unlock: Any = None  # once the memory is page-locked
         self._close: list[Any] = []
         if self._rank != (0, 0):
             return
@@ -459,10 +462,10 @@ class _Worker:
                     raise ValueError(f"{path} is another process's here")
                 rows = _rows(mmap.mmap(file.fileno(), nbytes))
             if self._device.type == "cuda":
-                _page_lock(rows, self._device)
+                _page_lock(self, rows, self._device)
             self._memory.rows, self._memory.mapped = rows, True
-        # Another host, container or user; or no memory, also of the GPU's driver
-        except (OSError, ValueError, MemoryError, RuntimeError) as error:
+        # Another host, container or user; or no memory, also of the GPU's driver; or no CuPy
+        except (OSError, ValueError, MemoryError, RuntimeError, ConfigError, ImportError) as error:
             log.warning("encoder outputs: the scheduler's memory can not be mapped: %s", error)
             self._memory.mapped = False
 
@@ -484,6 +487,8 @@ class _Worker:
             log.info("encoder outputs: %s", self.saves.stats)
         for part in self._close:
             part.close()
+        if self.unlock:
+            self.unlock()
 
 
 def _end(feature: Any) -> int:
@@ -511,13 +516,29 @@ def _rows(memory: mmap.mmap) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(-1, CHUNK_NBYTES)
 
 
-def _page_lock(rows: torch.Tensor, device: torch.device) -> None:
-    """Page-lock the memory; without it, copies to the GPU work, but the engine waits for each."""
+def _page_lock(worker: _Worker, rows: torch.Tensor, device: torch.device) -> None:
+    """Page-lock the memory until the worker is closed or dropped.
+
+    It must not be unmapped before: copies from what is later mapped at its addresses would read
+    the old memory. Raises ConfigError, RuntimeError and ImportError.
+    """
+    from gpu_agent.kernels.host_memory import HostMemory  # CuPy, which only a GPU needs
+
+    host = HostMemory()
     with torch.cuda.device(device):
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = runtime.cudaHostRegister(rows.data_ptr(), rows.nbytes, 1)
-    if int(code):
-        log.warning("encoder outputs: %d bytes can not be page-locked: %s", rows.nbytes, code)
+        host.register(rows.data_ptr(), rows.nbytes)
+    worker.unlock = weakref.finalize(worker, _unlock, host, rows, device)
+    worker.unlock.atexit = False  # the system frees it
+
+
+def _unlock(host: Any, rows: torch.Tensor, device: torch.device) -> None:
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            host.unregister(rows.data_ptr())
+    except (ConfigError, RuntimeError) as error:
+        _NEVER_UNMAPPED.append(rows)
+        log.warning("encoder outputs: the memory can not be unlocked: %s", error)
 
 
 def encoder_options(values: Mapping[str, Any]) -> Options:

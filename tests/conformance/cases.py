@@ -124,11 +124,11 @@ def chunked_prefill(session: Session) -> None:
     prompts = [session.prompt(length) for length in (2 * chunk + block + 3, chunk + 7, block + 1)]
     session.writer.fresh()
     for prompt, answer in zip(prompts, session.writer.generate(*prompts), strict=True):
-        session.check("together, computed", prompt, answer)
+        session.check("together, computed", prompt, answer, prompts)
     session.restore("alone", *prompts)
     session.writer.fresh()
     for prompt, answer in zip(prompts, session.writer.generate(*prompts), strict=True):
-        session.check("together, restored", prompt, answer)
+        session.check("together, restored", prompt, answer, prompts)
     session.written += prompts
 
 
@@ -145,7 +145,8 @@ def continued_answer(session: Session) -> None:
 @case("preemption")
 def preemption(session: Session) -> None:
     """too few blocks for all requests, whose KV is restored after they were preempted"""
-    block, arguments = session.block, {"max_tokens": 2 * session.block}
+    block = session.block
+    arguments: dict[str, Any] = {"max_tokens": 2 * block}
     prompts = [session.prompt(2 * block + 5 + number) for number in range(3)]
     session.write("before", *prompts)
     groups = len(session.writer.facts["groups"])
@@ -181,7 +182,7 @@ def aborted_load(session: Session) -> None:
             running += session.writer.ask("abort", prompt=prompt, steps=steps)["running"]
             others = [session.prompt(2 * block + 3) for _ in range(2)]
             for other, answer in zip(others, session.writer.generate(*others), strict=True):
-                session.check(f"after {steps} steps", other, answer)
+                session.check(f"after {steps} steps", other, answer, others)
     session.checks.notes.append(f"{running} aborted")
     session.restore("after", *prompts)
 

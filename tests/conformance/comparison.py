@@ -2,7 +2,8 @@
 
 The last bits of an answer depend on which tokens are computed together. A restored prefix is
 therefore compared with a hit of the same length in the engine's own cache, which computes the same
-tokens over the same KV and must be equal to the last bit, and otherwise with computing all.
+tokens over the same KV and must be equal to the last bit, and otherwise with computing all. Answers
+of one batch are also compared with the same batch in an engine without a connector.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,6 +54,7 @@ class Reference:
         self.rounding = rounding
         self._computed: dict[Any, Answer] = {}
         self._local: dict[Any, Answer] = {}
+        self._together: dict[Any, list[list[Answer]]] = {}
 
     def computed(self, prompt: Sequence[int], **arguments: Any) -> Answer:
         """Return the answer to a prompt with nothing in any cache."""
@@ -71,14 +73,29 @@ class Reference:
             self._local[key] = self.engine.generate(prompt, **arguments)[0]
         return self._local[key]
 
-    def verdict(self, prompt: Sequence[int], found: Answer, **arguments: Any) -> str:
-        """Return RIGHT, CLOSE or WRONG."""
-        candidates: list[Callable[[], Answer]] = [
-            lambda: self.computed(prompt, **arguments),
-            lambda: self.local_hit(prompt, found.cached, **arguments),
-        ]
+    def together(self, prompts: Sequence[Sequence[int]], cached: bool) -> list[Answer]:
+        """Return the answers to prompts in one batch, computed or from the engine's own cache."""
+        key = tuple(map(tuple, prompts))
+        if key not in self._together:
+            self.engine.ask("reset")
+            self._together[key] = [self.engine.generate(*prompts) for _ in range(2)]
+        return self._together[key][cached]
+
+    def verdict(
+        self,
+        prompt: Sequence[int],
+        found: Answer,
+        batch: Sequence[Sequence[int]] = (),
+        **arguments: Any,
+    ) -> str:
+        """Return RIGHT, CLOSE or WRONG. `batch`: all prompts that were asked for at once."""
+        candidates: list[Callable[[], Answer]] = [lambda: self.computed(prompt, **arguments)]
+        if found.cached:
+            candidates.append(lambda: self.local_hit(prompt, found.cached, **arguments))
+        if batch:
+            candidates.append(lambda: self.together(batch, found.cached > 0)[batch.index(prompt)])
         expected = []
-        for candidate in candidates if found.cached else candidates[:1]:
+        for candidate in candidates:
             expected.append(candidate())
             if equal(found, expected[-1]):
                 return RIGHT

@@ -4,6 +4,9 @@ It is the suite's own proof. Without a lie each case must be right, with hits. W
 lies.py some case must be wrong. `kv_connector_extra_config` has "folder"; the lie is the text of
 the file `lie` in it and is read for each request, so one engine can tell them all. Not for
 production: all copies are synchronous.
+
+A request waits for its load in a step before its own. In the step itself it would be too late for
+recurrent states: vLLM copies them to where the step needs them before it calls the connector.
 """
 
 import hashlib
@@ -47,7 +50,8 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._next = Transfer()
         # Worker: layers and what a lie puts off.
         self._caches: dict[str, list[torch.Tensor]] = {}
-        self._late: list[tuple[str, int, int]] = []
+        self._late: list[tuple[str, int, int]] = []  # of this step, and of those before it
+        self._due: list[tuple[str, int, int]] = []
 
     # ---- scheduler -------------------------------------------------------------------------
 
@@ -63,8 +67,7 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         for count in range(most, num_computed_tokens // self._unit, -1):
             stored = count - (self._lie == "off by one" and count > 1)
             if self._complete(request, stored * self._unit):
-                found = count * self._unit - num_computed_tokens
-                return found, self._lie == "loaded too late"
+                return count * self._unit - num_computed_tokens, True
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -83,8 +86,7 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                     if group.is_state:
                         source -= self._lie == "swapped states" and index > 0
                     self._next.loads.append((self._file(request, number, source), number, block))
-        if self._lie == "loaded too late":
-            self._next.done.append(name)
+        self._next.done.append(name)
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfer:
         found, self._next = self._next, Transfer()
@@ -169,10 +171,16 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         for name, cache in kv_caches.items():
             self._caches[name] = list(cache) if isinstance(cache, list | tuple) else [cache]
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Take a step's orders, before its forward pass; `start_load_kv` may come behind it."""
+        super().bind_connector_metadata(connector_metadata)
+        transfer = self._transfer()
+        if transfer.lie == "saved too early":
+            self._save_all(transfer)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         transfer = self._transfer()
-        late, self._late = self._late, []
-        self._load_all(transfer, late)
+        self._due, self._late = self._due + self._late, []
         if transfer.lie == "loaded too late":
             self._late = transfer.loads
         elif transfer.lie == "last block missing":
@@ -180,8 +188,6 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self._load_all(transfer, [load for load in transfer.loads if load[2] != ends[load[1]]])
         elif transfer.lie != "nothing loaded":
             self._load_all(transfer, transfer.loads)
-        if transfer.lie == "saved too early":
-            self._save_all(transfer)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
@@ -193,6 +199,8 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def wait_for_save(self) -> None:
         transfer = self._transfer()
+        due, self._due = self._due, []
+        self._load_all(transfer, due)
         if transfer.lie != "saved too early":
             self._save_all(transfer)
 

@@ -9,7 +9,7 @@ LIES = {
     "no chain": "a page is named by its own tokens, not by all before it",
     "adapter ignored": "a page is named by tokens only, whatever the LoRA",
     "saved too early": "a page is saved before it is computed",
-    "loaded too late": "a load is reported done one step before it is",
+    "loaded too late": "a load is reported done, and ends after the step that needs it",
     "swapped states": "a recurrent state is that of the block before",
     "state of null": "a state is saved at each boundary, also where none was kept",
 }

@@ -122,9 +122,19 @@ class Session:
         self.checks, self._patient = Checks(), True
         return self.checks
 
-    def check(self, label: str, prompt: Sequence[int], found: Answer, **arguments: Any) -> str:
-        """Compare an answer with the reference, and count it."""
-        verdict = self.reference.verdict(prompt, found, **arguments)
+    def check(
+        self,
+        label: str,
+        prompt: Sequence[int],
+        found: Answer,
+        batch: Sequence[Sequence[int]] = (),
+        **arguments: Any,
+    ) -> str:
+        """Compare an answer with the reference, and count it.
+
+        `batch`: all prompts that were asked for at once, if there were several.
+        """
+        verdict = self.reference.verdict(prompt, found, batch, **arguments)
         if verdict == RIGHT:
             self.checks.exact += 1
         elif verdict == CLOSE:
