@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from comparison import equal
+from comparison import WRONG, equal
 from engine_control import answers
 from session import Session, Skip
 
@@ -62,7 +62,7 @@ def sensitivity(session: Session) -> None:
         found = session.plain.generate(prompt)[0]
         if not found.cached:
             raise Skip("the engine takes nothing from its own cache")
-        if session.reference.verdict(prompt, found) == "wrong":
+        if session.reference.verdict(prompt, found).name == WRONG:
             shown += 1
         else:
             session.checks.wrong.append(f"{how} does not show")
@@ -125,7 +125,7 @@ def chunked_prefill(session: Session) -> None:
     session.writer.fresh()
     for prompt, answer in zip(prompts, session.writer.generate(*prompts), strict=True):
         session.check("together, computed", prompt, answer, prompts)
-    session.restore("alone", *prompts)
+    session.restore("alone", *prompts, after=prompts)
     session.writer.fresh()
     for prompt, answer in zip(prompts, session.writer.generate(*prompts), strict=True):
         session.check("together, restored", prompt, answer, prompts)
@@ -159,7 +159,7 @@ def preemption(session: Session) -> None:
         finally:
             session.writer.ask("squeeze", free=0)
         for prompt, answer in zip(prompts, found, strict=True):
-            session.check(f"{free} blocks", prompt, answer, **arguments)
+            session.check(f"{free} blocks", prompt, answer, prompts, **arguments)
             session.checks.restored += min(answer.cached, 2 * block)
         session.checks.wanted += 2 * block * len(prompts)
         if count:

@@ -6,8 +6,9 @@ tokens over the same KV and must be equal to the last bit, and otherwise with co
 of one batch are also compared with the same batch in an engine without a connector.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine_control import Answer, Engine
 
@@ -27,6 +28,23 @@ def equal(found: Answer, expected: Answer) -> bool:
     )
 
 
+def deviation(found: Answer, expected: Answer) -> tuple[float, int]:
+    """Return the largest difference of log-probabilities and its position.
+
+    It goes up to the first token that differs, with the log-probabilities of both tokens there.
+    """
+    worst = (0.0, 0)
+    for position, (mine, yours, token, other) in enumerate(
+        zip(found.likely, expected.likely, found.tokens, expected.tokens, strict=False)
+    ):
+        for one in (str(token), str(other)):
+            differs = abs(mine.get(one, UNLIKELY) - yours.get(one, UNLIKELY))
+            worst = max(worst, (differs, position))
+        if token != other:
+            break
+    return worst
+
+
 def close(found: Answer, expected: Answer, rounding: float) -> bool:
     """Return whether two answers are equal but for rounding.
 
@@ -35,15 +53,18 @@ def close(found: Answer, expected: Answer, rounding: float) -> bool:
     """
     if found.finish != expected.finish or len(found.tokens) != len(expected.tokens):
         return False
-    for mine, yours, token, other in zip(
-        found.likely, expected.likely, found.tokens, expected.tokens, strict=True
-    ):
-        for one in (str(token), str(other)):
-            if abs(mine.get(one, UNLIKELY) - yours.get(one, UNLIKELY)) > rounding:
-                return False
-        if token != other:
-            break
-    return True
+    return deviation(found, expected)[0] <= rounding
+
+
+class Verdict(NamedTuple):
+    """How an answer compares with the nearest of the expected ones.
+
+    `name`: RIGHT, CLOSE or WRONG. `differs`, `position`: as in `deviation`.
+    """
+
+    name: str
+    differs: float
+    position: int
 
 
 class Reference:
@@ -55,6 +76,7 @@ class Reference:
         self._computed: dict[Any, Answer] = {}
         self._local: dict[Any, Answer] = {}
         self._together: dict[Any, list[list[Answer]]] = {}
+        self._after: dict[Any, Answer] = {}
 
     def computed(self, prompt: Sequence[int], **arguments: Any) -> Answer:
         """Return the answer to a prompt with nothing in any cache."""
@@ -73,30 +95,53 @@ class Reference:
             self._local[key] = self.engine.generate(prompt, **arguments)[0]
         return self._local[key]
 
-    def together(self, prompts: Sequence[Sequence[int]], cached: bool) -> list[Answer]:
+    def together(
+        self, prompts: Sequence[Sequence[int]], cached: bool, **arguments: Any
+    ) -> list[Answer]:
         """Return the answers to prompts in one batch, computed or from the engine's own cache."""
-        key = tuple(map(tuple, prompts))
+        key = (tuple(map(tuple, prompts)), tuple(sorted(arguments.items())))
         if key not in self._together:
             self.engine.ask("reset")
-            self._together[key] = [self.engine.generate(*prompts) for _ in range(2)]
+            self._together[key] = [self.engine.generate(*prompts, **arguments) for _ in range(2)]
         return self._together[key][cached]
+
+    def after(self, batch: Sequence[Sequence[int]], prompt: Sequence[int]) -> Answer:
+        """Return the answer to a prompt of a batch, asked for alone after the batch."""
+        key = (tuple(map(tuple, batch)), tuple(prompt))
+        if key not in self._after:
+            self.engine.ask("reset")
+            self.engine.generate(*batch)
+            self._after[key] = self.engine.generate(prompt)[0]
+        return self._after[key]
 
     def verdict(
         self,
         prompt: Sequence[int],
         found: Answer,
         batch: Sequence[Sequence[int]] = (),
+        after: Sequence[Sequence[int]] = (),
         **arguments: Any,
-    ) -> str:
-        """Return RIGHT, CLOSE or WRONG. `batch`: all prompts that were asked for at once."""
+    ) -> Verdict:
+        """Compare an answer.
+
+        `batch`: all prompts that were asked for at once; `after`: those that were computed at once
+        when the prompt was stored.
+        """
         candidates: list[Callable[[], Answer]] = [lambda: self.computed(prompt, **arguments)]
         if found.cached:
             candidates.append(lambda: self.local_hit(prompt, found.cached, **arguments))
         if batch:
-            candidates.append(lambda: self.together(batch, found.cached > 0)[batch.index(prompt)])
-        expected = []
+            candidates.append(
+                lambda: self.together(batch, found.cached > 0, **arguments)[batch.index(prompt)]
+            )
+        if after:
+            candidates.append(lambda: self.after(after, prompt))
+        nearest = Verdict(WRONG, math.inf, 0)
         for candidate in candidates:
-            expected.append(candidate())
-            if equal(found, expected[-1]):
-                return RIGHT
-        return CLOSE if any(close(found, one, self.rounding) for one in expected) else WRONG
+            expected = candidate()
+            if equal(found, expected):
+                return Verdict(RIGHT, 0.0, 0)
+            name = CLOSE if close(found, expected, self.rounding) else WRONG
+            one = Verdict(name, *deviation(found, expected))
+            nearest = min(nearest, one, key=lambda some: (some.name == WRONG, some.differs))
+        return nearest

@@ -23,11 +23,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 @dataclass
 class Transfer(base.KVConnectorMetadata):
-    """What workers load and save in a step: (file, group, block) each."""
+    """What workers load and save in a step: (file, group, block) each.
+
+    `late`: loads of requests that are computed in this step, to be made after it.
+    """
 
     lie: str = ""
     loads: list[tuple[str, int, int]] = field(default_factory=list)
     saves: list[tuple[str, int, int]] = field(default_factory=list)
+    late: list[tuple[str, int, int]] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
 
 
@@ -47,11 +51,10 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._requests: dict[str, Any] = {}
         self._local: dict[str, int] = {}
         self._saved: dict[str, list[int]] = {}
+        self._late: dict[str, list[tuple[str, int, int]]] = {}  # what a lie puts off
         self._next = Transfer()
-        # Worker: layers and what a lie puts off.
+        # Worker: layers.
         self._caches: dict[str, list[torch.Tensor]] = {}
-        self._late: list[tuple[str, int, int]] = []  # of this step, and of those before it
-        self._due: list[tuple[str, int, int]] = []
 
     # ---- scheduler -------------------------------------------------------------------------
 
@@ -78,6 +81,8 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         local = self._local[name]
         total = local + num_external_tokens
         tables = blocks.get_block_ids()
+        late = self._lie == "loaded too late"
+        loads = self._late.setdefault(name, []) if late else self._next.loads
         for number, group in enumerate(self._groups):
             for index in group.needed(total):
                 block = tables[number][index] if index < len(tables[number]) else 0
@@ -85,7 +90,7 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                     source = index - (self._lie == "wrong block" and index > 0)
                     if group.is_state:
                         source -= self._lie == "swapped states" and index > 0
-                    self._next.loads.append((self._file(request, number, source), number, block))
+                    loads.append((self._file(request, number, source), number, block))
         self._next.done.append(name)
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfer:
@@ -93,11 +98,13 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         found.lie = self._lie
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             if name in self._requests:
+                found.late += self._late.pop(name, [])
                 found.saves += self._full_blocks(name, tokens, scheduler_output)
         for name in scheduler_output.finished_req_ids:
             self._requests.pop(name, None)
             self._saved.pop(name, None)
             self._local.pop(name, None)
+            self._late.pop(name, None)
         return found
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
@@ -180,10 +187,7 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         transfer = self._transfer()
-        self._due, self._late = self._due + self._late, []
-        if transfer.lie == "loaded too late":
-            self._late = transfer.loads
-        elif transfer.lie == "last block missing":
+        if transfer.lie == "last block missing":
             ends = {number: block for _, number, block in transfer.loads}
             self._load_all(transfer, [load for load in transfer.loads if load[2] != ends[load[1]]])
         elif transfer.lie != "nothing loaded":
@@ -199,8 +203,7 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def wait_for_save(self) -> None:
         transfer = self._transfer()
-        due, self._due = self._due, []
-        self._load_all(transfer, due)
+        self._load_all(transfer, transfer.late)
         if transfer.lie != "saved too early":
             self._save_all(transfer)
 

@@ -128,22 +128,24 @@ class Session:
         prompt: Sequence[int],
         found: Answer,
         batch: Sequence[Sequence[int]] = (),
+        after: Sequence[Sequence[int]] = (),
         **arguments: Any,
     ) -> str:
-        """Compare an answer with the reference, and count it.
+        """Compare an answer with the reference, count it, and return its verdict's name.
 
-        `batch`: all prompts that were asked for at once, if there were several.
+        `batch`, `after`: as in `Reference.verdict`.
         """
-        verdict = self.reference.verdict(prompt, found, batch, **arguments)
-        if verdict == RIGHT:
+        verdict = self.reference.verdict(prompt, found, batch, after, **arguments)
+        if verdict.name == RIGHT:
             self.checks.exact += 1
-        elif verdict == CLOSE:
+        elif verdict.name == CLOSE:
             self.checks.close += 1
         else:
             self.checks.wrong.append(
-                f"{label}: prompt of {len(prompt)} tokens, {found.cached} restored"
+                f"{label}: prompt of {len(prompt)} tokens, {found.cached} restored, differs by "
+                f"{verdict.differs:.2f} at token {verdict.position}"
             )
-        return verdict
+        return verdict.name
 
     def write(self, label: str, *prompts: Sequence[int], **arguments: Any) -> list[Answer]:
         """Compute prompts one by one in the writer, compare, and let it save them."""
@@ -163,12 +165,14 @@ class Session:
         *prompts: Sequence[int],
         by: str = "writer",
         least: int | None = None,
+        after: Sequence[Sequence[int]] = (),
         **arguments: Any,
     ) -> list[Answer]:
         """Serve prompts one by one over poisoned blocks, with nothing in the engine's own cache.
 
         A hit that does not come yet is asked for again for some seconds. `least`: the tokens
-        to wait for; by default all full blocks that leave a token to compute.
+        to wait for; by default all full blocks that leave a token to compute. `after`: as in
+        `Reference.verdict`.
         """
         engine, found = self.engine(by), []
         for prompt in prompts:
@@ -177,7 +181,7 @@ class Session:
             while True:
                 engine.fresh()
                 answer = engine.generate(prompt, **arguments)[0]
-                verdict = self.check(f"{label}, restored", prompt, answer, **arguments)
+                verdict = self.check(f"{label}, restored", prompt, answer, (), after, **arguments)
                 if answer.cached >= wanted or verdict == WRONG or time.monotonic() > end:
                     break
                 time.sleep(0.1)

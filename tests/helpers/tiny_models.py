@@ -46,6 +46,7 @@ MLA = {
     "v_head_dim": 128,
     "q_lora_rank": None,
     "first_k_dense_replace": 2,
+    "moe_layer_freq": 1,  # SGLang reads it; transformers leaves it out
     "n_routed_experts": 4,
     "moe_intermediate_size": 64,
 }
@@ -84,6 +85,7 @@ GATED_DELTA = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
+    "full_attention_interval": 4,  # SGLang reads it; transformers leaves it out
     "mamba_ssm_dtype": "float32",
 }
 KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
