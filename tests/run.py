@@ -75,10 +75,8 @@ def target_in_venv(function: Target) -> Target:
 
 def run(*command: str, cwd: Path = ROOT, **variables: str) -> None:
     """Print and run a command with these variables; exit with its status on failure."""
-    print(
-        shlex.join([*(f"{name}={value}" for name, value in variables.items()), *command]),
-        flush=True,
-    )
+    shown = [*(f"{name}={value}" for name, value in variables.items()), *command]
+    print(shlex.join(shown), flush=True)
     process = subprocess.Popen(command, cwd=cwd, env={**os.environ, **variables})
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: process.send_signal(number))
@@ -111,7 +109,7 @@ def need(*programs: str, hint: str) -> None:
 
 def setup() -> None:
     """Create or update `.venv`, the development environment."""
-    if is_older(ROOT / ".venv" / ".ready", ROOT / "pyproject.toml", ROOT / "constraints.txt"):
+    if is_older(ROOT / ".venv/.ready", ROOT / "pyproject.toml", ROOT / "constraints.txt"):
         run(MAKE, "--no-print-directory", "setup")
 
 
@@ -132,9 +130,8 @@ def overlay(path: str, *packages: str) -> str:
 
 
 def is_older(path: Path, *sources: Path) -> bool:
-    return not path.exists() or any(
-        path.stat().st_mtime < source.stat().st_mtime for source in sources
-    )
+    times = [source.stat().st_mtime for source in sources]
+    return not path.exists() or path.stat().st_mtime < max(times)
 
 
 def engine(name: str, script: str, *arguments: str) -> str:
@@ -312,10 +309,8 @@ def test_protobuf() -> None:
 @target_in_venv
 def test_grpcio() -> None:
     """the service with the oldest and newest grpcio and protobuf (2 minutes; network)"""
-    service(
-        "the oldest",
-        overlay(".venv-grpcio/oldest", "--no-deps", "grpcio==1.82.2", "protobuf==4.21.6"),
-    )
+    oldest = ("--no-deps", "grpcio==1.82.2", "protobuf==4.21.6")
+    service("the oldest", overlay(".venv-grpcio/oldest", *oldest))
     newest = ("grpcio", "protobuf<8", "grpcio-health-checking", "grpcio-reflection", "xxhash")
     service("the newest", overlay(".venv-grpcio/newest", *newest))
 
@@ -381,8 +376,9 @@ def audit() -> None:
     image = environment(".venv-image", "--clear", "--without-pip")
     tools = environment(".venv-audit")
     pip(tools, *CONSTRAINED, "pip-audit", "cyclonedx-bom")
+    hashed = ("--only-binary", ":all:", "--require-hashes")
     for what in (
-        ("--only-binary", ":all:", "--require-hashes", "--requirement", "docker/requirements.txt"),
+        (*hashed, "--requirement", "docker/requirements.txt"),
         ("--no-deps", "--no-index", *map(str, (ROOT / "dist").glob("*.whl"))),
     ):
         install = ("install", "--quiet", "--disable-pip-version-check", *what)
@@ -497,10 +493,8 @@ def test_lmcache() -> None:
 
 
 def lmcache(version: str) -> None:
-    engine_tests(
-        engine(f"lmcache-{version}", "tests/engines/lmcache/install.sh", version),
-        "tests/engines/lmcache",
-    )
+    python = engine(f"lmcache-{version}", "tests/engines/lmcache/install.sh", version)
+    engine_tests(python, "tests/engines/lmcache")
 
 
 @target
