@@ -49,6 +49,7 @@ from kvstore.page_hmac import page_keys
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import ACK_ALL, KEEP_WHILE_SPACE, ClientStats, Keep, LookupResult, PutOutcome
 from kvstore.security.secrets import tenant_of
+from kvstore.steps import Steps, Stepwise
 from kvstore.transports.channel import NodeConnection
 from kvstore.transports.mapped_memory import AcquiredSlots, ReservedSlots
 from kvstore.transports.shm import ShmWire
@@ -147,12 +148,14 @@ class Client(Admin):
         pages alive.
         """
 
+        @Stepwise
         def ask(
             indices: Indices, link: NodeConnection, limit: Deadline, near: bool = False
-        ) -> list[bool]:
+        ) -> Steps[list[bool]]:
             if near:
                 link.check_asks_others()
-            return look_up(link, namespace, select(prefix_hashes, indices), touch, limit, near)
+            hashes = select(prefix_hashes, indices)
+            return (yield from look_up.steps(link, namespace, hashes, touch, limit, near))
 
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
         deadline = self._deadline(timeout_s)

@@ -38,10 +38,8 @@ PARALLEL = [
 PROTOBUFS = {"4.21.6": "1.62.3", "5.26.1": "1.65.5", "6.33.6": "1.81.1", "7.36.2": "1.85.1"}
 # The lower bounds of pyproject.toml.
 OLDEST = ("grpcio==1.62.3", "protobuf==4.21.6", "xxhash==3.2.0")
-# The last exporter release that fits our pins, and the current one.
-OPENTELEMETRIES = ("1.27.0", "1.45.2")
-# The release that the documentation describes, and the next one.
-LMCACHES = "0.5.6 0.5.7rc2"
+OPENTELEMETRIES = ("1.27.0", "1.45.2")  # the last that fits our pins, and the current one
+LMCACHES = "0.5.6 0.5.7rc2"  # the release that the documentation describes, and the next one
 # Test files whose nodes run in the test process and that do not send handwritten HTTP/2.
 OVER_TLS = (
     "bulk_abuse bad_requests limits_requests limits_ranges limits_grpc cluster near broken_work "

@@ -3,14 +3,16 @@
 single     call --> the node
 near       call --> the near member, which asks the others; if it fails:
 cluster    call --> view: which members own the keys? --> members, in parallel --> answers by key
+                    small lookups in this thread (kvstore.transports.abreast), others in threads
 """
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+import kvstore.tracing as tracing
 from kvstore.cluster.nodes import Nodes
 from kvstore.cluster.routing import ELSEWHERE, FIRST_SHARE, Away, broadcast, of_all, try_owners
 from kvstore.cluster.view import View
@@ -19,6 +21,8 @@ from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unavailable
 from kvstore.keys import Namespace
 from kvstore.log_rate import LogRate
+from kvstore.steps import Stepwise
+from kvstore.transports.abreast import NeedsThread, ask_abreast, may_ask
 from kvstore.transports.channel import NodeConnection
 from kvstore.transports.parallel import ParallelTransfer
 
@@ -35,6 +39,7 @@ Call = Callable[[NodeConnection, Deadline], Result]
 THREADS_MAX = 32  # besides the calling threads; further members are called one after the other
 # Keys routed between two checks of the deadline: about 0.03 s in the largest cluster
 ROUTED_AT_ONCE = 16
+KEYS_ABREAST = 512  # of one member: 17 KiB of a request, which a socket's buffer takes
 
 
 def select(items: Sequence[Item], indices: Indices) -> Sequence[Item]:
@@ -101,8 +106,8 @@ class FanOut:
                     partial(ask, range(len(prefix_hashes))), namespace, deadline
                 )
             owners = routes(view, namespace, prefix_hashes, deadline)
-            ask_member = partial(self._ask_member, view, ask, namespace)
-            return try_owners(owners, ask_member, self._threads.run, is_miss, default, deadline)
+            ask_all = partial(self._ask_all, view, ask, namespace)
+            return try_owners(owners, ask_all, is_miss, default, deadline)
         except (Unavailable, DeadlineExceeded):
             if not self.nodes.some_fail:
                 raise
@@ -125,6 +130,30 @@ class FanOut:
         everyone = [tuple(view.by_id)] * len(prefix_hashes)
         ask_member = partial(self._ask_member, view, ask, namespace)
         return broadcast(everyone, ask_member, self._threads.run, combine, default, deadline, away)
+
+    def _ask_all(
+        self,
+        view: View,
+        ask: Ask[Answer],
+        namespace: Namespace,
+        groups: Mapping[str, list[int]],
+        limit: Deadline,
+    ) -> Sequence[list[Answer] | KVStoreError]:
+        """Ask members for their indices: small calls of steps in this thread, others in threads."""
+        found: Sequence[list[Answer] | KVStoreError | NeedsThread] = [NeedsThread()] * len(groups)
+        if isinstance(ask, Stepwise) and _are_small(groups) and tracing.tracer is None:
+            channels = [self.nodes.member(view, member) for member in groups]
+            if all(may_ask(channel, namespace) for channel in channels):
+                steps = [partial(ask.steps, indices) for indices in groups.values()]
+                found = ask_abreast(list(zip(channels, steps, strict=True)), namespace, limit)
+        left = [
+            group
+            for group, one in zip(groups.items(), found, strict=True)
+            if isinstance(one, NeedsThread)
+        ]
+        ask_member = partial(self._ask_member, view, ask, namespace)
+        rest = iter(self._threads.run([partial(ask_member, *group, limit) for group in left]))
+        return [next(rest) if isinstance(one, NeedsThread) else one for one in found]
 
     def _ask_member(
         self,
@@ -204,6 +233,11 @@ class FanOut:
         return list(
             of_all({ids.get(at, at): outcome for at, outcome in outcomes.items()}, away).values()
         )
+
+
+def _are_small(groups: Mapping[str, list[int]]) -> bool:
+    """Return whether the requests for these keys can be sent without a wait."""
+    return len(groups) > 1 and max(map(len, groups.values())) <= KEYS_ABREAST
 
 
 def routes(

@@ -23,6 +23,8 @@ AskMember = Callable[[str, list[int], Deadline], list[Answer]]  # (member, indic
 RunParallel = Callable[
     [Sequence[Callable[[], list[Answer]]]], Sequence[list[Answer] | KVStoreError]
 ]
+# Asks each member for its indices, within the limit; returns what each returned or raised
+AskAll = Callable[[Mapping[str, list[int]], Deadline], Sequence[list[Answer] | KVStoreError]]
 # Errors of a member that could not be reached at all
 SILENT = (Unavailable, DeadlineExceeded, ProtocolError)
 # Errors after which another member may still answer. Any other one is the caller's mistake.
@@ -31,19 +33,28 @@ Away = dict[str, KVStoreError]  # by member: why it could not be reached
 FIRST_SHARE = 0.5  # share of the remaining time for a member, if another one can be asked after it
 
 
+def in_parallel(ask: AskMember[Answer], run_parallel: RunParallel[Answer]) -> AskAll[Answer]:
+    """Return a function that asks members by calls of `ask`, which `run_parallel` makes."""
+
+    def ask_all(
+        groups: Mapping[str, list[int]], limit: Deadline
+    ) -> Sequence[list[Answer] | KVStoreError]:
+        return run_parallel([partial(ask, *group, limit) for group in groups.items()])
+
+    return ask_all
+
+
 def try_owners(
     routes: Sequence[Sequence[str]],
-    ask: AskMember[Answer],
-    run_parallel: RunParallel[Answer],
+    ask_all: AskAll[Answer],
     is_miss: Callable[[Answer], bool],
     default: Answer,
     deadline: Deadline,
 ) -> list[Answer]:
     """Return an answer per key, from the first member of its route that has one.
 
-    `run_parallel` runs calls of `ask` and returns what each returned or raised. `is_miss` says
-    whether the next member is to be asked; `default` is the answer for keys that no member
-    answered. Raises a member's error if it is the caller's mistake, or if no member answered.
+    `is_miss` says whether the next member is to be asked; `default` is the answer for keys that no
+    member answered. Raises a member's error if it is the caller's mistake, or if none answered.
     """
     answers: list[Answer] = [default] * len(routes)
     left = {index: list(route) for index, route in enumerate(routes)}
@@ -51,8 +62,7 @@ def try_owners(
     answered = False
     while (groups := _next(left, failed)) and not deadline.passed:
         limit = Deadline(deadline.remaining() * FIRST_SHARE) if any(left.values()) else deadline
-        calls = [partial(ask, member, indices, limit) for member, indices in groups.items()]
-        for (member, indices), outcome in zip(groups.items(), run_parallel(calls), strict=True):
+        for (member, indices), outcome in zip(groups.items(), ask_all(groups, limit), strict=True):
             if isinstance(outcome, KVStoreError):
                 if not isinstance(outcome, ELSEWHERE):
                     raise outcome
@@ -100,8 +110,7 @@ def broadcast(
         for member in route:
             groups.setdefault(member, []).append(index)
     answers = [default] * len(routes)
-    calls = [partial(ask, member, indices, deadline) for member, indices in groups.items()]
-    outcomes = dict(zip(groups, run_parallel(calls), strict=True))
+    outcomes = dict(zip(groups, in_parallel(ask, run_parallel)(groups, deadline), strict=True))
     for member, outcome in of_all(outcomes, away).items():
         for index, answer in zip(groups[member], outcome, strict=True):
             answers[index] = combine(answers[index], answer)

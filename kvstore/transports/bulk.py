@@ -7,20 +7,28 @@ import contextlib
 import itertools
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvstore.buffers import Pieces, chunks, segments_nbytes
 from kvstore.checksum import CHUNK_NBYTES, Leaves, root
-from kvstore.config import PROTOCOL_VERSION, ClientConfig
+from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.page_hmac import PageHmacs, receive_buffers, with_hmacs
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.security.secrets import token_of
 from kvstore.steps import Steps, run
-from kvstore.transports.connections import ConnectionPool, common_version, exchange, greeting
+from kvstore.transports.connections import (
+    ConnectionPool,
+    common_version,
+    exchange,
+    greeting,
+    parse_reply,
+    request_header,
+)
 from kvstore.transports.frames import FrameSocket
 from kvstore.transports.parallel import ParallelTransfer, split, stream_count
 from kvstore.transports.tls import ClientTls, TlsFrameSocket, client_tls, means_no_place
@@ -192,6 +200,19 @@ class BulkWire:
         while True:
             with self._pool.attempt(deadline) as connection:
                 return exchange(connection, op, request)[0]
+
+    @types.coroutine
+    def reply(self, op: str, request: Any, deadline: Deadline) -> Generator[FrameSocket, None, Any]:
+        """Send one request over an idle connection; await its reply.
+
+        Yields the connection, to be continued once it can be read or the time is over. Raises
+        NeedsThread without an idle connection.
+        """
+        while True:
+            with self._pool.attempt_now(deadline) as connection:
+                connection.send_frame(request_header(op, request))
+                yield connection
+                return parse_reply(op, connection.recv_frame(MESSAGE_NBYTES_MAX)[0])
 
     def put(
         self,

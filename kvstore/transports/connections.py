@@ -39,6 +39,10 @@ _NUMBERS = {field.name: field.number for field in pb.BulkRequest.DESCRIPTOR.fiel
 TRACED_NBYTES_MAX = 63 << 10
 
 
+class NeedsThread(Exception):
+    """A call would have to wait for something else than a reply; nothing of it was done."""
+
+
 class Refused(Exception):
     """The node answered with an error; the stream is still in step."""
 
@@ -98,9 +102,18 @@ class ConnectionPool(Generic[Socket]):
         """Lease a connection for one exchange that may be repeated, as `Attempt` says."""
         return self._grant(Attempt(self, deadline), deadline)
 
+    def attempt_now(self, deadline: Deadline) -> "Attempt[Socket]":
+        """Lease an idle connection as `attempt` does. Raises NeedsThread if there is none."""
+        if not self._idle:
+            raise NeedsThread
+        return self._grant(Attempt(self, deadline, only_idle=True), deadline)
+
     def _grant(self, lease: Granted, deadline: Deadline) -> Granted:
         self.check_process()
-        if not self._leases.acquire(lease, lease.held, deadline.remaining()):
+        wait_s = 0.0 if lease.only_idle else deadline.remaining()
+        if not self._leases.acquire(lease, lease.held, wait_s):
+            if lease.only_idle:
+                raise NeedsThread
             raise Exhausted(
                 f"all {self._count_max} connections (connections_max) stayed busy for "
                 f"{deadline.seconds:g} s"
@@ -117,6 +130,8 @@ class ConnectionPool(Generic[Socket]):
         held = lease.held
         self._take_idle(held)
         if not held:
+            if lease.only_idle:
+                raise NeedsThread
             lease.fresh = True
             try:
                 # In a helper thread: connecting opens and closes descriptors
@@ -214,7 +229,7 @@ class ConnectionPool(Generic[Socket]):
 
 
 class Lease(Generic[Socket]):
-    """Lend one connection to one thread; `fresh`: made for it.
+    """Lend one connection to one thread; `fresh`: made for it; `only_idle`: never made for it.
 
     As a context around exchanges, it translates their errors to KVStoreErrors. After an error the
     next bytes of the stream are unknown, so the connection is not used again. A refusal leaves it
@@ -223,8 +238,11 @@ class Lease(Generic[Socket]):
 
     connection: Socket
 
-    def __init__(self, pool: ConnectionPool[Socket], deadline: Deadline) -> None:
+    def __init__(
+        self, pool: ConnectionPool[Socket], deadline: Deadline, only_idle: bool = False
+    ) -> None:
         self._pool = pool
+        self.only_idle = only_idle
         self.held: list[Socket] = []  # its connection, until another list takes it
         self.fresh = False
         self._deadline = deadline

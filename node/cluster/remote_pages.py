@@ -17,7 +17,7 @@ from typing import Any, cast
 from kvstore.checksum import stored_leaves
 from kvstore.cluster.calls import batch_pages_max, key_seeds, look_up
 from kvstore.cluster.fan_out import routes
-from kvstore.cluster.routing import try_owners
+from kvstore.cluster.routing import in_parallel, try_owners
 from kvstore.cluster.view import View
 from kvstore.config import explicit_config
 from kvstore.deadline import Deadline
@@ -207,7 +207,9 @@ class RemotePages(LowerTier):
                 present = self._links.link(member).run(call, namespace, limit)
                 return [member if there else "" for there in present]
 
-            first = try_owners(others, ask, self._abreast.run, not_, "", query.deadline)
+            first = try_owners(
+                others, in_parallel(ask, self._abreast.run), not_, "", query.deadline
+            )
             copies = self.copies(namespace.digest, hashes)
             for prefix_hash, has, route in zip(hashes, first, others, strict=True):
                 if has:
@@ -252,7 +254,11 @@ class RemotePages(LowerTier):
 
         with contextlib.suppress(KVStoreError):
             try_owners(
-                [load.source.place for load in loads], ask, self._abreast.run, not_, False, deadline
+                [load.source.place for load in loads],
+                in_parallel(ask, self._abreast.run),
+                not_,
+                False,
+                deadline,
             )
         with self._lock:
             self.pages_fetched += len(done)

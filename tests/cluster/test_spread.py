@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cluster.routing import broadcast, of_all, try_owners
+from kvstore.cluster.routing import broadcast, in_parallel, of_all, try_owners
 from kvstore.deadline import Deadline
 from kvstore.errors import (
     DeadlineExceeded,
@@ -49,9 +49,8 @@ class Fleet:
         return [place in self.has[member] for place in places]
 
     def get(self, routes: Sequence[str], seconds: float = 10.0) -> list[bool]:
-        return try_owners(
-            routes, self.ask, together, lambda found: not found, False, Deadline(seconds)
-        )
+        ask_all = in_parallel(self.ask, together)
+        return try_owners(routes, ask_all, lambda found: not found, False, Deadline(seconds))
 
     def remove(self, routes: Sequence[str]) -> list[bool]:
         return broadcast(
@@ -123,7 +122,9 @@ def test_call_past_its_deadline_asks_no_further_member() -> None:
         return fleet.ask(member, places, limit)
 
     whole = Deadline(0.05)
-    assert try_owners(["ab"], slow, together, lambda found: not found, False, whole) == [False]
+    assert try_owners(
+        ["ab"], in_parallel(slow, together), lambda found: not found, False, whole
+    ) == [False]
     assert [member for member, _ in fleet.asked] == ["a"]
 
 

@@ -17,7 +17,7 @@ from kvstore.buffers import Pieces
 from kvstore.checksum import checksum, leaves, root, stored_leaves
 from kvstore.cluster.calls import key_seeds
 from kvstore.cluster.fan_out import _some_routes
-from kvstore.cluster.routing import broadcast, try_owners
+from kvstore.cluster.routing import broadcast, in_parallel, try_owners
 from kvstore.cluster.view import Member, State, View
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError, Unavailable
@@ -409,7 +409,8 @@ class SimClient:
         self, keys: Sequence[bytes], ask: Any, lacks: Callable[[Any], bool], absent: Any
     ) -> list[Any]:
         routes = _some_routes(self.view, SPACE, keys)
-        return try_owners(routes, ask, self.together, lacks, absent, Deadline(CALL_S))
+        ask_all = in_parallel(ask, self.together)
+        return try_owners(routes, ask_all, lacks, absent, Deadline(CALL_S))
 
     def _ask(self, member: str, serve: Callable[[SimNode], Any], limit: Deadline) -> Any:
         def served(node: SimNode) -> Any:
