@@ -47,12 +47,12 @@ class Life:
         self.quiet = self.breaking = False
         self.breaks = 0
 
-    def run(self, faults: bool) -> None:
+    def run(self, faults: bool, busy_s: float = BUSY_S) -> None:
         for client in self.clients:
             self.world.spawn(client.name, partial(self._use, client))
         if faults:
             self.world.spawn("faults", self._break)
-        self.world.run(BUSY_S)
+        self.world.run(busy_s)
         self.quiet = True
         self.network.lost = self.network.late = 0.0
         self.world.run(self.world.now + LATE_S[1] + CALL_S)
@@ -233,18 +233,20 @@ class Life:
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Life]:
-    def live(seed: int, faults: bool = True, **settings: float) -> Life:
+    def live(seed: int, faults: bool = True, busy_s: float = BUSY_S, **settings: float) -> Life:
         life = Life(seed, **settings)  # type: ignore[arg-type]
         monkeypatch.setattr(
             "kvstore.deadline.time", SimpleNamespace(monotonic=life.world.monotonic)
         )
-        life.run(faults)
+        life.run(faults, busy_s)
         return life
 
     return live
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(number, marks=pytest.mark.long) for number in (1, 2))]
+)
 def test_random_faults_lose_no_acknowledged_page(
     live: Callable[..., Life], seed: int, number: int
 ) -> None:
@@ -255,7 +257,7 @@ def test_random_faults_lose_no_acknowledged_page(
 
 
 def test_simulation_without_faults_has_no_errors(live: Callable[..., Life], seed: int) -> None:
-    life = live(seed, faults=False, members=5, replicas=3)
+    life = live(seed, faults=False, busy_s=BUSY_S / 5, members=5, replicas=3)
     life.check()
     assert set(life.done) <= {"put", "ack", "get", "remove", "once"}, life.done
 

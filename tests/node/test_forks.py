@@ -14,7 +14,7 @@ import pytest
 from kvstore.tools.node_process import NodeProcess
 
 FORKING = Path(__file__).parent.parent / "helpers" / "fork_calls.py"
-FORKS = int(os.environ.get("FORKS", "20"))
+FORKS = int(os.environ.get("FORKS", "5"))
 
 
 def begin(node: NodeProcess, wire: str, forks: int) -> "subprocess.Popen[str]":
@@ -22,7 +22,7 @@ def begin(node: NodeProcess, wire: str, forks: int) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("wire", ["grpc", "bulk", "shm"])
+@pytest.mark.parametrize("wire", ["grpc", "bulk", pytest.param("shm", marks=pytest.mark.long)])
 def test_forks_beside_calls_leave_parent_and_children_well(
     shared_node: NodeProcess, wire: str
 ) -> None:
