@@ -128,6 +128,7 @@ def ask(client: Client, randomly: random.Random) -> int:
     return hits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_forged_views_give_right_bytes_or_misses(
     fleet: StartNode, etcd: RealEtcd, seed: int

@@ -47,6 +47,7 @@ def test_nodes_join_leave_and_conflicting_ones_are_refused(
     wait_until(lambda: members(one) == ["n1"])
 
 
+@pytest.mark.long
 def test_revoked_lease_is_renewed(fleet: StartNode, etcd: RealEtcd) -> None:
     one, two = fleet("n1"), fleet("n2")
     wait_until(lambda: len(members(one)) == 2)
@@ -57,7 +58,9 @@ def test_revoked_lease_is_renewed(fleet: StartNode, etcd: RealEtcd) -> None:
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
 
 
-@pytest.mark.parametrize("how", ["killed", "paused", "wiped"])
+@pytest.mark.parametrize(
+    "how", ["killed", *(pytest.param(how, marks=pytest.mark.long) for how in ("paused", "wiped"))]
+)
 def test_etcd_outage_keeps_the_last_view(fleet: StartNode, etcd: RealEtcd, how: str) -> None:
     one, two = fleet("n1", replicas=2), fleet("n2")
     wait_until(lambda: len(members(one)) == len(members(two)) == 2)
@@ -91,6 +94,7 @@ def test_etcd_outage_keeps_the_last_view(fleet: StartNode, etcd: RealEtcd, how: 
         assert set(seen) == {2}
 
 
+@pytest.mark.long
 def test_etcd_user_without_rights_gets_the_reason(etcd: RealEtcd, fleet: StartNode) -> None:
     etcd.ctl("user", "add", "root:pass")
     etcd.ctl("user", "grant-role", "root", "root")
@@ -102,6 +106,7 @@ def test_etcd_user_without_rights_gets_the_reason(etcd: RealEtcd, fleet: StartNo
     assert members(fleet("n1", etcd_user="root", etcd_password="pass")) == ["n1"]
 
 
+@pytest.mark.long
 def test_killed_member_is_lost_and_its_pages_get_two_copies_again(
     etcd: RealEtcd, tmp_path: Path
 ) -> None:

@@ -187,6 +187,7 @@ def test_tls_to_plain_etcd_is_named(
         plain.kill()
 
 
+@pytest.mark.long
 def test_replaced_certificates_are_used_without_a_restart(
     start: Callable[..., Node], tmp_path: Path, ours: Authority, strangers: Authority
 ) -> None:
