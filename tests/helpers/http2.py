@@ -4,6 +4,7 @@ A frame is length (3 bytes), kind, flags, stream (4 bytes), body. Header blocks 
 Huffman coding.
 """
 
+import functools
 import struct
 import zlib
 from collections.abc import Mapping
@@ -91,12 +92,17 @@ def call(path: str, payload: bytes = b"", stream: int = 1) -> bytes:
     return head + data_frames(stream, message(payload))
 
 
+@functools.cache
+def packed(encoding: str, mib: int) -> bytes:
+    """Return `mib` MiB of zeros, compressed."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, {"gzip": 31, "deflate": 15}[encoding])
+    return b"".join(packer.compress(bytes(1 << 20)) for _ in range(mib)) + packer.flush()
+
+
 def bomb(path: str, encoding: str, mib: int) -> bytes:
     """Return a call whose compressed message expands to `mib` MiB of zeros.
 
     60 MiB fit a stream's first window.
     """
-    packer = zlib.compressobj(9, zlib.DEFLATED, {"gzip": 31, "deflate": 15}[encoding])
-    packed = b"".join(packer.compress(bytes(1 << 20)) for _ in range(mib)) + packer.flush()
     head = frame(HEADERS, END_HEADERS, 1, block(call_fields(path, grpc_encoding=encoding)))
-    return head + data_frames(1, message(packed, compressed=True))
+    return head + data_frames(1, message(packed(encoding, mib), compressed=True))
