@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import KB16, MB, NUMBERS, owned, owners, present, tell, view_of, wait_replicated
+from fleet import KB16, MB, NUMBERS, owned, owners, present, renewed, tell, view_of, wait_replicated
 from known_pages import Pages
 from local_nodes import ClusterClient, Connect, StartNode
 
@@ -23,19 +23,26 @@ DURABLE = Keep(durable=True)
 StartNodes = Callable[..., list[Node]]
 
 
-@pytest.fixture
-def start(start_node: StartNode, tmp_path: Path) -> StartNodes:
-    """Return a function that starts a cluster; `disks` has "d" for each node with a disk."""
+@pytest.fixture(scope="module")
+def start(start_node: StartNode, tmp_path_factory: pytest.TempPathFactory) -> StartNodes:
+    """Return a function that starts a cluster; `disks` has "d" for each node with a disk.
+
+    Tests share the clusters.
+    """
+    started: dict[str, list[Node]] = {}
 
     def made(disks: str, replicas: int = 1) -> list[Node]:
-        flags = [
-            {"data_dir": str(tmp_path / str(number)), "disk_nbytes": 64 << 20}
-            if disk == "d"
-            else {}
-            for number, disk in enumerate(disks)
-        ]
-        nodes = [start_node(**some) for some in flags]
-        tell(nodes, view_of(nodes, replicas))
+        if disks not in started:
+            folder = tmp_path_factory.mktemp("disks")
+            flags = [
+                {"data_dir": str(folder / str(number)), "disk_nbytes": 64 << 20}
+                if disk == "d"
+                else {}
+                for number, disk in enumerate(disks)
+            ]
+            started[disks] = [start_node(**some) for some in flags]
+        nodes = renewed(started[disks])
+        tell(nodes, view_of(nodes, replicas, number=2))
         return nodes
 
     return made
@@ -318,7 +325,7 @@ def test_pages_visible_without_an_ack_reach_all_owners(
 
 @pytest.mark.parametrize("rate", [1 << 20, 0], ids=["slow", "full"])
 def test_a_flush_saves_pages_that_still_wait_for_their_owners(
-    start: StartNodes, near: ClusterClient, rate: int
+    start: StartNodes, near: ClusterClient, monkeypatch: pytest.MonkeyPatch, rate: int
 ) -> None:
     """Regression: a flush returned before a near node had replicated what was put there.
 
@@ -327,9 +334,9 @@ def test_a_flush_saves_pages_that_still_wait_for_their_owners(
     nodes, pages = start("ddd"), Pages("flushed", KB16)
     queue = nodes[0].peers.replicator._queue
     if rate:
-        queue._nbytes_per_s = rate
+        monkeypatch.setattr(queue, "_nbytes_per_s", rate)
     else:
-        queue.nbytes_max = 8 * KB16
+        monkeypatch.setattr(queue, "nbytes_max", 8 * KB16)
     client, keys = near(nodes), pages.keys(*range(48))
     assert pages.put(client, keys) == [PutOutcome.STORED] * 48
     client.flush()
