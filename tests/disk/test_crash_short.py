@@ -11,7 +11,7 @@ HARNESS = Path(__file__).parents[1] / "helpers" / "crash.py"
 CYCLES = 3  # the last one runs on a disk that is too small
 
 
-@pytest.mark.parametrize("disk", ["plain", "encrypted"])
+@pytest.mark.parametrize("disk", ["plain", pytest.param("encrypted", marks=pytest.mark.long)])
 def test_node_killed_under_load_keeps_durable_pages(tmp_path: Path, seed: int, disk: str) -> None:
     flags = ["--encrypted"] if disk == "encrypted" else []
     done = subprocess.run(

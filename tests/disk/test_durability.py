@@ -226,10 +226,10 @@ def test_queue_larger_than_ram_is_refused(tmp_path: Path) -> None:
 def test_a_flush_of_a_full_disk_leaves_no_page_or_raises(nodes: Nodes) -> None:
     """Regression: a flush evicted pages that had been on disk before, with their blocks."""
     node = nodes.start(
-        ram_nbytes=16 << 20, extent_nbytes=1 << 20, disk_nbytes=40 << 20, disk_extent_nbytes=1 << 20
+        ram_nbytes=4 << 20, extent_nbytes=1 << 18, disk_nbytes=10 << 20, disk_extent_nbytes=1 << 18
     )
     client, random_, inventory = nodes.connect(node), random.Random(3), Inventory(node.tier)
-    sizes = [Pages(f"{nbytes}", nbytes) for nbytes in (4096, 65536, 300_000)]
+    sizes = [Pages(f"{nbytes}", nbytes) for nbytes in (4096, 16384, 75_000)]
     flushed = 0
     for count in range(0, 2700, 3):
         some = random_.choice(sizes)

@@ -42,7 +42,13 @@ def kill_io_process(node: Node) -> None:
     wait_until(lambda: bool(node.disk and node.disk.stop_reason))
 
 
-@pytest.mark.parametrize("phase", ["begin", "sync pages", "sync rows"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "sync rows",
+        *(pytest.param(phase, marks=pytest.mark.long) for phase in ("begin", "sync pages")),
+    ],
+)
 def test_recover_on_a_hanging_disk_fails_and_can_be_repeated(
     kept: Node,
     client: Client,
@@ -76,7 +82,7 @@ def test_recover_on_a_hanging_disk_fails_and_can_be_repeated(
     assert pages.get(client, pages.keys(1)) == [True]
 
 
-@pytest.mark.parametrize("phase", ["begin", "sync pages"])
+@pytest.mark.parametrize("phase", ["begin", pytest.param("sync pages", marks=pytest.mark.long)])
 def test_node_stops_while_a_recover_waits_for_a_hanging_disk(
     fault: Fault, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
@@ -208,7 +214,7 @@ def test_stop_waits_once_for_a_hanging_writer(
     assert time.monotonic() - begun < 7.0
 
 
-@pytest.mark.parametrize("wire", ["bulk", "grpc"])
+@pytest.mark.parametrize("wire", ["grpc", pytest.param("bulk", marks=pytest.mark.long)])
 def test_signal_ends_a_node_with_a_hanging_read(
     fault: Fault, pages: Pages, tmp_path: Path, wire: str
 ) -> None:

@@ -17,7 +17,7 @@ from kvstore import PutOutcome
 from kvstore.errors import ConfigError
 from node.server import Node
 
-SEEDS = int(os.environ.get("SEEDS", "2"))
+SEEDS = int(os.environ.get("SEEDS", "1"))
 KEYS = range(80)
 
 

@@ -140,8 +140,8 @@ def test_disk_quota_counts_pages_of_an_earlier_run() -> None:
 def test_random_load_evicts_no_page_of_a_tenant_within_its_quota(seed: int) -> None:
     rng, shelf = random.Random(seed), Shelf(128)
     quotas = {"quiet": 48, "loud": 64}
-    for step in range(3000):
-        if step % 200 == 0:
+    for step in range(1000):
+        if step % 100 == 0:
             some = {name: count for name, count in quotas.items() if rng.random() < 0.8}
             shelf.limit(**some)
         number = rng.choice([*NAMES])

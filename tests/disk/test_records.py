@@ -328,7 +328,7 @@ def test_large_pages_take_less_than_240_bytes_of_memory_each(restored: bool) -> 
 
     The bound includes the objects of their blocks and the peak of a start.
     """
-    count, page_nbytes = 8192, 1 << 20
+    count, page_nbytes = 4096, 1 << 20
     records, rng = PageTable(count * page_nbytes, 64 << 20), random.Random(5)
     places = rng.sample(range(count), count)
     tracemalloc.start()
@@ -380,11 +380,11 @@ def test_growth_moves_one_segment_at_a_time(
     monkeypatch.setattr(RecordTable, "_put", counted)
     records, rng, longest = PageTable(1 << 28, 1 << 24), random.Random(3), 0
     if restored:
-        for number in range(20_000):
+        for number in range(8_000):
             assert records.restore(restored_row(1, rng.randbytes(32), 4096, number * 4096))
         records.restored()
-        assert moved[0] <= 2 * 20_000
-    for _ in range(30_000):
+        assert moved[0] <= 2 * 8_000
+    for _ in range(12_000):
         moved[0] = 0
         records.publish(records.reserve(1, rng.randbytes(32), 4096), bytes(16), 5)
         longest = max(longest, moved[0])
@@ -418,7 +418,7 @@ def test_turnover_of_records_does_not_grow_the_table() -> None:
         stored.append(records.reserve(1, os.urandom(16), 4096))
         records.publish(stored[-1], bytes(16), i)
     table_count = len(records._table.segments)
-    for _ in range(16_000):
+    for _ in range(10_000):
         victim = records.victims(1, 4096, 1 << 20)
         records.remove(victim[0])
         records.publish(records.reserve(1, os.urandom(16), 4096), bytes(16), 5000)

@@ -48,9 +48,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-LONGER = "waits for half a minute; runs in `make test-hostile`"
-
-
 class Mount:
     """A mounted file system with the directory `path`.
 
@@ -148,10 +145,8 @@ def health(process: NodeProcess) -> int:
     "operations",
     [
         "write fsync rename create unlink open mkdir",
-        "fsync",
-        pytest.param(
-            "write", marks=pytest.mark.skipif("KVSTORE_HOSTILE" not in os.environ, reason=LONGER)
-        ),
+        pytest.param("fsync", marks=pytest.mark.long),
+        pytest.param("write", marks=pytest.mark.long),
     ],
 )
 def test_node_on_a_stalled_file_system_serves_from_ram_and_stops(

@@ -1,4 +1,4 @@
-"""Run every parser on a few hundred inputs, and on the inputs of former bugs.
+"""Run every parser on some inputs, and on the inputs of former bugs.
 
 `make fuzz` runs many more.
 """
@@ -12,7 +12,7 @@ from mutations import inputs
 from registered import TARGETS
 from watched import Target, Watch
 
-INPUTS = 400
+INPUTS = 150
 Make = Callable[[str], Target]
 
 

@@ -58,7 +58,7 @@ def test_r08_readers_get_right_bytes_beside_an_evicting_writer(
     The node has room for 64 pages. The writer goes on until there were enough hits and evictions to
     reveal a read that does not hold its pages. A wire with less work per page needs more of them.
     """
-    wanted = {"shm": 2000, "bulk": 2000, "grpc": 320}[wire]
+    wanted = {"shm": 1000, "bulk": 1000, "grpc": 160}[wire]
     node = start_node(ram_nbytes=256 << 10, extent_nbytes=64 << 10)
     client = connect(node, wire)
     chain = Pages("contested")
