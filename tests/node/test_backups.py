@@ -185,7 +185,14 @@ def test_member_reports_a_copy_with_its_id_until_the_copy_stops(
     wait_until(lambda: address() == f"127.0.0.1:{one.grpc.port}")
 
 
-@pytest.mark.parametrize("what", ["all", "extents", "rows", "member.json"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "all",
+        "rows",
+        *(pytest.param(what, marks=pytest.mark.long) for what in ("extents", "member.json")),
+    ],
+)
 def test_directory_wiped_under_a_member_returns_no_wrong_bytes(
     fleet: Start, connect: Connect, tmp_path: Path, what: str
 ) -> None:

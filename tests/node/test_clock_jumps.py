@@ -23,7 +23,7 @@ from node.config import NodeConfig
 from node.server import Node
 
 SEEDS = int(os.environ.get("SEEDS") or 1)
-CALLS = int(os.environ.get("CALLS") or 600)
+CALLS = int(os.environ.get("CALLS") or 200)
 DAY_S = 86400.0
 PAGE_NBYTES = 4096
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(40)]

@@ -87,7 +87,7 @@ def test_member_that_flaps_pushes_no_other_events_out(tmp_path: Path) -> None:
 
 
 def test_events_file_is_replaced_when_it_is_large(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_bytes(b"{}\n" * (SMALL_NBYTES_MAX // 3 + 1))
+    (tmp_path / FILE_NAME).write_bytes((b"{}".ljust(1000) + b"\n") * (SMALL_NBYTES_MAX // 1000))
     log = log_in(tmp_path)
     log.add(Kind.STARTED, "n1", "run")
     log.close()

@@ -283,7 +283,14 @@ class Simulation:
         assert self.box.slots.extent_free_count == EXTENTS
 
 
-@pytest.mark.parametrize(("part", "limited"), [(0, False), (1, False), (2, True), (3, True)])
+@pytest.mark.parametrize(
+    ("part", "limited"),
+    [
+        (0, False),
+        (1, True),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((2, False), (3, True))),
+    ],
+)
 def test_random_operations_agree_with_the_model(seed: int, part: int, limited: bool) -> None:
     simulation = Simulation(random.Random(f"{seed}/{part}"), Sandbox, limited)
     for _ in range(STEPS):

@@ -22,7 +22,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import pack_fixed
 from node.server import Node
 
-EVENTS = int(os.environ.get("KVSTORE_STORM_EVENTS") or 1000)
+EVENTS = int(os.environ.get("KVSTORE_STORM_EVENTS") or 600)
 WORKERS = 4
 KEYS = 60  # keys of each namespace: more than fit
 
