@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from fleet import tell, view_of
+from fleets import SMALL
 from gateways import servicer_of
 from known_pages import Pages
 from local_nodes import Connect, StartNode
@@ -22,6 +23,7 @@ from kvstore.cluster import follower, nodes
 from kvstore.cluster.view import Member, State, View
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from node.config import NodeConfig
 from node.server import Node
 
 THREAD = "kvstore-views"
@@ -109,16 +111,17 @@ def test_client_receives_a_view_without_a_call(
 
 
 def test_client_follows_another_member_when_one_stops(
-    start_node: StartNode, cluster: list[Node], connect: Connect, pages: Pages
+    cluster: list[Node], connect: Connect, pages: Pages
 ) -> None:
-    three = [*cluster, start_node()]
+    stops = Node(NodeConfig(**SMALL))
+    stops.start()
+    three = [stops, *cluster]
     tell(three, view_of(three, number=1))
     client = connect(three[0])
     pages.put(client, pages.keys(*range(30)))
     time.sleep(2 * follower.FIRST_S_MAX)
     dead = view_of(three, number=2)
-    three[0].grpc.stop(0.0)
-    three[0].grpc.stop = lambda drain_s: None
+    stops.stop()
     for number in (1, 2):
         three[number].membership.become(dead, f"n{number}")
     wait_until(lambda: known(client) == 2)
