@@ -90,7 +90,7 @@ def shared_node() -> Iterator[NodeProcess]:
 
     Each test uses its own namespaces.
     """
-    with NodeProcess("--ram-bytes", "256MiB", "--extent-bytes", "16MiB") as node:
+    with NodeProcess("--ram-bytes", "64MiB", "--extent-bytes", "16MiB") as node:
         yield node
 
 
