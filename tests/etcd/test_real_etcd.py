@@ -114,7 +114,7 @@ def test_killed_member_is_lost_and_its_pages_get_two_copies_again(
     cluster = ("--cluster", f"etcd://{etcd.endpoint}/fleet", "--lease-s", f"{LEASE_S}")
 
     def start(name: str, *flags: str) -> NodeProcess:
-        flags = (*cluster, "--member", name, "--ram-bytes", "64MiB", "--replicas", "2", *flags)
+        flags = (*cluster, "--member", name, "--ram-bytes", "16MiB", "--replicas", "2", *flags)
         return NodeProcess(*flags)
 
     disk = ("--data-dir", str(tmp_path / "n1"), "--disk-bytes", "128MiB")

@@ -28,6 +28,7 @@ from visits import nothing_is_left_at_the_console as nothing_is_left_at_the_cons
 from node.config import NodeConfig
 from node.server import Node
 
+RAM_NBYTES = 4 << 20  # a start fills all page tables, which takes 2 ms of CPU for each MiB
 STALL_S = 0.8  # for tests with stalling clients: the shortest that works on a busy machine
 
 
@@ -41,7 +42,7 @@ def start_node() -> Iterator[StartNode]:
     nodes: list[Node] = []
 
     def start(**settings: Any) -> Node:
-        node = Node(NodeConfig(**{**SMALL, **settings}))
+        node = Node(NodeConfig(**{**SMALL, "ram_nbytes": RAM_NBYTES, **settings}))
         node.peers.rebalancer.settle_s = 1e6  # no sweep unless a test starts one
         node.start()
         nodes.append(node)
@@ -62,7 +63,7 @@ def node(start_node: StartNode) -> Node:
 
     Use a namespace of your own, and leave the node as it was.
     """
-    return start_node(stall_s=STALL_S)
+    return start_node(ram_nbytes=16 << 20, stall_s=STALL_S)
 
 
 @pytest.fixture(name="settle")

@@ -261,7 +261,7 @@ def test_pending_removals_are_shown(
     refused = kvstore(*put, "all")
     assert (refused.exit_code, "visible but not at all owners" in refused.stderr) == (4, True)
     assert (
-        "replication 1 pages queued, 4.0 KiB of 4.0 MiB  sent 0  dropped 0"
+        "replication 1 pages queued, 4.0 KiB of 1.0 MiB  sent 0  dropped 0"
         in kvstore("cluster").stdout
     )
     for node in fleet:

@@ -14,7 +14,7 @@ import pytest
 from kvstore.tools.node_process import NodeProcess
 
 FORKING = Path(__file__).parent.parent / "helpers" / "fork_calls.py"
-FORKS = int(os.environ.get("FORKS", "5"))
+FORKS = int(os.environ.get("FORKS", "3"))
 
 
 def begin(node: NodeProcess, wire: str, forks: int) -> "subprocess.Popen[str]":
@@ -39,7 +39,7 @@ def test_child_forked_during_a_hanging_grpc_call_refuses_clients() -> None:
     """The fork does not wait for the call, and gRPC cannot be used in the child: calls would
     hang.
     """
-    with NodeProcess("--ram-bytes", "64MiB", "--extent-bytes", "16MiB") as node:
+    with NodeProcess("--ram-bytes", "16MiB", "--extent-bytes", "1MiB") as node:
         process = begin(node, "grpc", 0)
         try:
             assert process.stdout is not None

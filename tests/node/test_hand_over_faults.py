@@ -45,9 +45,9 @@ def hung() -> Iterator[str]:
 @pytest.fixture
 def mixed(start_node: StartNode) -> Iterator[tuple[Node, NodeProcess]]:
     """Start a node here and one in its own process, each the replica of the other."""
-    node, port = start_node(), free_port()
+    node, port = start_node(ram_nbytes=16 << 20), free_port()
     list_ = f"static:fleet/n0=127.0.0.1:{node.grpc.port},n1=127.0.0.1:{port}"
-    ram = ("--ram-bytes", "64MiB", "--shm-socket", "none")
+    ram = ("--ram-bytes", "16MiB", "--shm-socket", "none")
     with NodeProcess("--port", str(port), "--cluster", list_, "--member", "n1", *ram) as process:
         node.membership.become(view_of([node, node], 2, elsewhere={1: f"127.0.0.1:{port}"}), "n0")
         yield node, process
@@ -113,9 +113,9 @@ def test_full_member_gets_its_replicas_later(
     client, other = connect(nodes[0], direct=True), connect(nodes[1], "shm", direct=True)
     keys = pages.keys(*NUMBERS)
     with contextlib.ExitStack() as held:
-        for start in range(0, 64, 16):  # all of its RAM
+        for start in range(0, 16, 4):  # all of its RAM
             held.enter_context(
-                other.open_put(large.namespace, large.keys(*range(start, start + 16)))
+                other.open_put(large.namespace, large.keys(*range(start, start + 4)))
             )
         assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
         threading.Event().wait(0.4)
@@ -251,6 +251,8 @@ def test_node_stops_in_time_with_unresponsive_members(
                 "n1",
                 "--shm-socket",
                 "none",
+                "--ram-bytes",
+                "64MiB",
             )
             process = stack.enter_context(NodeProcess(*flags))
         node.membership.become(view_of([node, node], 2, elsewhere={1: address}), "n0")

@@ -26,7 +26,7 @@ SHORT_SHARE = 0.2
 
 @pytest.fixture
 def node(start_node: StartNode) -> Node:
-    return start_node(ram_nbytes=64 << 20, extent_nbytes=8 << 20)
+    return start_node(ram_nbytes=16 << 20, extent_nbytes=1 << 20)
 
 
 @pytest.mark.parametrize("number", range(SEEDS))

@@ -255,7 +255,9 @@ def test_uncommitted_puts_leave_room_for_others(
     start_node: StartNode, raw: ConnectRaw, connect: Connect
 ) -> None:
     """Five writers each try to reserve a quarter of the RAM."""
-    node = start_node(batch_nbytes_max=4 << 20, batch_keys_max=16, stall_s=30.0)
+    node = start_node(
+        ram_nbytes=16 << 20, batch_nbytes_max=4 << 20, batch_keys_max=16, stall_s=30.0
+    )
     pages = Pages("reserved", PAGE)
     client = connect(node, "shm")  # counts as another peer
     pages.put(client, pages.keys(0, 1))
@@ -290,7 +292,7 @@ def test_uncommitted_puts_leave_room_for_others(
 def test_process_holding_half_of_the_ram_is_refused(
     start_node: StartNode, connect: Connect
 ) -> None:
-    node = start_node(batch_nbytes_max=4 << 20, batch_keys_max=16)
+    node = start_node(ram_nbytes=16 << 20, batch_nbytes_max=4 << 20, batch_keys_max=16)
     pages = Pages("held", PAGE)
     client = connect(node, "shm")
     for first in (0, 4, 8):

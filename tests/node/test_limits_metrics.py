@@ -341,7 +341,7 @@ def test_node_raises_its_descriptor_limit(tmp_path: pathlib.Path) -> None:
 @pytest.fixture
 def starved_node() -> Iterator[NodeProcess]:
     """Start a node that may open only 60 descriptors more than it has."""
-    process = NodeProcess("--ram-bytes", "64MiB", "--stall-s", "5", "--log-level", "ERROR")
+    process = NodeProcess("--ram-bytes", "16MiB", "--stall-s", "5", "--log-level", "ERROR")
     with Client(ClientConfig(address=process.address)) as client:
         client.node_status()
     allowed = max(int(name) for name in os.listdir(f"/proc/{process.pid}/fd")) + 60

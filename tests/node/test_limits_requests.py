@@ -178,7 +178,7 @@ def test_ranges_of_a_get_are_not_gathered_in_memory(
     start_node: StartNode, connect: Connect
 ) -> None:
     """Regression: 16 gets of overlapping ranges of small pages took 1 GiB."""
-    node = start_node(batch_nbytes_max=8 << 20)
+    node = start_node(ram_nbytes=16 << 20, batch_nbytes_max=8 << 20)
     pages = Pages("ranges", PAGE)
     pages.put(connect(node), pages.keys(*range(8)))
     half = PAGE // 2
@@ -231,7 +231,7 @@ def test_huge_namespace_description_is_refused(node: Node, connect: Connect) -> 
 def test_verify_has_the_byte_limit_of_a_get_and_client_splits_it(
     start_node: StartNode, connect: Connect
 ) -> None:
-    node = start_node(batch_nbytes_max=2 << 20)
+    node = start_node(ram_nbytes=16 << 20, batch_nbytes_max=2 << 20)
     pages = Pages("verify", PAGE)
     client = connect(node)
     pages.put(client, pages.keys(*range(8)))

@@ -35,7 +35,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 def start(stderr: int, limits: str = "") -> "subprocess.Popen[str]":
     """Start a node; `limits` are arguments of `ulimit`."""
-    node = shlex.join([sys.executable, "-m", "node.main", *SMALL, "--ram-bytes", "64MiB"])
+    node = shlex.join([sys.executable, "-m", "node.main", *SMALL, "--ram-bytes", "16MiB"])
     command = f"{limits and f'ulimit {limits}; '}exec {node}"
     return subprocess.Popen(
         ["bash", "-c", command], stdout=subprocess.PIPE, stderr=stderr, text=True
@@ -139,7 +139,7 @@ def test_json_lines_stay_json(pipe: tuple[int, int], logger: Any) -> None:
     assert json.loads(os.read(pipe[0], 4096))["message"] == "größer"
 
 
-@pytest.mark.parametrize("limits", ["-f 1000", "-v 400000"])
+@pytest.mark.parametrize("limits", ["-f 1000", pytest.param("-v 400000", marks=pytest.mark.long)])
 def test_start_below_the_processes_limits_ends_with_one_line(limits: str) -> None:
     """Regression: a traceback, and status 1."""
     node = start(subprocess.PIPE, limits)

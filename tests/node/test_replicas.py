@@ -316,7 +316,7 @@ def test_metrics_count_replicated_pages(pair: list[Node], connect: Connect, page
     } == {
         "queue_pages": 0,
         "queue_bytes": 0,
-        "queue_bytes_max": 2 << 20,
+        "queue_bytes_max": 512 << 10,
         "pages_handed_total": len(NUMBERS),
         "bytes_handed_total": len(NUMBERS) * pages.nbytes,
         "pages_dropped_total": 0,

@@ -34,12 +34,12 @@ SPACE = Namespace(model="anything", layout=opaque_layout(4096))
 @pytest.fixture(scope="module")
 def node(start_node: StartNode, ours: Authority) -> Node:
     """Start a node that requires client certificates."""
-    return start_node(**of_node(ours))
+    return start_node(**of_node(ours), ram_nbytes=16 << 20)
 
 
 @pytest.fixture(scope="module")
 def open_node(start_node: StartNode, ours: Authority) -> Node:
-    return start_node(**pair(ours, "node"))
+    return start_node(**pair(ours, "node"), ram_nbytes=16 << 20)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ STALL_S = 0.8
 
 @pytest.fixture(scope="module")
 def node(start_node: StartNode, ours: Authority) -> Node:
-    return start_node(**of_node(ours), stall_s=STALL_S)
+    return start_node(**of_node(ours), ram_nbytes=16 << 20, stall_s=STALL_S)
 
 
 class Greeted(TlsFrameSocket):
