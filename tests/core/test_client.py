@@ -215,10 +215,10 @@ def test_batches_larger_than_the_limits_are_split(narrow: Client, namespace: Nam
     ("narrow", "ask"),
     # All operations share one loop
     [
-        ("shm", "lookup"),
         ("bulk", "lookup"),
-        ("grpc", "lookup"),
-        ("bulk", "pin"),
+        pytest.param("shm", "lookup", marks=pytest.mark.long),
+        pytest.param("grpc", "lookup", marks=pytest.mark.long),
+        pytest.param("bulk", "pin", marks=pytest.mark.long),
     ],
     indirect=["narrow"],
 )
@@ -266,7 +266,7 @@ def test_threads_share_one_client(client: Client, namespace: Namespace) -> None:
     def work(number: int) -> None:
         rng = random.Random(number)
         try:
-            for _ in range(25):
+            for _ in range(10):
                 keys = keys_of(*rng.sample(range(60), 8))
                 put(client, namespace, keys)
                 buffers = [bytearray(PAGE) for _ in keys]

@@ -388,7 +388,7 @@ def store(client: Client, content: bytes) -> None:
     assert client.put(NAMESPACE, KEYS[:1], [content]) == [PutOutcome.STORED]
 
 
-@pytest.mark.parametrize("how", ["stop", "kill"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.long)])
 def test_restarted_node_is_mapped_again(start: Callable[..., NodeProcess], how: str) -> None:
     """The new node replaces the socket file that a killed one leaves behind.
 

@@ -231,13 +231,13 @@ def test_a_flush_of_a_full_disk_leaves_no_page_or_raises(nodes: Nodes) -> None:
     client, random_, inventory = nodes.connect(node), random.Random(3), Inventory(node.tier)
     sizes = [Pages(f"{nbytes}", nbytes) for nbytes in (4096, 16384, 75_000)]
     flushed = 0
-    for count in range(0, 2700, 3):
+    for count in range(0, 1500, 3):
         some = random_.choice(sizes)
         some.put(client, some.keys(*range(count, count + 3)))
         some.get(client, some.keys(*range(count, count + 3)))
         if random_.random() < 0.5 and count > 600:
             some.get(client, some.keys(*(random_.randrange(count) for _ in range(3))))
-        if count % 180 == 0:
+        if count % 120 == 0:
             with contextlib.suppress(Exhausted):
                 client.flush()
                 flushed += 1

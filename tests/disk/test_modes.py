@@ -24,9 +24,12 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_files_of_a_node_are_private(tmp_path: Path) -> None:
-    """All files of a node under umask 0, with those of RocksDB and the audit log, are private."""
-    pages, data, audit = Pages("modes", 4096), tmp_path / "above" / "data", tmp_path / "audit.log"
+def test_files_are_private_and_a_wider_directory_is_reported_with_a_remedy(tmp_path: Path) -> None:
+    """All files of a node under umask 0, with those of RocksDB and the audit log, are private.
+
+    A directory that others may read is not changed.
+    """
+    pages, data, audit = Pages("modes", 4096), tmp_path / "above" / "data of mine", tmp_path / "log"
     identities = tmp_path / "identities"
     identities.write_text("")
     identities.chmod(0o600)
@@ -36,19 +39,32 @@ def test_files_of_a_node_are_private(tmp_path: Path) -> None:
             pages.put(client, pages.keys(*range(8)))
             client.flush()
         assert "readable for other users" not in process.log_text
-    NodeProcess(
-        *FLAGS, "--audit-log", str(audit), "--identities", str(identities), inside=WIDE
-    ).stop()
-    there = [data, *data.rglob("*"), audit]
-    assert {path.name for path in there} >= {
-        "data",
-        "rows",
-        "extents",
-        "lock",
-        "keeper.lock",
-        "audit.log",
-    }
+    there = [data, *data.rglob("*")]
+    assert {path.name for path in there} >= {"rows", "extents", "lock", "keeper.lock"}
     assert len(list((data / "rows").iterdir())) > 3
+    assert_private(data, there)
+
+    for path in (data, data / "rows"):
+        path.chmod(0o755)
+    audited = ("--audit-log", str(audit), "--identities", str(identities))
+    with NodeProcess(*open_flags, *audited, inside=WIDE) as process:
+        (warning,) = [
+            line for line in process.log_text.splitlines() if "readable for other users" in line
+        ]
+        assert mode(data) == mode(data / "rows") == 0o755
+    assert_private(data, [audit])
+    remedy = warning.partition("close it with: ")[2]
+    assert remedy == f"chmod -R o= '{data}'"
+    subprocess.run(["sh", "-c", remedy], check=True)
+    with (
+        NodeProcess(*open_flags) as process,
+        Client(ClientConfig(address=process.address, timeout_s=20.0)) as client,
+    ):
+        assert pages.get(client, pages.keys(0)) == [True]
+        assert "readable for other users" not in process.log_text
+
+
+def assert_private(data: Path, there: list[Path]) -> None:
     too_open = {str(path): oct(mode(path)) for path in there if mode(path) & 0o077}
     assert not too_open
     assert all(
@@ -56,32 +72,6 @@ def test_files_of_a_node_are_private(tmp_path: Path) -> None:
         for path in there
         if path.parent != data / "rows"
     )
-
-
-def test_wider_directory_is_reported_with_a_remedy_and_not_changed(tmp_path: Path) -> None:
-    pages, data = Pages("modes", 4096), tmp_path / "data of mine"
-    flags = (*FLAGS, "--data-dir", str(data))
-    with (
-        NodeProcess(*flags) as process,
-        Client(ClientConfig(address=process.address, timeout_s=20.0)) as client,
-    ):
-        pages.put(client, pages.keys(0))
-    for path in (data, data / "rows"):
-        path.chmod(0o755)
-    with NodeProcess(*flags) as process:
-        (warning,) = [
-            line for line in process.log_text.splitlines() if "readable for other users" in line
-        ]
-        assert mode(data) == mode(data / "rows") == 0o755
-    remedy = warning.partition("close it with: ")[2]
-    assert remedy == f"chmod -R o= '{data}'"
-    subprocess.run(["sh", "-c", remedy], check=True)
-    with (
-        NodeProcess(*flags) as process,
-        Client(ClientConfig(address=process.address, timeout_s=20.0)) as client,
-    ):
-        assert pages.get(client, pages.keys(0)) == [True]
-        assert "readable for other users" not in process.log_text
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ MIB = 1 << 20
 def test_r13_long_traffic_of_mixed_sizes_stays_within_the_arena(
     start_node: StartNode, connect: Connect
 ) -> None:
-    """Used slots never exceed the capacity while twenty times as much is put, in all sizes."""
+    """Used slots never exceed the capacity while ten times as much is put, in all sizes."""
     node = start_node(ram_nbytes=2 * MIB, extent_nbytes=256 << 10)
     client = connect(node)
     rng = random.Random(13)
     chains = [Pages(f"{nbytes} bytes", nbytes) for nbytes in (4096, 10_000, 65_536, 200_000)]
     moved_nbytes = 0
-    while moved_nbytes < 40 * MIB:
+    while moved_nbytes < 20 * MIB:
         chain = rng.choice(chains)
         start = rng.randrange(1000)
         count = max(1, (128 << 10) // chain.nbytes)
