@@ -359,7 +359,10 @@ class Fleet:
             self.waiting.follow(set(self.random.sample("bcd", self.random.randrange(4))))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "seed",
+    [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 30))],
+)
 def test_random_steps_keep_the_queue_consistent(seed: int) -> None:
     fleet = Fleet(random.Random(seed))
     for _ in range(1500):

@@ -15,7 +15,7 @@ from kvstore.errors import KVStoreError
 from kvstore.page_hmac import PageKeys
 from node.server import Node
 
-SEEDS = int(os.environ.get("SEEDS", "2"))
+SEEDS = int(os.environ.get("SEEDS", "1"))
 NEXT = "b7" * 31 + "01"
 NUMBERS = range(24)
 STEPS = 30

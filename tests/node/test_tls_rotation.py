@@ -18,7 +18,6 @@ from kvstore.cli.authority import Authority
 from kvstore.transports.tls import ClientTls
 from node.server import Node
 
-WIRES = ("bulk", "grpc")
 PAUSE_S = 0.05
 
 
@@ -144,7 +143,7 @@ def in_use(node: Node) -> bytes:
     return node.certificates.pems.chain
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ["bulk", pytest.param("grpc", marks=pytest.mark.long)])
 def test_node_certificate_is_renewed_under_load(
     node: Node, files: Files, ours: Authority, wire: str
 ) -> None:
@@ -163,7 +162,7 @@ def test_node_certificate_is_renewed_under_load(
         assert len({serial_at(port, ours, files) for port in ports}) == 1
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", ["grpc", pytest.param("bulk", marks=pytest.mark.long)])
 def test_authority_is_replaced_under_load(
     node: Node, files: Files, ours: Authority, tmp_path: Path, wire: str
 ) -> None:

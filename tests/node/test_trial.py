@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ from kvstore.tools.trace import TraceRequest, conversations
 FLAGS = ("--ram-bytes", "64MiB", "--log-level", "ERROR")
 
 
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Fleet]:
+    """Start one node."""
+    with Fleet([HERE], *FLAGS) as fleet:
+        yield fleet
+
+
+@pytest.mark.long
 def test_one_dead_member_causes_no_error_and_all_dead_do(tmp_path: Path) -> None:
     requests = conversations(60)
     with Fleet([HERE, HERE], *FLAGS, data=tmp_path) as fleet, fleet.client(timeout_s=5.0) as client:
@@ -37,11 +46,9 @@ def test_one_dead_member_causes_no_error_and_all_dead_do(tmp_path: Path) -> None
         assert fleet.nodes["n1"].running
 
 
-def test_late_call_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        Fleet([HERE], *FLAGS) as fleet,
-        fleet.client(timeout_s=1.0, connect_timeout_s=1.0) as client,
-    ):
+@pytest.mark.long
+def test_late_call_is_detected(alone: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    with alone.client(timeout_s=1.0, connect_timeout_s=1.0) as client:
         lookup = client.lookup
         monkeypatch.setattr(client, "lookup", lambda *given: time.sleep(1.3) or lookup(*given))
         trial = Trial(client, replay_namespace(4096))
@@ -51,9 +58,10 @@ def test_late_call_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         assert trial.overdue_s == max(0.0, trial.late_s - trial.lag_s)
 
 
-def test_trial_ends_with_the_error_of_an_event() -> None:
-    with Fleet([HERE], *FLAGS) as fleet, fleet.client() as client:
-        joins = Event(0.0, "n2 joins", fleet.join)
+@pytest.mark.long
+def test_trial_ends_with_the_error_of_an_event(alone: Fleet) -> None:
+    with alone.client() as client:
+        joins = Event(0.0, "n2 joins", alone.join)
         with pytest.raises(ConfigError, match="needs etcd"):
             Trial(client, replay_namespace(4096), [joins]).run(conversations(3))
 
