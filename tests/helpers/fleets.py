@@ -39,8 +39,15 @@ def etcd() -> Iterator[FakeEtcd]:
 @pytest.fixture
 def fleet(etcd: FakeEtcd) -> Iterator[Start]:
     """Return a function that starts registered nodes."""
+    with registered_nodes(etcd) as start:
+        yield start
+
+
+@contextlib.contextmanager
+def registered_nodes(etcd: FakeEtcd, **common: Any) -> Iterator[Start]:
+    """Yield a function that starts nodes registered in `etcd`, with the settings `common`."""
     cluster = f"etcd://127.0.0.1:1,{etcd.endpoint}/fleet"  # the first endpoint is dead
-    known = {"cluster": cluster, "lease_s": LEASE_S, "cluster_wait_s": 10.0}
+    known = {"cluster": cluster, "lease_s": LEASE_S, "cluster_wait_s": 10.0, **common}
     with small_nodes() as start:
         yield lambda member="", **settings: start(**{**known, "member": member, **settings})
 
