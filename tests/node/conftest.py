@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from fake_etcd import FakeEtcd
 from fleet import MB, renewed
-from fleets import SMALL
+from fleets import SMALL, Start, registered_nodes
 from fleets import etcd as etcd
-from fleets import fleet as fleet
 from known_pages import Pages
 from local_nodes import (
     ClusterClient,
@@ -55,6 +55,13 @@ def start_node() -> Iterator[StartNode]:
             settle(node, sessions=None)
     finally:
         stop_all(nodes)
+
+
+@pytest.fixture
+def fleet(etcd: FakeEtcd) -> Iterator[Start]:
+    """Return a function that starts registered nodes."""
+    with registered_nodes(etcd, ram_nbytes=RAM_NBYTES) as start:
+        yield start
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "port": 0,
     "bulk_port": 0,
     "metrics_port": 0,
-    "ram_nbytes": 64 << 20,
+    "ram_nbytes": 32 << 20,
 }
 
 

@@ -157,7 +157,7 @@ def test_node_with_an_old_grpcio_names_both_versions(tmp_path: Path) -> None:
         sys.executable,
         "-m",
         "node.main",
-        *("--port", "0", "--bulk-port", "0", "--metrics-port", "0"),
+        *("--port", "0", "--bulk-port", "0", "--metrics-port", "0", "--ram-bytes", "4MiB"),
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
     done = subprocess.run(

@@ -395,7 +395,7 @@ def test_sigterm_during_the_start_ends_it_with_status_0() -> None:
         "--metrics-port",
         "0",
         "--ram-bytes",
-        "64MiB",
+        "4MiB",
         "--host",
         "127.0.0.1",
     )
