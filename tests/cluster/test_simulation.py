@@ -245,12 +245,18 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Life]:
 
 
 @pytest.mark.parametrize(
-    "number", [0, *(pytest.param(number, marks=pytest.mark.long) for number in (1, 2))]
+    ("number", "busy_s"),
+    [
+        (0, BUSY_S / 2),
+        *(pytest.param(number, BUSY_S, marks=pytest.mark.long) for number in range(1, 4)),
+    ],
 )
 def test_random_faults_lose_no_acknowledged_page(
-    live: Callable[..., Life], seed: int, number: int
+    live: Callable[..., Life], seed: int, number: int, busy_s: float
 ) -> None:
-    life = live(seed + number, members=4, replicas=2, lost=0.01, late=0.02, doubled=0.02)
+    life = live(
+        seed + number, busy_s=busy_s, members=4, replicas=2, lost=0.01, late=0.02, doubled=0.02
+    )
     life.check()
     assert life.done["ack"] > 5, life.done
     assert life.forgotten
@@ -265,6 +271,6 @@ def test_simulation_without_faults_has_no_errors(live: Callable[..., Life], seed
 def test_random_faults_without_replicas_leave_a_consistent_cluster(
     live: Callable[..., Life], seed: int
 ) -> None:
-    life = live(seed, members=3, replicas=1, lost=0.01, late=0.02)
+    life = live(seed, busy_s=BUSY_S / 2, members=3, replicas=1, lost=0.01, late=0.02)
     life.acked.clear()  # a lost member takes its pages with it
     life.check()

@@ -126,7 +126,7 @@ def test_threads_sharing_a_client_survive_restarts(
 
     def work(number: int) -> None:
         client = clients[number % len(clients)]
-        while not stop.wait(0.05):  # a starting node needs the core, too
+        while not stop.wait(0.2):  # a starting node needs the core, too
             keys = keys_of(*range(number * 10, number * 10 + 4))
             try:
                 put(client, keys)

@@ -22,10 +22,10 @@ from node.server import Node
 MIB = 1 << 20
 # Page sizes: one byte, a sector, odd, more than one cipher unit, whole units, and more than is read
 # at a time.
-SIZES = (1, 4096, 8192 + 5, MIB + 5000, 2 * MIB, 9 * MIB + 77)
+SIZES = (1, 4096, 8192 + 5, MIB + 5000, 2 * MIB, 4 * MIB + 77)
 LARGE: dict[str, Any] = {
     **{
-        "ram_nbytes": 64 * MIB,
+        "ram_nbytes": 32 * MIB,
         "extent_nbytes": 16 * MIB,
         "disk_nbytes": 128 * MIB,
         "disk_extent_nbytes": 16 * MIB,
