@@ -213,7 +213,7 @@ def make_crowded(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
         make_batch_over_pins,
         make_other_size,
         make_quotas_come,
-        make_crowded,
+        pytest.param(make_crowded, marks=pytest.mark.long),
     ],
 )
 def test_time_under_the_lock_does_not_grow_with_pages(make: Any) -> None:
