@@ -83,7 +83,8 @@ def run(*command: str, cwd: Path = ROOT, **variables: str) -> None:
 
 
 def pytest(*arguments: str, python: str = PYTHON, **variables: str) -> None:
-    run(python, "-m", "pytest", *arguments, *words("ARGS"), cwd=ROOT, **variables)
+    """Run pytest with the long tests, unless another `-m` is given."""
+    run(python, "-m", "pytest", "-m", "", *arguments, *words("ARGS"), cwd=ROOT, **variables)
 
 
 def words(name: str, default: str = "") -> list[str]:
@@ -153,7 +154,7 @@ def engine(name: str, script: str, *arguments: str) -> str:
 def test_hostile() -> None:
     """all tests under a hostile HOME, pip, git, locale, terminal and umask (UMASK=000)"""
     umask, chosen = os.environ.get("UMASK") or "077", words("ARGS") or [str(ROOT / "tests")]
-    run(PYTHON, "tests/helpers/hostile.py", "--umask", umask, *PARALLEL, *chosen)
+    run(PYTHON, "tests/helpers/hostile.py", "--umask", umask, *PARALLEL, "-m", "", *chosen)
 
 
 @target_in_venv
@@ -364,7 +365,7 @@ def test_dist() -> None:
     shutil.rmtree(ROOT / ".venv-dist", ignore_errors=True)
     pip(environment(".venv-dist"), *CONSTRAINED, f"{wheel}[node,cli,agent]")
     python = str(ROOT / ".venv-dist/bin/python")
-    run(PYTHON, "-m", "pytest", "tests/packaging", KVSTORE_DIST_PYTHON=python)
+    pytest("tests/packaging", KVSTORE_DIST_PYTHON=python)
 
 
 @target
@@ -520,12 +521,9 @@ def need_gpu(modules: str, hint: str) -> None:
 @target
 def gpu_test() -> None:
     """kernels against the reference, memcheck, GPU benchmarks (5 minutes; NVIDIA GPU, CuPy)"""
-    need_gpu(
-        "cupy, torch",
-        "torch with CUDA and CuPy (pip install '.[dev,cuda13]' or [dev,cuda12]) in "
-        f"{sys.executable}",
-    )
-    with_sources(sys.executable, "-m", "pytest", "tests/gpu_agent")
+    hint = "torch with CUDA and CuPy (pip install '.[dev,cuda13]' or [dev,cuda12]) in"
+    need_gpu("cupy, torch", f"{hint} {sys.executable}")
+    with_sources(sys.executable, "-m", "pytest", "-m", "", "tests/gpu_agent")
     if shutil.which("compute-sanitizer"):
         files = ("tests/gpu_agent/test_kernels_cuda.py", "tests/gpu_agent/test_leaves_cuda.py")
         sanitizer = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
@@ -539,13 +537,9 @@ def gpu_test() -> None:
 
 
 def gpu_engine(name: str, version: str, *more: str) -> None:
-    packages = (
-        f"{name}=={version}, cupy-cuda12x or -13x as its torch, pytest, pytest-xdist, and "
-        "this project ('.[node]')"
-    )
-    need_gpu(
-        f"cupy, torch, {name}, rocksdict, pytest, xdist", f"and in {sys.executable}: {packages}"
-    )
+    packages = f"{name}=={version}, cupy-cuda12x or -13x as its torch, pytest, pytest-xdist"
+    hint = f"and in {sys.executable}: {packages}, and this project ('.[node]')"
+    need_gpu(f"cupy, torch, {name}, rocksdict, pytest, xdist", hint)
     # One worker runs a whole file, because its tests share a node.
     parallel = ("-p", "no:benchmark", "--numprocesses", "4", "--dist", "loadfile")
     with_sources(
