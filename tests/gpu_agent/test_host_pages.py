@@ -107,12 +107,11 @@ def test_without_a_node_calls_fail_at_once() -> None:
     with Client(ClientConfig(address="127.0.0.1:9", connect_timeout_s=0.2)) as client:
         pages = made_pages(client)
         start = time.monotonic()
-        assert pages.save(HASHES, torch.arange(COUNT), 0.5) == [False] * COUNT
-        assert pages.load(HASHES, torch.arange(COUNT), 0.5) == [False] * COUNT
-        assert pages.put(HASHES[:1], [torch.zeros(pages.page_nbytes, dtype=torch.uint8)], 0.5) == [
-            False
-        ]
-        assert time.monotonic() - start < 3.0
+        assert pages.save(HASHES, torch.arange(COUNT), 60.0) == [False] * COUNT
+        assert pages.load(HASHES, torch.arange(COUNT), 60.0) == [False] * COUNT
+        page = torch.zeros(pages.page_nbytes, dtype=torch.uint8)
+        assert pages.put(HASHES[:1], [page], 60.0) == [False]
+        assert time.monotonic() - start < 60.0
         pages.close(0.0)
 
 

@@ -118,7 +118,7 @@ def test_r7_lookup_past_its_deadline_is_a_miss(fake: FakeClient) -> None:
     began = time.monotonic()
     lookups.ask("r", [([namespace("a")], KEYS)])
     assert answered(lookups, "r") == (bytes(4),)
-    assert 2.0 <= time.monotonic() - began < 9.0
+    assert time.monotonic() - began >= 2.0
     fake.error = Unavailable("hung")
     fake.gate.set()
     lookups.touch("a request", [([namespace("a")], KEYS)])  # fails, so that the outage is known
@@ -127,10 +127,11 @@ def test_r7_lookup_past_its_deadline_is_a_miss(fake: FakeClient) -> None:
         assert time.monotonic() < end
         time.sleep(0.001)
     fake.gate.clear()
+    lookups._timeout_s = 120.0  # much more than a busy machine is late
     began = time.monotonic()
     lookups.ask("s", [([namespace("a")], KEYS)])
     assert answered(lookups, "s") == (bytes(4),)
-    assert OUTAGE_WAIT_S <= time.monotonic() - began < 1.9
+    assert OUTAGE_WAIT_S <= time.monotonic() - began < 60.0
     fake.gate.set()
     lookups.close()
 

@@ -224,13 +224,13 @@ def test_hung_node_costs_deadlines_and_settled_memory_is_not_accessed(
             load = pages.load(hashes[:3], [3, 4, 5])
             began = time.monotonic()
             pages.settle(load)
-            assert time.monotonic() - began < 20
+            assert time.monotonic() - began < 60
             memory[3:6] = 7  # the engine has reused the rows
             began = time.monotonic()
             assert pages.present(hashes) == [False] * 6
             already, save = pages.save(hashes, [0, 1, 2, 6, 7, 8])
             pages.settle(save)
-            assert time.monotonic() - began < 20
+            assert time.monotonic() - began < 60
             memory[6:9] = 9
         finally:
             os.kill(node.pid, signal.SIGCONT)
