@@ -57,6 +57,8 @@ def fill(store: Store) -> None:
 
 
 HOW = {"killed": kill, "hung": hang, "memory": fill}  # by the node's reason for the end
+# The node does the same for each reason, so two phases are enough for the slower ones.
+SHORT = ("put_amid_its_bytes", "get_amid_its_bytes")
 
 
 # ---- phases: each yields a call that has reached it ------------------------------------------
@@ -158,8 +160,18 @@ PUTS += [put_before_it_is_committed, put_before_its_answer]
 STORED = (put_before_it_is_committed, put_before_its_answer)
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("phase", [*PUTS, get_before_its_reply, get_amid_its_bytes])
+@pytest.mark.parametrize(
+    ("phase", "how"),
+    [
+        pytest.param(
+            phase,
+            how,
+            marks=[pytest.mark.long] if how != "killed" and phase.__name__ not in SHORT else [],
+        )
+        for phase in (*PUTS, get_before_its_reply, get_amid_its_bytes)
+        for how in HOW
+    ],
+)
 def test_ended_gateway_leaves_nothing_behind(
     store: Store, frames: RequestStream, monkeypatch: pytest.MonkeyPatch, phase: Any, how: str
 ) -> None:

@@ -18,7 +18,7 @@ from scripted_node import Plan, ScriptedNode, framed
 from kvstore.pb import kvstore_pb2 as pb
 from node.gateway.server import NodeState, Servicer
 
-CALLS = int(os.environ.get("KVSTORE_STORM_EVENTS") or 1000)
+CALLS = int(os.environ.get("KVSTORE_STORM_EVENTS") or 300)
 ABREAST = 12
 PAUSE_S_MAX = 0.004
 ENDED = (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE)

@@ -29,7 +29,7 @@ from node.serving.gateway import GatewayConnection
 from node.serving.limits import REQUEST_NBYTES_FREE
 
 PAGE_NBYTES = 4096
-ROUNDS = 40
+ROUNDS = 12
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 
 
