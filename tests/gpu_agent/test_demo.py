@@ -50,6 +50,7 @@ def client(shared_node: NodeProcess) -> Iterator[Client]:
         yield client
 
 
+@pytest.mark.long
 def test_second_process_gives_the_same_answer_from_loaded_pages(
     text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -384,7 +384,7 @@ def test_offsets_beyond_2_gib(kernel: Kernel) -> None:
 # ---- compilation -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["80", "90"])
+@pytest.mark.parametrize("arch", [pytest.param("80", marks=pytest.mark.long), "90"])
 def test_source_compiles_for_a_gpu(arch: str, tmp_path: Path) -> None:
     """Compile with nvcc, or with the runtime compiler that CuPy uses."""
     nvcc = shutil.which("nvcc")

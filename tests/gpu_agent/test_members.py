@@ -1,4 +1,7 @@
-"""An agent with a client of a cluster: the cost of a member that hangs."""
+"""An agent with a client of a cluster: the cost of a member that hangs.
+
+The tests share two members. Each has a namespace of its own.
+"""
 
 import os
 import signal
@@ -22,8 +25,8 @@ from kvstore.tools.node_process import NodeProcess
 SAVE_S = 2.0
 
 
-@pytest.fixture
-def fleet() -> Iterator[list[NodeProcess]]:
+@pytest.fixture(scope="module")
+def members() -> Iterator[list[NodeProcess]]:
     """Start two members, the first of which may be a near node."""
     with ExitStack() as stack:
         ports = free_ports(2)
@@ -40,6 +43,13 @@ def fleet() -> Iterator[list[NodeProcess]]:
             )
             for number, port in enumerate(ports)
         ]
+
+
+@pytest.fixture
+def fleet(members: list[NodeProcess]) -> Iterator[list[NodeProcess]]:
+    yield members
+    for node in members:
+        node.resume()
 
 
 def test_save_with_a_hung_member_is_partial(fleet: list[NodeProcess], token_pool: KVPool) -> None:
@@ -62,9 +72,10 @@ def test_save_with_a_hung_member_is_partial(fleet: list[NodeProcess], token_pool
 def test_job_continues_with_the_owners_when_the_near_node_hangs(
     fleet: list[NodeProcess], token_pool: KVPool, what: str
 ) -> None:
-    namespace = Namespace(model="goes on", layout=token_pool.layout)
+    namespace = Namespace(model=f"goes on {what}", layout=token_pool.layout)
     config = ClientConfig(address=fleet[0].address, connect_timeout_s=5.0, backoff_s_max=600.0)
-    options = agent_config(save_timeout_s=8.0, load_timeout_s=8.0)
+    # The near node may use half of it; the rest must be enough for the owners on a busy machine
+    options = agent_config(save_timeout_s=16.0, load_timeout_s=16.0)
     with Client(config) as client, Agent(client, namespace, token_pool, options) as agent:
         view = client.view()
         assert view is not None
@@ -88,7 +99,6 @@ def test_job_continues_with_the_owners_when_the_near_node_hangs(
         else:
             assert agent.save(chain, slots).done.result() == SaveResult(12, 0, 0)
         assert not client.maps_arena
-        os.kill(fleet[0].pid, signal.SIGCONT)
 
 
 def test_jobs_with_a_hung_near_node_use_the_owners(
@@ -117,10 +127,9 @@ def test_jobs_with_a_hung_near_node_use_the_owners(
         assert agent.lookup(chain) == 12
         assert agent.load(chain, slots).done.result() == LoadResult(12, 12)
         assert not client.maps_arena
-        os.kill(fleet[0].pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(("step", "before"), [(4, 2), (8, 1)])
+@pytest.mark.parametrize(("step", "before"), [(4, 2), pytest.param(8, 1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("what", ["load", "save"])
 def test_job_continues_with_the_owners_when_the_near_node_is_drained(
     fleet: list[NodeProcess],
@@ -134,7 +143,7 @@ def test_job_continues_with_the_owners_when_the_near_node_is_drained(
 
     The chain is still touched as a whole.
     """
-    namespace = Namespace(model="near no more", layout=token_pool.layout)
+    namespace = Namespace(model=f"near no more {what} {step}", layout=token_pool.layout)
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", step * token_pool.layout.page_nbytes)
     config = ClientConfig(address=fleet[0].address, connect_timeout_s=5.0)
     options = agent_config(save_timeout_s=20.0, load_timeout_s=20.0)

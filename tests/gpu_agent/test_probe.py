@@ -1,5 +1,6 @@
 """The findings about a GPU, on a machine without one; `kvstore doctor --gpu` tests a real one."""
 
+import subprocess
 import sys
 from typing import Any
 
@@ -112,7 +113,14 @@ def test_silent_process_is_a_failure() -> None:
 
 
 def test_wrong_memory_content_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "VALUE", 0x5B)  # here, not in the other process
+    def opened_here(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        """Do what the other process does; starting one with torch takes seconds."""
+        monkeypatch.setattr(probe, "VALUE", 0x5B)
+        with pytest.raises(ConfigError) as caught:
+            probe._open(command[-1])
+        return subprocess.CompletedProcess(command, 1, "", str(caught.value))
+
+    monkeypatch.setattr(subprocess, "run", opened_here)
     found = probe._ipc(CPU)
     assert (found.state, "holds something else" in found.found) == (FindingState.FAIL, True)
 

@@ -222,22 +222,23 @@ def test_silent_process_is_ended_by_the_deadline_of_its_orders(homes: MakeHome) 
     until(lambda: home._child.ready and home._child.pid != first, home)
 
 
-SLOW = """
+# The same, but the start waits, too.
+SLOW = f"""
 import os, sys, time
 while os.path.exists(sys.argv[1]):
     time.sleep(0.01)
-from gpu_agent.worker.__main__ import main
-main(int(sys.argv[2]))
+{GATED}
 """
 
 
-def test_slow_start_is_not_ended_by_orders_given_meanwhile(
-    homes: MakeHome,
-    shared_node: NodeProcess,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_late_process_is_not_ended_by_overdue_orders(
+    homes: MakeHome, shared_node: NodeProcess, tmp_path: pathlib.Path
 ) -> None:
-    """Otherwise the process would be restarted, given more orders and ended again."""
+    """Neither orders given during a slow start nor a paused engine end a process that answers.
+
+    Otherwise the process would be restarted, given more orders and ended again. After a long step
+    or a paused container, overdue orders are answered a moment later.
+    """
     patient = replace(IMPATIENT, overdue_s=WAIT_S)
     gate = tmp_path / "gate"
     gate.touch()
@@ -255,23 +256,8 @@ def test_slow_start_is_not_ended_by_orders_given_meanwhile(
     assert home._child.ready
     assert home._child.pid == first
 
-
-def test_paused_engine_does_not_end_a_process_that_answers(
-    homes: MakeHome,
-    shared_node: NodeProcess,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """After a long step or a paused container, overdue orders are answered a moment later."""
-    patient = replace(IMPATIENT, overdue_s=WAIT_S)
-    gate = tmp_path / "gate"
     gate.touch()
-    home, _ = homes(
-        shared_node.address, [sys.executable, "-c", GATED, str(gate)], patient, save_timeout_s=0.1
-    )
-    (agent,) = home.agents(None)
-    until(lambda: home._child.ready, home)
-    first, save = home._child.pid, agent.save(keys(2), [1, 2])
+    save = agent.save(keys(2), [1, 2])
     home.poll()
     time.sleep(0.1 + 3 * 0.2)
     home.poll()

@@ -135,6 +135,7 @@ def test_copies_without_memory_fail_and_recover(
     )
 
 
+@pytest.mark.long
 def test_process_without_more_memory_fails_and_recovers(homes: Any) -> None:
     home, where = homes([])
     (agent,) = home.agents(None)
