@@ -96,6 +96,7 @@ def test_first_word_decides_whether_a_docstring_is_a_fragment(
     assert layout.is_fragment(docstring) is fragment
 
 
+@pytest.mark.long
 def test_layout_of_this_tree_has_a_figure_in_each_row(
     layout: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,6 @@ TESTS = Path(__file__).parent
 # Tests that depend most on user settings: pip, the terminal, configuration, time zone and signals.
 SENSITIVE = (
     "packaging/test_add_agent.py::test_add_agent_refuses_to_change_the_engines_torch",
-    "packaging/test_add_agent.py::test_change_of_an_unconstrained_package_is_detected",
     "cli/test_output.py",
     "core/test_config.py",
     "node/test_node_config.py",

@@ -286,12 +286,12 @@ def test_closed_pipe_on_stdout_prints_no_error(kvstore: Kvstore) -> None:
     ("arguments", "unbuffered"),
     [
         (["status"], ""),
-        (["status"], "1"),
+        pytest.param(["status"], "1", marks=pytest.mark.long),
         (["ls", "--json"], "1"),
-        (["top", "--once", "-i", "0.05"], "1"),
+        pytest.param(["top", "--once", "-i", "0.05"], "1", marks=pytest.mark.long),
         (["--help"], "1"),
-        (["--version"], "1"),
-        (["tokens", "add"], ""),
+        pytest.param(["--version"], "1", marks=pytest.mark.long),
+        pytest.param(["tokens", "add"], "", marks=pytest.mark.long),
         (["tokens", "add"], "1"),
     ],
     ids=lambda part: part if isinstance(part, str) else " ".join(part),
@@ -317,7 +317,7 @@ def test_unwritable_stdout_is_an_error_without_a_traceback(
     assert not identities.exists(), "an identity was added, but its token was not printed"
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.long)])
 def test_unwritable_page_bytes_are_an_error(
     kvstore: Kvstore,
     monkeypatch: pytest.MonkeyPatch,

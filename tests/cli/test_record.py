@@ -28,7 +28,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STEP_S", 0.02)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def small_node() -> Iterator[NodeProcess]:
     with throwaway_node(CAPACITY, 4096) as node:
         yield node
@@ -75,7 +75,7 @@ def recorded(
 
 
 def test_plan_of_a_recording_matches_the_node(
-    kvstore: Kvstore, small_node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kvstore: Kvstore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = list(chatting(300, at_a_time=16))
     reports: list[ReplayReport] = []
@@ -84,7 +84,8 @@ def test_plan_of_a_recording_matches_the_node(
     def work(client: Client) -> None:
         reports.append(replay(client, requests, replay_namespace(4096)))
 
-    found = recorded(kvstore, small_node, work, monkeypatch, "-o", str(path), "--json").json
+    with throwaway_node(CAPACITY, 4096) as node:
+        found = recorded(kvstore, node, work, monkeypatch, "-o", str(path), "--json").json
     trace = list(read_trace(path))
     assert (found["requests"], found["dropped"], len(trace)) == (
         300,

@@ -100,7 +100,10 @@ class FakeStore:
 CAPACITIES = (30, 150, 5000)
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize(
+    "capacity",
+    [pytest.param(c, marks=[] if c == 150 else [pytest.mark.long]) for c in CAPACITIES],
+)
 def test_hit_rate_is_that_of_an_exact_lru_touched_from_the_tail(capacity: int) -> None:
     trace = chained_trace(seed=7, count=400)
     asked = sum(len(request.hash_ids) for request in trace)

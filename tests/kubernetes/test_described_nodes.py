@@ -225,6 +225,7 @@ def test_single_node_serves_a_client_and_passes_its_probes(
     assert probe(node, alone, "readinessProbe", host.of_pod["kvstore-0"]) == 1
 
 
+@pytest.mark.long
 def test_client_without_certificate_is_refused_and_invalid_files_stop_no_node(
     start: Start, host: Host, tmp_path: Path
 ) -> None:
@@ -247,6 +248,7 @@ def test_client_without_certificate_is_refused_and_invalid_files_stop_no_node(
     assert probe(node, alone, "livenessProbe", variables) == 1
 
 
+@pytest.mark.long
 def test_engine_uses_its_near_node_and_pages_are_on_storage_nodes(
     start: Start, host: Host, tmp_path: Path, etcd: FakeEtcd
 ) -> None:

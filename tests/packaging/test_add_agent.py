@@ -106,6 +106,7 @@ def test_agent_and_missing_packages_are_added_and_torch_stays(engine: Engine) ->
     assert engine.has == {"kvstore-llm": "0.2.0", "newcomer": "1.5", "torch": "2.1.0+cu128"}
 
 
+@pytest.mark.long
 def test_extra_adds_cupy(engine: Engine) -> None:
     wheel(
         engine.wheels,
@@ -128,6 +129,7 @@ def test_add_agent_refuses_to_change_the_engines_torch(engine: Engine) -> None:
     assert engine.has == {"torch": "2.1.0+cu128"}
 
 
+@pytest.mark.long
 def test_change_of_an_unconstrained_package_is_detected(engine: Engine) -> None:
     """A changed package is detected even if no constraint protects it.
 

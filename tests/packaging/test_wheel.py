@@ -118,6 +118,8 @@ def test_wheel_has_files_that_are_not_python(python: str) -> None:
     gpu_agent, kvstore, node = map(pathlib.Path, run(python, "-c", code).split())
     assert (gpu_agent / "kernels" / "transfer.cu").is_file()
     assert (kvstore / "pb" / "kvstore_pb2.pyi").is_file()
+    for package in (kvstore, gpu_agent):
+        assert (package / "py.typed").is_file(), "type checkers ignore the types of this package"
     assert {name for name in NAMES if not (node / "console" / name).is_file()} == set()
 
 
@@ -134,6 +136,7 @@ outcome: PutOutcome = client.wire_name
 """
 
 
+@pytest.mark.long
 def test_type_checker_sees_the_types_of_the_wheel(python: str, tmp_path: pathlib.Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -76,7 +76,7 @@ def test_survey_of_stored_pages_counts_no_requests() -> None:
     )
 
 
-@pytest.mark.parametrize("one_in", [2.0, 5.0])
+@pytest.mark.parametrize("one_in", [pytest.param(2.0, marks=pytest.mark.long), 5.0])
 def test_sample_is_right_within_its_error(one_in: float) -> None:
     """Estimates of a sample are within four standard errors, which are small.
 
