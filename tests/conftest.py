@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
 
 import pytest
 from authorities import ours as ours
@@ -50,6 +51,33 @@ LONG = (
     "test_r11_pages_on_disk_outlive_the_process.py",
     "test_crash_short.py",
 )
+
+# Files that use transformers, whose import takes three seconds: one worker runs all of them.
+WITH_TRANSFORMERS = (
+    "test_demo.py",
+    "test_facts.py",
+    "test_rope.py",
+    "test_table.py",
+    "test_tenants.py",
+    "test_transformers.py",
+    "test_transformers_paged.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each file to one worker, and all files that use transformers to the same one."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            in_one = "gpu_agent/" in path and path.endswith(WITH_TRANSFORMERS)
+            return "transformers" if in_one else path
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

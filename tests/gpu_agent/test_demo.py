@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from lazily import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvstore import Client, ClientConfig
 from kvstore.tools.node_process import NodeProcess
@@ -97,12 +97,16 @@ def test_model_on_disk_with_its_own_tokenizer(client: Client, text: Path, tmp_pa
         models.WordLevel({"<unk>": 0} | {word: i + 1 for i, word in enumerate(words)}, "<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "tiny-on-disk")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(
+        tmp_path / "tiny-on-disk"
+    )
     torch.manual_seed(3)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=256, num_key_value_heads=2, dtype="bfloat16", **process.SIZES["tiny"]
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "tiny-on-disk")
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(
+        tmp_path / "tiny-on-disk"
+    )
 
     args = argparse.Namespace(
         model=str(tmp_path / "tiny-on-disk"), text=str(text), tokens=512, page_tokens=64

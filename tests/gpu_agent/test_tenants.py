@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 from gated import TENANT, Gated
+from lazily import IS_PAGED, UNPAGED, adapters, batching_config, paged_adapters, transformers
 from page_pools import PAGES, SOURCE, TARGET, WAIT_S, hashes
-from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from waiting import wait_until
 
 from gpu_agent import Agent, KVPool
 from gpu_agent.engines.lightllm import PyLocalCacheService
-from gpu_agent.engines.transformers import TransformersAdapter
-from gpu_agent.engines.transformers_paged import PagedAdapter
 from gpu_agent.options import identity_of, read_options
 from kvstore import (
     Client,
@@ -66,7 +63,7 @@ def client(gated: Gated) -> Iterator[Client]:
 
 def tiny_llama() -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).eval()
 
 
 def test_client_with_a_tenants_token_stores_and_loads(client: Client) -> None:
@@ -78,22 +75,23 @@ def test_client_with_a_tenants_token_stores_and_loads(client: Client) -> None:
 
 def test_transformers_adapter_with_a_tenants_token_stores_and_loads(client: Client) -> None:
     model, ids = tiny_llama(), [(7 * i) % 500 for i in range(65)]
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     for layer in range(SIZES["num_hidden_layers"]):
         cache.update(torch.rand(1, 2, 65, 16), torch.rand(1, 2, 65, 16), layer)
-    with TransformersAdapter(client, model, "m", "r", page_tokens=16) as adapter:
+    with adapters.TransformersAdapter(client, model, "m", "r", page_tokens=16) as adapter:
         assert adapter.namespace.tenant == TENANT
         assert adapter.save(cache, ids).done.result(WAIT_S).stored == 4
         assert adapter.load(ids)[1] == 64
 
 
 @pytest.mark.skipif(
-    not hasattr(ContinuousBatchingConfig(), "page_size"), reason="needs transformers 5.19 or newer"
+    not IS_PAGED,
+    reason=UNPAGED,
 )
 def test_paged_adapter_with_a_tenants_token_stores_and_loads(client: Client) -> None:
     model, ids = tiny_llama(), [(7 * i) % 500 for i in range(49)]
-    batching = ContinuousBatchingConfig(page_size=16, num_blocks=32, max_batch_tokens=64)
-    generation = GenerationConfig(
+    batching = batching_config(page_size=16, num_blocks=32, max_batch_tokens=64)
+    generation = transformers.GenerationConfig(
         max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     manager = model.init_continuous_batching(
@@ -101,7 +99,7 @@ def test_paged_adapter_with_a_tenants_token_stores_and_loads(client: Client) -> 
     )
     manager.start()
     try:
-        with PagedAdapter(client, manager, "m", "r") as adapter:
+        with paged_adapters.PagedAdapter(client, manager, "m", "r") as adapter:
             assert adapter.namespace.tenant == TENANT
             request = manager.add_request(ids)
             wait_until(lambda: manager.get_result(request, timeout=0.05))
@@ -231,7 +229,10 @@ def lightllm_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def transformers_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Client(client_config()) as client, TransformersAdapter(client, tiny_llama(), "m", "r"):
+    with (
+        Client(client_config()) as client,
+        adapters.TransformersAdapter(client, tiny_llama(), "m", "r"),
+    ):
         pass
 
 

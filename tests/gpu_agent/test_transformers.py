@@ -13,24 +13,13 @@ import pytest
 import torch
 from asking import traces_of_calls
 from comparison import ROUNDING
+from lazily import adapters, transformers
 from tiny_random import made
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    FalconH1Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen3_5TextConfig,
-    RwkvConfig,
-)
 
-from gpu_agent.engines.transformers import TransformersAdapter, cache_argument, namespace_of
 from gpu_agent.identity.transformers import weights_digest
 from gpu_agent.options import AgentConfig
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes, tracing
+from kvstore.tools.node_process import NodeProcess
 
 WAIT_S = 60.0
 # Long timeouts, since a busy machine answers late.
@@ -48,22 +37,36 @@ SIZES = {
 }
 
 
-def tiny_llama(dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+def tiny_llama(dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype).eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).to(dtype).eval()
 
 
-def tiny_mistral() -> PreTrainedModel:
+def tiny_mistral() -> Any:
     torch.manual_seed(0)
-    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=32)).eval()
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SIZES, sliding_window=32)
+    ).eval()
 
 
-def forward(model: PreTrainedModel, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+def forward(model: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(
-            tokens, **{cache_argument(model): cache}, use_cache=True
+            tokens, **{adapters.cache_argument(model): cache}, use_cache=True
         ).logits
         return logits
+
+
+@pytest.fixture(
+    params=["shm", *(pytest.param(wire, marks=pytest.mark.long) for wire in ("bulk", "grpc"))]
+)
+def client(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Client]:
+    """Connect over one wire: the adapter knows none, and test_agent.py has all of them."""
+    config = ClientConfig(
+        shared_node.address, wire=request.param, timeout_s=30.0, connect_timeout_s=20.0
+    )
+    with Client(config) as client:
+        yield client
 
 
 @pytest.fixture
@@ -81,8 +84,8 @@ class Maker:
     def __init__(self, client: Client) -> None:
         self.client, self.name, self.adapters = client, f"tiny-{uuid.uuid4()}", []
 
-    def __call__(self, model: PreTrainedModel, page_tokens: int = 16) -> TransformersAdapter:
-        adapter = TransformersAdapter(
+    def __call__(self, model: Any, page_tokens: int = 16) -> Any:
+        adapter = adapters.TransformersAdapter(
             self.client, model, self.name, page_tokens=page_tokens, config=PATIENT
         )
         self.adapters.append(adapter)
@@ -94,7 +97,7 @@ class Maker:
 def test_restored_logits_and_tokens_are_equal(build: type, dtype: torch.dtype, make: Maker) -> None:
     model = build().to(dtype)
     adapter = make(model)
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     forward(model, TOKENS[:, :96], cache)
     saved = adapter.save(cache, TOKENS[:, :96]).done.result(WAIT_S)
     assert (saved.stored, saved.dropped) == (6, 0)
@@ -110,7 +113,7 @@ def test_restored_logits_and_tokens_are_equal(build: type, dtype: torch.dtype, m
 
 def test_calls_carry_the_callers_request_id(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
-    adapter, cache, traces = make(model), DynamicCache(), traces_of_calls(monkeypatch)
+    adapter, cache, traces = make(model), transformers.DynamicCache(), traces_of_calls(monkeypatch)
     forward(model, TOKENS, cache)
     with tracing.request("mine"):
         adapter.save(cache, TOKENS).done.result(WAIT_S)
@@ -128,7 +131,7 @@ def test_zeroed_page_changes_the_logits(client: Client, make: Maker, plane: str)
     """The comparison above can fail, since the model reads every restored page."""
     model = tiny_llama()
     adapter = make(model)
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     forward(model, TOKENS[:, :96], cache)
     adapter.save(cache, TOKENS[:, :96]).done.result(WAIT_S)
     expected = forward(model, TOKENS[:, 96:], cache)
@@ -152,7 +155,7 @@ def test_page_holds_the_caches_values_in_order(client: Client, make: Maker) -> N
     """The order of a page's values is layer, plane, token, head, dimension."""
     model = tiny_llama()
     adapter = make(model)
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     forward(model, TOKENS[:, :32], cache)
     adapter.save(cache, TOKENS[:, :32]).done.result(WAIT_S)
     page = torch.empty(adapter.namespace.layout.page_nbytes, dtype=torch.uint8)
@@ -166,7 +169,7 @@ def test_page_holds_the_caches_values_in_order(client: Client, make: Maker) -> N
 def test_last_token_is_always_left_to_compute(make: Maker) -> None:
     model = tiny_llama()
     adapter = make(model)
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     forward(model, TOKENS[:, :96], cache)
     adapter.save(cache, TOKENS[:, :96]).done.result(WAIT_S)
     restored, count = adapter.load(TOKENS[:, :96])
@@ -179,7 +182,7 @@ def test_last_token_is_always_left_to_compute(make: Maker) -> None:
 def test_save_of_a_part_of_the_caches_tokens(make: Maker) -> None:
     model = tiny_llama()
     adapter = make(model)
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     forward(model, TOKENS, cache)
     assert adapter.save(cache, TOKENS[0, :40].tolist()).done.result(WAIT_S).stored == 2
     assert adapter.load(TOKENS)[1] == 32
@@ -193,16 +196,16 @@ def test_miss_returns_an_empty_cache(make: Maker) -> None:
 def test_unreachable_node_is_a_miss() -> None:
     model = tiny_llama()
     config = ClientConfig(address="127.0.0.1:9", timeout_s=1.0, connect_timeout_s=0.2)
-    with Client(config) as client, TransformersAdapter(client, model, "tiny") as adapter:
+    with Client(config) as client, adapters.TransformersAdapter(client, model, "tiny") as adapter:
         assert adapter.load(TOKENS)[1] == 0
-        cache = DynamicCache()
+        cache = transformers.DynamicCache()
         forward(model, TOKENS, cache)
         assert adapter.save(cache, TOKENS).done.result(WAIT_S).dropped == 1
 
 
 def test_other_weights_or_settings_never_hit(make: Maker) -> None:
     model = tiny_llama()
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     forward(model, TOKENS, cache)
     make(model).save(cache, TOKENS).done.result(WAIT_S)
     assert make(tiny_llama()).lookup(TOKENS) == 96  # the same seed
@@ -227,11 +230,12 @@ def test_sliding_window_cache_is_refused_by_name(make: Maker) -> None:
     """Its layers keep only the last 31 of 100 tokens."""
     model = tiny_mistral()
     adapter = make(model)
-    cache = DynamicCache(config=model.config)
+    cache = transformers.DynamicCache(config=model.config)
     forward(model, TOKENS, cache)
     with pytest.raises(
         InvalidRequest,
-        match=f"layer 0 of the cache is a DynamicSlidingWindowLayer.*with {cache_argument(model)}=",
+        match="layer 0 of the cache is a DynamicSlidingWindowLayer.*with "
+        f"{adapters.cache_argument(model)}=",
     ):
         adapter.save(cache, TOKENS)
 
@@ -241,13 +245,13 @@ MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_gro
 RECURRENT = {
     # A gated delta net beside attention, Mamba-2 and attention in one layer, and a state that
     # transformers keeps outside its cache
-    "layer 1 of Qwen3_5ForCausalLM caches with LinearAttentionLayer;": lambda: Qwen3_5TextConfig(
-        **HYBRID, layer_types=["full_attention", "linear_attention"]
+    "layer 1 of Qwen3_5ForCausalLM caches with LinearAttentionLayer;": lambda: (
+        transformers.Qwen3_5TextConfig(**HYBRID, layer_types=["full_attention", "linear_attention"])
     ),
     "layer 0 of FalconH1ForCausalLM caches with LinearAttentionAndFullAttentionLayer;": lambda: (
-        FalconH1Config(**HYBRID, **MAMBA)
+        transformers.FalconH1Config(**HYBRID, **MAMBA)
     ),
-    "RwkvForCausalLM keeps a recurrent state": lambda: RwkvConfig(
+    "RwkvForCausalLM keeps a recurrent state": lambda: transformers.RwkvConfig(
         vocab_size=64, hidden_size=16, num_hidden_layers=1
     ),
 }
@@ -256,15 +260,15 @@ RECURRENT = {
 @pytest.mark.parametrize("message", RECURRENT)
 def test_recurrent_model_is_refused_by_name(message: str) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(RECURRENT[message]())
+        model = transformers.AutoModelForCausalLM.from_config(RECURRENT[message]())
     with pytest.raises(InvalidRequest, match=message):
-        namespace_of(model, "hybrid", "r1")
+        adapters.namespace_of(model, "hybrid", "r1")
 
 
 def test_cache_without_the_tokens_is_refused(make: Maker) -> None:
     model = tiny_llama()
     adapter = make(model)
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     forward(model, TOKENS[:, :48], cache)
     with pytest.raises(
         InvalidRequest, match="the cache holds 48 tokens, fewer than the 100 to save"
@@ -272,11 +276,11 @@ def test_cache_without_the_tokens_is_refused(make: Maker) -> None:
         adapter.save(cache, TOKENS)
     with pytest.raises(InvalidRequest, match=r"tokens have shape \[2, 100\]"):
         adapter.save(cache, TOKENS.repeat(2, 1))
-    pair = DynamicCache()
+    pair = transformers.DynamicCache()
     forward(model, TOKENS.repeat(2, 1), pair)
     with pytest.raises(InvalidRequest, match="a batch of 2 prompts"):
         adapter.save(pair, TOKENS)
-    empty = DynamicCache(config=model.config)
+    empty = transformers.DynamicCache(config=model.config)
     with pytest.raises(InvalidRequest, match="layer 0 of the cache is empty"):
         adapter.save(empty, TOKENS)
 
@@ -285,7 +289,7 @@ def test_cache_of_another_dtype_is_refused(make: Maker) -> None:
     """A cache may have been converted to save memory."""
     model = tiny_llama()
     adapter = make(model)
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     forward(model, TOKENS, cache)
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys.to(torch.bfloat16), layer.values.to(torch.bfloat16)
@@ -297,7 +301,7 @@ def test_layers_of_another_model_are_refused(make: Maker) -> None:
     """A cache may also hold the layers of a draft model."""
     model = tiny_llama()
     adapter = make(model)
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     forward(model, TOKENS, cache)
     cache.update(cache.layers[0].keys, cache.layers[0].values, 3)
     with pytest.raises(InvalidRequest, match="attention"):
@@ -308,7 +312,7 @@ def test_lora_added_later_makes_calls_raise(make: Maker) -> None:
     """The namespace does not cover a LoRA, which can be switched on and off."""
     model = tiny_llama()
     adapter = make(model)
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     forward(model, TOKENS, cache)
     model._hf_peft_config_loaded = True
     for call in (
@@ -327,10 +331,13 @@ def test_cache_argument_is_that_of_the_model() -> None:
     class Old:
         def forward(self, input_ids: object, past_key_values: object = None) -> None: ...
 
-    assert [cache_argument(New()), cache_argument(Old())] == ["cache", "past_key_values"]
+    assert [adapters.cache_argument(New()), adapters.cache_argument(Old())] == [
+        "cache",
+        "past_key_values",
+    ]
     model = tiny_llama()
-    forward(model, TOKENS, DynamicCache())  # a deprecation warning is an error here
-    assert cache_argument(model) in inspect.signature(model.forward).parameters
+    forward(model, TOKENS, transformers.DynamicCache())  # a deprecation warning is an error here
+    assert adapters.cache_argument(model) in inspect.signature(model.forward).parameters
 
 
 # ---- the tiny hybrid of tests/conformance, which vLLM runs on a GPU only ----

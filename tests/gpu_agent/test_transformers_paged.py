@@ -14,24 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from lazily import IS_PAGED, UNPAGED, adapters, batching_config, paged_adapters, transformers
 
-from gpu_agent.engines.transformers import TransformersAdapter, cache_argument, namespace_of
-from gpu_agent.engines.transformers_paged import PagedAdapter, _pool
 from gpu_agent.options import AgentConfig
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes
 from kvstore.tools.node_process import NodeProcess
 
-if not hasattr(ContinuousBatchingConfig(), "page_size"):
-    pytest.skip("needs transformers 5.19 or newer", allow_module_level=True)
+if not IS_PAGED:
+    pytest.skip(UNPAGED, allow_module_level=True)
 PAGE = 16
 SIZES = {
     "vocab_size": 512,
@@ -60,15 +50,15 @@ def prompt(count: int, seed: int = 7) -> list[int]:
 
 def tiny_llama(dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype).eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).to(dtype).eval()
 
 
 def start_manager(model: Any, **changes: Any) -> Any:
-    config = ContinuousBatchingConfig(
+    config = batching_config(
         **{"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 256, **changes}
     )
     config.return_logprobs = True
-    generation = GenerationConfig(
+    generation = transformers.GenerationConfig(
         max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     manager = model.init_continuous_batching(
@@ -86,7 +76,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.manager = start_manager(model, **changes)
-        self.adapter = PagedAdapter(client, self.manager, name, config=config)
+        self.adapter = paged_adapters.PagedAdapter(client, self.manager, name, config=config)
         self.cache = self.manager.batch_processor.cache
 
     def generate(self, tokens: list[int]) -> tuple[list[int], list[float]]:
@@ -169,13 +159,17 @@ def test_model_attends_to_the_loaded_pages(make: Make, client: Client) -> None:
 
 def test_pages_are_shared_with_the_transformers_adapter(make: Make, client: Client) -> None:
     engine, model = make(), tiny_llama()
-    with TransformersAdapter(
+    with adapters.TransformersAdapter(
         client, model, engine.adapter.namespace.model, page_tokens=PAGE, config=PATIENT
     ) as plain:
         assert plain.namespace == engine.adapter.namespace
-        cache = DynamicCache()
+        cache = transformers.DynamicCache()
         with torch.inference_mode():
-            model(torch.tensor([prompt(96)]), **{cache_argument(model): cache}, use_cache=True)
+            model(
+                torch.tensor([prompt(96)]),
+                **{adapters.cache_argument(model): cache},
+                use_cache=True,
+            )
         plain.save(cache, prompt(96)).done.result(CALL_S)
         assert engine.adapter.load(prompt(100)) == 96
 
@@ -185,7 +179,8 @@ def test_pages_are_shared_with_the_transformers_adapter(make: Make, client: Clie
         assert count == 128
         with torch.inference_mode():
             logits = model(
-                torch.tensor([prompt(130, 11)[count:]]), **{cache_argument(model): restored}
+                torch.tensor([prompt(130, 11)[count:]]),
+                **{adapters.cache_argument(model): restored},
             ).logits
         assert int(logits[0, -1].argmax()) == longer[0][0]
 
@@ -306,31 +301,43 @@ def test_hung_or_killed_node_is_a_miss(make: Make) -> None:
 
 def test_unsupported_managers_are_refused(client: Client) -> None:
     torch.manual_seed(0)
-    sliding = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=32)).eval()
+    sliding = transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SIZES, sliding_window=32)
+    ).eval()
     for model, changes, message in (
         (sliding, {}, "layers of sliding_attention"),
         (tiny_llama(), {"allow_block_sharing": False}, "allow_block_sharing=True"),
     ):
         manager = start_manager(model, **changes)
         with pytest.raises(InvalidRequest, match=message):
-            PagedAdapter(client, manager, "tiny")
+            paged_adapters.PagedAdapter(client, manager, "tiny")
         manager.stop(block=True)
     with pytest.raises(InvalidRequest, match="does not run"):
-        PagedAdapter(client, manager, "tiny")
+        paged_adapters.PagedAdapter(client, manager, "tiny")
 
 
 def test_cache_of_another_dtype_is_refused(make: Make) -> None:
+    from gpu_agent.engines.transformers_paged import _pool
+
     adapter = make().adapter
     with pytest.raises(InvalidRequest, match="bfloat16"):
-        _pool(namespace_of(tiny_llama(torch.bfloat16), "tiny", "r1", PAGE).layout, adapter._blocks)
+        _pool(
+            adapters.namespace_of(tiny_llama(torch.bfloat16), "tiny", "r1", PAGE).layout,
+            adapter._blocks,
+        )
 
 
 def test_layers_of_another_model_are_refused(make: Make) -> None:
+    from gpu_agent.engines.transformers_paged import _pool
+
     adapter = make().adapter
     torch.manual_seed(0)
-    shallow = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 2}))
+    shallow = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 2})
+    )
+    layout = adapters.namespace_of(shallow, "tiny", "r1", PAGE).layout
     with pytest.raises(InvalidRequest, match="attention"):
-        _pool(namespace_of(shallow, "tiny", "r1", PAGE).layout, adapter._blocks)
+        _pool(layout, adapter._blocks)
 
 
 def test_lora_added_later_makes_calls_raise(make: Make) -> None:

@@ -6,17 +6,8 @@ from typing import Any
 
 import torch
 from claims import DYNAMIC, LONGROPE, YARN, Adapter, Way
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from lazily import adapters, transformers
 
-from gpu_agent.engines.transformers import namespace_of
 from kvstore import Namespace
 
 SIZES: dict[str, Any] = {
@@ -39,7 +30,11 @@ def rope(kind: Way) -> dict[str, Any]:
 
 def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).to(dtype).eval()
+    return (
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **changes}))
+        .to(dtype)
+        .eval()
+    )
 
 
 def multimodal() -> Any:
@@ -51,15 +46,19 @@ def multimodal() -> Any:
         "image_size": 28,
         "patch_size": 14,
     }
-    text = Gemma3TextConfig(**SIZES)
-    return Gemma3ForConditionalGeneration(
-        Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=1)
+    text = transformers.Gemma3TextConfig(**SIZES)
+    return transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(
+            text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=1
+        )
     )
 
 
 def encoder_decoder() -> Any:
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=128, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=128, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
+        )
     )
 
 
@@ -72,7 +71,7 @@ def with_attribute(name: str, value: Any, of: Callable[[Any], Any] = lambda mode
 def namespace(tmp_path: Path, way: Way) -> Namespace:
     del tmp_path
     model = way["model"]() if "model" in way else tiny(**way.get("config", {}))
-    return namespace_of(
+    return adapters.namespace_of(
         model, way.get("name", "org/tiny"), way.get("revision"), way.get("page", 16)
     )
 

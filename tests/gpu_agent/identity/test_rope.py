@@ -10,12 +10,9 @@ import on_vllm
 import pytest
 import torch
 from claims import DYNAMIC, LONGROPE, YARN
+from lazily import IS_PAGED, UNPAGED, adapters, batching_config, paged_adapters, transformers
 from on_transformers import rope, tiny
-from transformers import DynamicCache, GenerationConfig
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from gpu_agent.engines.transformers import TransformersAdapter, cache_argument
-from gpu_agent.engines.transformers_paged import PagedAdapter
 from gpu_agent.identity.checkpoint import length_dependent
 from kvstore import Client, ClientConfig, InvalidRequest
 from kvstore.tools.node_process import NodeProcess
@@ -27,9 +24,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_fr
 
 def keys(model: Any, count: int) -> torch.Tensor:
     """Return K of the first 16 tokens in the last layer, for a prompt of `count` tokens."""
-    cache = DynamicCache()
+    cache = transformers.DynamicCache()
     with torch.inference_mode():
-        model(TOKENS[:, :count], **{cache_argument(model): cache}, use_cache=True)
+        model(TOKENS[:, :count], **{adapters.cache_argument(model): cache}, use_cache=True)
     found: torch.Tensor = cache.layers[-1].keys[0, :, :16]
     return found
 
@@ -41,14 +38,14 @@ def client(shared_node: NodeProcess) -> Any:
 
 
 def plain(client: Client, model: Any) -> None:
-    TransformersAdapter(client, model, "tiny", page_tokens=16).close()
+    adapters.TransformersAdapter(client, model, "tiny", page_tokens=16).close()
 
 
 def paged(client: Client, model: Any) -> None:
-    if not hasattr(ContinuousBatchingConfig(), "page_size"):
-        pytest.skip("needs transformers 5.19 or newer")
-    batching = ContinuousBatchingConfig(page_size=16, num_blocks=16, max_batch_tokens=64)
-    generation = GenerationConfig(
+    if not IS_PAGED:
+        pytest.skip(UNPAGED)
+    batching = batching_config(page_size=16, num_blocks=16, max_batch_tokens=64)
+    generation = transformers.GenerationConfig(
         max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
     manager = model.init_continuous_batching(
@@ -56,7 +53,7 @@ def paged(client: Client, model: Any) -> None:
     )
     manager.start()
     try:
-        PagedAdapter(client, manager, "tiny").close()
+        paged_adapters.PagedAdapter(client, manager, "tiny").close()
     finally:
         manager.stop(block=True)
 
