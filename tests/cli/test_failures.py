@@ -269,16 +269,15 @@ COMMAND = [sys.executable, "-m", "kvstore.cli.app"]
 
 
 def test_closed_pipe_on_stdout_prints_no_error(kvstore: Kvstore) -> None:
-    for arguments in (["status"], ["ls", "--json"]):
-        read_end, write_end = os.pipe()
-        os.close(read_end)
-        try:
-            ran = subprocess.run(
-                [*COMMAND, *arguments], stdout=write_end, stderr=subprocess.PIPE, check=False
-            )
-        finally:
-            os.close(write_end)
-        assert (ran.returncode, ran.stderr) == (141, b"")
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        ran = subprocess.run(
+            [*COMMAND, "status"], stdout=write_end, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(write_end)
+    assert (ran.returncode, ran.stderr) == (141, b"")
 
 
 # Unbuffered, a command fails where it prints; buffered, at the flush at its end

@@ -87,7 +87,7 @@ def test_last_spans_of_a_node_are_sent_at_its_end(
     assert lines.count(f"kvstore.lookup {named('cmpl-7').request_id} kvstore-node") == 3
 
 
-@pytest.mark.parametrize("exporter_is", ["hanging", "broken"])
+@pytest.mark.parametrize("exporter_is", ["hanging", pytest.param("broken", marks=pytest.mark.long)])
 def test_node_serves_and_ends_with_a_hanging_or_broken_exporter(
     start: Callable[..., NodeProcess], exporter_is: str
 ) -> None:
