@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fleets import check_and_stop
 from local_nodes import StartNode
 from people import People, client, soon_touched, taken_up
 from waiting import wait_until
@@ -97,6 +98,7 @@ def town(start_node: StartNode, tmp_path: Path) -> Iterator[Callable[..., Town]]
     for town in towns:
         for some in town.clients:
             some.close()
+        check_and_stop(town.node)  # an idle node uses CPU
 
 
 def flood(town: Town, loud: Client, space: Namespace, count: int) -> None:
@@ -187,7 +189,13 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+LONG = ("flood over gRPC", "sizes", "descriptions")  # floods, too
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [pytest.param(a, marks=[pytest.mark.long] if a in LONG else []) for a in ATTACKS],
+)
 def test_attack_of_one_tenant_costs_the_other_no_page(
     town: Callable[..., Town], attack: str
 ) -> None:

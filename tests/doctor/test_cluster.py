@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 from examined import Examined
-from local_nodes import StartNode
+from fleets import small_nodes
+from local_nodes import stop_all
 
 from kvstore.cluster.view import Member, View
 from kvstore.doctor import members as cluster
@@ -20,8 +21,15 @@ Doctor = Callable[..., Examined]
 
 
 @pytest.fixture
-def nodes(start_node: StartNode) -> list[Node]:
-    return [start_node() for _ in range(3)]
+def nodes() -> Iterator[list[Node]]:
+    with small_nodes() as start:
+        made = [start() for _ in range(3)]
+        for node in made:
+            node.peers.rebalancer.settle_s = 1e6
+        yield made
+        for node in made:
+            assert node.check() == []
+        stop_all(made)
 
 
 @pytest.fixture

@@ -92,6 +92,12 @@ def checked_nodes(settle_s: float | None = None) -> Iterator[Start]:
 
     yield start
     for node in nodes:
+        check_and_stop(node)
+
+
+def check_and_stop(node: Node) -> None:
+    """Check a node's consistency and stop it, unless it has stopped already."""
+    if not node.service.draining:
         assert node.check() == []
         node.stop()
 
