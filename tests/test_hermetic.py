@@ -22,7 +22,6 @@ SENSITIVE = (
     "packaging/test_add_agent.py::test_add_agent_refuses_to_change_the_engines_torch",
     "cli/test_output.py",
     "core/test_config.py",
-    "node/test_node_config.py",
     "test_hermetic.py",
 )
 

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.long
 def test_put_journey_has_files_and_frames_of_client_and_node() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "journeys.py"), "--only", "put", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120.0)

@@ -288,7 +288,7 @@ def test_closed_pipe_on_stdout_prints_no_error(kvstore: Kvstore) -> None:
         pytest.param(["status"], "1", marks=pytest.mark.long),
         (["ls", "--json"], "1"),
         pytest.param(["top", "--once", "-i", "0.05"], "1", marks=pytest.mark.long),
-        (["--help"], "1"),
+        pytest.param(["--help"], "1", marks=pytest.mark.long),
         pytest.param(["--version"], "1", marks=pytest.mark.long),
         pytest.param(["tokens", "add"], "", marks=pytest.mark.long),
         (["tokens", "add"], "1"),

@@ -224,6 +224,7 @@ def test_node_without_grpc_serves_frames_and_starts_no_gateway() -> None:
         assert node.stop() == 0
 
 
+@pytest.mark.long
 def test_grpc_can_have_its_own_interface() -> None:
     with NodeProcess(*FLAGS, "--grpc-host", "127.0.0.2") as node:
         host, _, port = node.address.partition(":")

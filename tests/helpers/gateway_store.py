@@ -58,7 +58,7 @@ class Onlooker:
                 elif found != page:
                     self.wrong.append("a page has wrong bytes")
                 self.rounds += 1
-                self._stop.wait(0.05)
+                self._stop.wait(0.1)
         except KVStoreError as error:
             self.wrong.append(repr(error))
 

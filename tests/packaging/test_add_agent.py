@@ -147,6 +147,7 @@ def test_change_of_an_unconstrained_package_is_detected(engine: Engine) -> None:
     )
 
 
+@pytest.mark.long
 def test_agent_that_can_not_be_imported_fails_the_build(engine: Engine) -> None:
     wheel(
         engine.wheels,

@@ -30,7 +30,9 @@ def node_without(names: tuple[str, ...], *arguments: str) -> "subprocess.Complet
     )
 
 
-@pytest.mark.parametrize("names", [EXTRA, *((name,) for name in EXTRA)])
+@pytest.mark.parametrize(
+    "names", [EXTRA, *(pytest.param((name,), marks=pytest.mark.long) for name in EXTRA)]
+)
 def test_node_without_its_extra_names_it_in_one_line(names: tuple[str, ...]) -> None:
     done = node_without(names)
     assert done.returncode == 2, done.stderr
