@@ -22,7 +22,7 @@ from kvstore import Client, ClientConfig, Namespace
 from kvstore.cluster.view import State, view_message
 from kvstore.tools.node_process import NodeProcess
 
-SAVE_S = 2.0
+SAVE_S = 6.0  # enough for the pages of the other member on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_save_with_a_hung_member_is_partial(fleet: list[NodeProcess], token_pool
         Client(config) as client,
         Agent(client, namespace, token_pool, agent_config(save_timeout_s=SAVE_S)) as agent,
     ):
-        assert agent.save(first, slots, timeout_s=10.0).done.result().stored == 12
+        assert agent.save(first, slots, timeout_s=60.0).done.result().stored == 12
         os.kill(fleet[1].pid, signal.SIGSTOP)
         saved = agent.save(second, slots).done.result()
         assert saved.stored > 0
@@ -109,7 +109,7 @@ def test_jobs_with_a_hung_near_node_use_the_owners(
     config = ClientConfig(address=fleet[0].address, connect_timeout_s=5.0, backoff_s_max=600.0)
     with (
         Client(config) as client,
-        Agent(client, namespace, token_pool, agent_config(lookup_timeout_s=5.0)) as agent,
+        Agent(client, namespace, token_pool, agent_config(lookup_timeout_s=10.0)) as agent,
     ):
         view = client.view()
         assert view is not None
@@ -145,8 +145,8 @@ def test_job_continues_with_the_owners_when_the_near_node_is_drained(
     """
     namespace = Namespace(model=f"near no more {what} {step}", layout=token_pool.layout)
     monkeypatch.setattr("gpu_agent.agent.IN_PLACE_NBYTES", step * token_pool.layout.page_nbytes)
-    config = ClientConfig(address=fleet[0].address, connect_timeout_s=5.0)
-    options = agent_config(save_timeout_s=20.0, load_timeout_s=20.0)
+    config = ClientConfig(address=fleet[0].address, timeout_s=60.0, connect_timeout_s=20.0)
+    options = agent_config(save_timeout_s=60.0, load_timeout_s=60.0)
     chain, slots = [number.to_bytes(16, "big") for number in range(12)], torch.arange(96)
     with Client(config) as client, Agent(client, namespace, token_pool, options) as agent:
         if what == "load":
