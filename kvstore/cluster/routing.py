@@ -57,22 +57,27 @@ def try_owners(
     member answered. Raises a member's error if it is the caller's mistake, or if none answered.
     """
     answers: list[Answer] = [default] * len(routes)
-    left = {index: list(route) for index, route in enumerate(routes)}
+    asked = [0] * len(routes)  # members of each key's route
+    left: Sequence[int] = range(len(routes))  # keys without an answer
     failed: dict[str, KVStoreError] = {}
     answered = False
-    while (groups := _next(left, failed)) and not deadline.passed:
-        limit = Deadline(deadline.remaining() * FIRST_SHARE) if any(left.values()) else deadline
+    while (groups := _next(routes, left, asked, failed)) and not deadline.passed:
+        more = any(asked[index] < len(routes[index]) for index in left)
+        limit = Deadline(deadline.remaining() * FIRST_SHARE) if more else deadline
+        again: list[int] = []
         for (member, indices), outcome in zip(groups.items(), ask_all(groups, limit), strict=True):
             if isinstance(outcome, KVStoreError):
                 if not isinstance(outcome, ELSEWHERE):
                     raise outcome
                 failed[member] = outcome
+                again += indices
                 continue
             answered = True
             for index, answer in zip(indices, outcome, strict=True):
                 answers[index] = answer
-                if not is_miss(answer):
-                    left[index].clear()
+            if any(map(is_miss, outcome)):
+                again += [index for index in indices if is_miss(answers[index])]
+        left = sorted(again)
     if failed and not answered:
         raise next(iter(failed.values()))
     if routes and not answered:
@@ -80,12 +85,17 @@ def try_owners(
     return answers
 
 
-def _next(left: dict[int, list[str]], failed: dict[str, KVStoreError]) -> dict[str, list[int]]:
-    """Return the keys to ask each member for now, and take these members from their routes."""
+def _next(
+    routes: Sequence[Sequence[str]],
+    left: Sequence[int],
+    asked: list[int],
+    failed: Mapping[str, KVStoreError],
+) -> dict[str, list[int]]:
+    """Return the keys to ask each member for now, and count these members as asked."""
     groups: dict[str, list[int]] = {}
-    for index, route in left.items():
-        while route:
-            member = route.pop(0)
+    for index in left:
+        for at, member in enumerate(routes[index][asked[index] :], asked[index] + 1):
+            asked[index] = at
             if member not in failed:
                 groups.setdefault(member, []).append(index)
                 break

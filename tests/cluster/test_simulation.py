@@ -248,7 +248,7 @@ def live(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Life]:
     ("number", "busy_s"),
     [
         (0, BUSY_S / 2),
-        *(pytest.param(number, BUSY_S, marks=pytest.mark.long) for number in range(1, 4)),
+        *(pytest.param(number, 2 * BUSY_S, marks=pytest.mark.long) for number in range(1, 4)),
     ],
 )
 def test_random_faults_lose_no_acknowledged_page(
@@ -258,8 +258,9 @@ def test_random_faults_lose_no_acknowledged_page(
         seed + number, busy_s=busy_s, members=4, replicas=2, lost=0.01, late=0.02, doubled=0.02
     )
     life.check()
-    assert life.done["ack"] > 5, life.done
-    assert life.forgotten
+    if busy_s > BUSY_S:  # in a shorter life it may happen that faults leave no time for these
+        assert life.done["ack"] > 5, life.done
+        assert life.forgotten
 
 
 def test_simulation_without_faults_has_no_errors(live: Callable[..., Life], seed: int) -> None:
