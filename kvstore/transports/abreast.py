@@ -9,7 +9,8 @@ otherwise; nothing of it was done.
 """
 
 import select
-from collections.abc import Callable, Coroutine, Sequence
+import types
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 from kvstore.deadline import Deadline
@@ -23,7 +24,6 @@ from kvstore.transports.connections import NeedsThread
 from kvstore.transports.frames import FrameSocket
 
 Answer = TypeVar("Answer")
-Reply = Coroutine[FrameSocket, None, Any]
 # A call as steps; its `link` is a `ReplyLink`
 AskSteps = Callable[[Any, Deadline], Steps[Answer]]
 
@@ -38,7 +38,7 @@ class ReplyLink:
         self.wire = self
         self._wire = wire
 
-    def call(self, op: str, request: Any, deadline: Deadline) -> Reply:
+    def call(self, op: str, request: Any, deadline: Deadline) -> Awaitable[Any]:
         """Send a request; await its reply."""
         return self._wire.reply(op, request, deadline)
 
@@ -96,11 +96,12 @@ def _left_ms(limit: Deadline) -> int:
     return 0 if limit.passed else 1 + int(1000 * limit.remaining())
 
 
-async def _asked(
+@types.coroutine
+def _asked(
     channel: NodeChannel, ask: AskSteps[Answer], namespace: Namespace, limit: Deadline
-) -> Answer:
+) -> Generator[FrameSocket, None, Answer]:
     steps = channel.steps(_connect(channel), _open, _work(ask), namespace, limit)
-    answer: Answer = await run_async(steps)
+    answer: Answer = yield from run_async(steps)
     return answer
 
 

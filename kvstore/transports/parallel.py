@@ -35,6 +35,25 @@ def split(count: int, streams: int) -> list[slice]:
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
+class _Ending:
+    """Let no thread work on after a call that is interrupted or broke.
+
+    `left`: calls that no thread has taken yet; `others`: the work of other threads.
+    """
+
+    def __init__(self, left: "collections.deque[int]", others: "Sequence[Future[None]]") -> None:
+        self._left = left
+        self._others = others
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._left.clear()
+            end(self._others)
+
+
 class ThreadLease:
     """Reserve one of the threads.
 
@@ -82,7 +101,9 @@ class ParallelTransfer:
                     made[number] = error
 
         others: list[Future[None]] = []
-        try:
+        ending = _Ending(left, others)
+        # Interrupts in a row may each come before the first line of an `__exit__`
+        with ending, ending, ending, ending:
             for _ in calls[1:]:
                 others.append(Future())
                 if not self._begin(others[-1], take):
@@ -90,18 +111,6 @@ class ParallelTransfer:
                     break
             take()
             wait_for(others)
-        except Exception:  # this call broke: the others end
-            end(others)
-            raise
-        except BaseException:
-            try:
-                left.clear()
-                end(others)
-            except BaseException:  # a second interrupt, perhaps before the first line of `end`
-                left.clear()
-                end(others)
-                raise
-            raise
         for other in others:
             other.result()
         return [made[number] for number in range(len(calls))]

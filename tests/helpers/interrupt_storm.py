@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from kvstore import Client, ClientConfig, Namespace, opaque_layout
 from kvstore.deadline import Deadline
@@ -180,11 +181,12 @@ def in_time(call: Callable[[], None]) -> None:
 
 def afterwards(client: Client, namespace: Namespace) -> None:
     """Check that no slot of the connection pool is lost and that new threads are served."""
-    wire = client._fan_out.nodes.only._link.wire  # type: ignore[union-attr]
-    if wire.name != "grpc":
-        with contextlib.ExitStack() as stack:
-            for _ in range(CONNECTIONS):
-                stack.enter_context(wire._pool.connection(Deadline(CALL_S)))  # type: ignore[union-attr]
+    for node in client._fan_out.nodes.all().values():
+        wire: Any = node.connection.wire  # type: ignore[union-attr]
+        if wire.name != "grpc":
+            with contextlib.ExitStack() as stack:
+                for _ in range(CONNECTIONS):
+                    stack.enter_context(wire._pool.connection(Deadline(CALL_S)))
     ended: list[int] = []
 
     def another(number: int) -> None:

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from fleet import tell, view_of
 from local_nodes import StartNode, settle
 
 from node.server import Node
@@ -45,14 +46,26 @@ def test_repeated_interrupts_leave_nothing_behind(
     """No call hangs or is late, no byte is wrong, no connection is lost, and the node keeps no
     slot.
     """
+    check_storm([node], wire, int(INTERRUPTS * share), seed + number, page_nbytes)
+
+
+@pytest.mark.parametrize("share", [SHORT_SHARE, pytest.param(3.0, marks=pytest.mark.long)])
+def test_repeated_interrupts_of_calls_of_several_members(
+    start_node: StartNode, seed: int, share: float
+) -> None:
+    """Regression: after three interrupts in a row a thread still wrote to the caller's buffers."""
+    nodes = [start_node(ram_nbytes=16 << 20, extent_nbytes=1 << 20) for _ in range(3)]
+    tell(nodes, view_of(nodes))
+    check_storm(nodes, "bulk", int(INTERRUPTS * share), seed, 4096)
+
+
+def check_storm(nodes: list[Node], wire: str, interrupts: int, seed: int, page_nbytes: int) -> None:
     command = [
         sys.executable,
         str(STORM),
-        f"127.0.0.1:{node.grpc.port}",
+        ",".join(f"127.0.0.1:{node.grpc.port}" for node in nodes),
         wire,
-        str(int(INTERRUPTS * share)),
-        str(seed + number),
-        str(page_nbytes),
+        *map(str, (interrupts, seed, page_nbytes)),
     ]
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(
@@ -62,7 +75,8 @@ def test_repeated_interrupts_leave_nothing_behind(
             assert child.stdout is not None
             output = child.stdout.readline()
             if output == "calm\n":
-                settle(node, sessions=None)  # while the process lives
+                for node in nodes:
+                    settle(node, sessions=None)  # while the process lives
             output += child.communicate()[0]
         finally:
             child.kill()
