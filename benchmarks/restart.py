@@ -69,6 +69,11 @@ class Population:
             tick()
         rows.sync()
         rows.close()
+        extents = self.directory / "extents"
+        extents.mkdir()
+        for number in range(self.capacity_nbytes // EXTENT_NBYTES):
+            with open(extents / f"{number:06d}", "wb") as file:
+                file.truncate(EXTENT_NBYTES)  # rows of an empty extent are dropped
 
     def _batch(self, start: int) -> Iterator[PageRow]:
         now_s = int(time.time())
