@@ -310,8 +310,14 @@ def test_storm_of_requests_restores_only_right_states(
         for _ in range(2)
     ]
     live: list[tuple[HybridEngine, str]] = []
+
+    def loaded() -> bool:
+        return any(engine.tier._agent.stats.pages_loaded for engine in engines)
+
     with Client(ClientConfig(address=scheduler_node.address)) as client:
-        for number in range(40):
+        for number in range(400):
+            if number >= 40 and loaded():  # with some seeds the first ones find all in host memory
+                break
             engine = rng.choice(engines)
             head = prompt(rng.choice((48, 64, 100, 128)), rng.choice((3, 7)))
             tokens = head + prompt(rng.randrange(1, 90), rng.choice((11, 13)))
@@ -337,4 +343,4 @@ def test_storm_of_requests_restores_only_right_states(
                 engine.scheduler.kv_cache_manager.reset_prefix_cache()
         for engine in engines:
             engine.run(120)
-    assert any(engine.tier._agent.stats.pages_loaded for engine in engines)
+    assert loaded()
