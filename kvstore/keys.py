@@ -26,6 +26,7 @@ NAMESPACE_DIGEST_NBYTES = 16
 REMOVAL_NBYTES = 16  # bytes of the id of a namespace's removal within a cluster
 PREFIX_HASH_NBYTES_MIN = 16  # shorter digests collide within a large fleet's lifetime
 PREFIX_HASH_NBYTES_MAX = 64
+_LEGAL_NBYTES = frozenset(range(PREFIX_HASH_NBYTES_MIN, PREFIX_HASH_NBYTES_MAX + 1))
 TEXT_NBYTES_MAX = 1024  # bytes of each text field of a namespace
 _U32_MAX = 2**32 - 1
 _KEY_ID = re.compile(r"([0-9a-f]{16})?\Z")
@@ -173,10 +174,8 @@ def check_prefix_hashes(hashes: Sequence[bytes], count_max: int, distinct: bool)
         raise InvalidRequest(
             f"the batch holds {len(hashes)} keys, at most {count_max} (batch_keys_max)"
         )
-    lengths = set(map(len, hashes))  # usually all of one length
-    shortest, longest = min(lengths), max(lengths)
-    if shortest < PREFIX_HASH_NBYTES_MIN or longest > PREFIX_HASH_NBYTES_MAX:
-        wrong = shortest if shortest < PREFIX_HASH_NBYTES_MIN else longest
+    if not _LEGAL_NBYTES.issuperset(map(len, hashes)):
+        wrong = next(nbytes for nbytes in map(len, hashes) if nbytes not in _LEGAL_NBYTES)
         raise InvalidRequest(
             f"a prefix hash has {wrong} bytes; allowed are {PREFIX_HASH_NBYTES_MIN} to "
             f"{PREFIX_HASH_NBYTES_MAX}"
