@@ -332,15 +332,16 @@ class Service:
         return pb.ListNamespacesReply(namespaces=self.authorizer.visible_to(principal, infos))
 
     def _lookup(self, request: pb.LookupRequest, caller: Caller) -> pb.LookupReply:
+        digest, touch = request.namespace, request.touch
         prefix_hashes = request.prefix_hashes[:]  # a list is faster to iterate
         check_prefix_hashes(prefix_hashes, self._config.batch_keys_max, distinct=False)
-        present = self._tier.lookup(request.namespace, prefix_hashes, request.touch)
+        present = self._tier.lookup(digest, prefix_hashes, touch)
         if self.recorder.on:
-            self.recorder.note(request.namespace, prefix_hashes, request.touch)
+            self.recorder.note(digest, prefix_hashes, touch)
         if request.near and caller.may_wait and False in present:
             self._look_further(request, prefix_hashes, present)
-        if not request.touch:
-            self.hot_prefixes.observe(request.namespace, prefix_hashes, present)
+        if not touch:
+            self.hot_prefixes.observe(digest, prefix_hashes, present)
         return lookup_reply(present)
 
     def _look_further(
