@@ -22,7 +22,7 @@ from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unava
 from kvstore.keys import Namespace
 from kvstore.log_rate import LogRate
 from kvstore.steps import Stepwise
-from kvstore.transports.abreast import NeedsThread, ask_abreast, may_ask
+from kvstore.transports.abreast import ask_abreast, may_ask
 from kvstore.transports.channel import NodeConnection
 from kvstore.transports.parallel import ParallelTransfer
 
@@ -140,20 +140,15 @@ class FanOut:
         limit: Deadline,
     ) -> Sequence[list[Answer] | KVStoreError]:
         """Ask members for their indices: small calls of steps in this thread, others in threads."""
-        found: Sequence[list[Answer] | KVStoreError | NeedsThread] = [NeedsThread()] * len(groups)
+        ask_member = partial(self._ask_member, view, ask, namespace)
+        calls = [partial(ask_member, *group, limit) for group in groups.items()]
         if isinstance(ask, Stepwise) and _are_small(groups) and tracing.tracer is None:
             channels = [self.nodes.member(view, member) for member in groups]
             if all(may_ask(channel, namespace) for channel in channels):
                 steps = [partial(ask.steps, indices) for indices in groups.values()]
-                found = ask_abreast(list(zip(channels, steps, strict=True)), namespace, limit)
-        left = [
-            group
-            for group, one in zip(groups.items(), found, strict=True)
-            if isinstance(one, NeedsThread)
-        ]
-        ask_member = partial(self._ask_member, view, ask, namespace)
-        rest = iter(self._threads.run([partial(ask_member, *group, limit) for group in left]))
-        return [next(rest) if isinstance(one, NeedsThread) else one for one in found]
+                abreast = list(zip(channels, steps, calls, strict=True))
+                return ask_abreast(abreast, self._threads.run, namespace, limit)
+        return self._threads.run(calls)
 
     def _ask_member(
         self,

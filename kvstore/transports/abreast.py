@@ -11,7 +11,7 @@ otherwise; nothing of it was done.
 import select
 import types
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvstore.deadline import Deadline
 from kvstore.errors import KVStoreError
@@ -26,6 +26,9 @@ from kvstore.transports.frames import FrameSocket
 Answer = TypeVar("Answer")
 # A call as steps; its `link` is a `ReplyLink`
 AskSteps = Callable[[Any, Deadline], Steps[Answer]]
+# A call at a node: as steps, and as a function for a thread
+NodeCall = tuple[NodeChannel, AskSteps[Answer], Callable[[], Answer]]
+RunParallel = Callable[[Sequence[Callable[[], Answer]]], Sequence[Answer | KVStoreError]]
 
 LATE_S = 0.01  # for a reply that is there when the deadline ends
 
@@ -56,40 +59,85 @@ def may_ask(channel: NodeChannel, namespace: Namespace) -> bool:
 
 
 def ask_abreast(
-    calls: Sequence[tuple[NodeChannel, AskSteps[Answer]]], namespace: Namespace, limit: Deadline
-) -> list[Answer | KVStoreError | NeedsThread]:
-    """Make a call at each node, and return what each returned or raised."""
-    found: dict[int, Answer | KVStoreError | NeedsThread] = {}
-    waiting: dict[int, tuple[int, FrameSocket]] = {}  # by descriptor: number and connection
-    jobs = [_asked(channel, ask, namespace, limit) for channel, ask in calls]
-    poll = select.poll()
+    calls: Sequence[NodeCall[Answer]],
+    run_parallel: RunParallel[Answer],
+    namespace: Namespace,
+    limit: Deadline,
+) -> list[Answer | KVStoreError]:
+    """Make a call at each node, and return what each returned or raised.
 
-    def go_on(number: int) -> None:
-        try:
-            connection = jobs[number].send(None)
-            fd = connection.fileno()
-            waiting[fd] = number, connection
-            poll.register(fd, select.POLLIN | select.POLLRDHUP)
-        except StopIteration as end:
-            found[number] = end.value
-        except (KVStoreError, NeedsThread) as error:
-            found[number] = error
-
+    Calls that need a thread are made by `run_parallel`, while others wait for their replies.
+    """
+    asked = _Asked(calls, namespace, limit)
     try:
-        for number in range(len(jobs)):
-            go_on(number)
-        while waiting:
-            ready = [fd for fd, _ in poll.poll(_left_ms(limit))]
-            for fd in ready or list(waiting):
-                number, connection = waiting.pop(fd)
-                poll.unregister(fd)
-                if ready and limit.passed:
-                    connection.arm(LATE_S)
-                go_on(number)
+        asked.send()
+        asked.receive(to_end=False)
+        while numbers := asked.pop_left():
+            rest: list[Callable[[], Any]] = [asked.receive] if asked.waiting else []
+            made = run_parallel([*rest, *(calls[number][2] for number in numbers)])
+            asked.found.update(zip(numbers, made[len(rest) :], strict=True))
     finally:
-        for job in jobs:  # after an interrupt: their connections can not be used again
+        asked.close()
+    return [asked.found[number] for number in range(len(calls))]
+
+
+class _Asked(Generic[Answer]):
+    """Calls of steps, for one thread at a time; `found`: what each returned or raised.
+
+    `waiting`: calls that wait for their replies, by descriptor: number and connection.
+    """
+
+    def __init__(
+        self, calls: Sequence[NodeCall[Answer]], namespace: Namespace, limit: Deadline
+    ) -> None:
+        self.found: dict[int, Answer | KVStoreError] = {}
+        self.waiting: dict[int, tuple[int, FrameSocket]] = {}
+        self._left: list[int] = []
+        self._limit = limit
+        self._poll = select.poll()
+        self._jobs = [_asked(channel, ask, namespace, limit) for channel, ask, _ in calls]
+
+    def send(self) -> None:
+        """Send the first request of each call."""
+        for number in range(len(self._jobs)):
+            self._go_on(number)
+
+    def receive(self, to_end: bool = True) -> None:
+        """Receive replies as they arrive, and send further requests, until no call waits.
+
+        Or, without `to_end`, until a call needs a thread.
+        """
+        while self.waiting and (to_end or not self._left):
+            ready = [fd for fd, _ in self._poll.poll(_left_ms(self._limit))]
+            for fd in ready or list(self.waiting):
+                number, connection = self.waiting.pop(fd)
+                self._poll.unregister(fd)
+                if ready and self._limit.passed:
+                    connection.arm(LATE_S)
+                self._go_on(number)
+
+    def pop_left(self) -> list[int]:
+        """Return the calls that need a thread, each once."""
+        left, self._left = self._left, []
+        return left
+
+    def close(self) -> None:
+        """End the calls: after an interrupt their connections can not be used again."""
+        for job in self._jobs:
             job.close()
-    return [found[number] for number in range(len(jobs))]
+
+    def _go_on(self, number: int) -> None:
+        try:
+            connection = self._jobs[number].send(None)
+            fd = connection.fileno()
+            self.waiting[fd] = number, connection
+            self._poll.register(fd, select.POLLIN | select.POLLRDHUP)
+        except StopIteration as end:
+            self.found[number] = end.value
+        except KVStoreError as error:
+            self.found[number] = error
+        except NeedsThread:
+            self._left.append(number)
 
 
 def _left_ms(limit: Deadline) -> int:
@@ -127,4 +175,4 @@ def _work(ask: AskSteps[Answer]) -> Callable[[NodeConnection, Deadline], Any]:
     return work
 
 
-__all__ = ["NeedsThread", "ReplyLink", "ask_abreast", "may_ask"]
+__all__ = ["ReplyLink", "ask_abreast", "may_ask"]

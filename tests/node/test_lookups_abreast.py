@@ -67,15 +67,15 @@ def cluster(start_node: StartNode, connect: Connect, pages: Pages) -> Iterator[C
 
 @pytest.fixture
 def in_threads(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return how many calls were left to threads each time."""
+    """Return a list that gets a number for each call that was left to a thread."""
     counts: list[int] = []
-    run = cluster.client._fan_out._threads.run
+    ask = cluster.client._fan_out._ask_member
 
-    def counted(calls: Any) -> Any:
-        counts.append(len(calls))
-        return run(calls)
+    def counted(*arguments: Any) -> Any:
+        counts.append(1)
+        return ask(*arguments)
 
-    monkeypatch.setattr(cluster.client._fan_out._threads, "run", counted)
+    monkeypatch.setattr(cluster.client._fan_out, "_ask_member", counted)
     return counts
 
 
@@ -99,23 +99,40 @@ def test_many_keys_are_left_to_threads(cluster: Cluster, in_threads: list[int]) 
     assert sum(in_threads) == 3
 
 
-def test_member_that_hangs_costs_only_its_own_keys(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def hang(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let one member hang in lookups until the event is set."""
     go_on = threading.Event()
     serve = cluster.nodes[1].service._unary["lookup"]
 
-    def hang(*arguments: Any) -> Any:
+    def late(*arguments: Any) -> Any:
         go_on.wait(60.0)
         return serve(*arguments)
 
-    monkeypatch.setitem(cluster.nodes[1].service._unary, "lookup", hang)
+    monkeypatch.setitem(cluster.nodes[1].service._unary, "lookup", late)
+    yield go_on
+    go_on.set()
+
+
+def test_member_that_hangs_costs_only_its_own_keys(cluster: Cluster, hang: threading.Event) -> None:
     began = time.monotonic()
     assert cluster.lookup(timeout_s=1.0) == cluster.without(1)
     assert time.monotonic() - began >= 0.9
-    go_on.set()
+    hang.set()
     wait_until(lambda: cluster.leases() == [0, 0, 0])  # a thread looks whether the member lives
     wait_until(lambda: cluster.lookup() == [True] * COUNT)  # the circuit breaker pauses
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_call_that_needs_a_thread_does_not_wait_for_member_that_hangs(
+    cluster: Cluster, hang: threading.Event, monkeypatch: pytest.MonkeyPatch, noticed: bool
+) -> None:
+    """Regression: a closed connection was made again only after the others had answered."""
+    for connection in cluster.wire(2)._pool._idle:
+        connection._sock.shutdown(socket.SHUT_RDWR)
+    if not noticed:
+        monkeypatch.setattr(FrameSocket, "quiet", True)
+    assert cluster.lookup(timeout_s=2.0) == cluster.without(1)
 
 
 def test_replies_that_are_there_at_the_deadline_count(
