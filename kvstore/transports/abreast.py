@@ -38,8 +38,12 @@ class ReplyLink:
 
     def __init__(self, link: NodeConnection, wire: BulkWire) -> None:
         self.limits: pb.Limits = link.limits
-        self.wire = self
         self._wire = wire
+
+    @property
+    def wire(self) -> "ReplyLink":
+        """Return what makes calls; no attribute, which would leave garbage after each call."""
+        return self
 
     def call(self, op: str, request: Any, deadline: Deadline) -> Awaitable[Any]:
         """Send a request; await its reply."""

@@ -1,5 +1,6 @@
 """Small lookups ask all members from one thread, and one member's fault harms no other's answer."""
 
+import gc
 import socket
 import threading
 import time
@@ -90,6 +91,18 @@ def test_lookups_of_connected_members_need_no_thread(
     assert found.prefix_pages == COUNT
     assert sum(in_threads) == 0
     assert cluster.leases() == [0, 0, 0]
+
+
+def test_lookups_leave_no_garbage(cluster: Cluster) -> None:
+    """Regression: engines that stop the garbage collector lost memory by each lookup."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            cluster.lookup()
+        assert not [one for one in gc.get_objects() if isinstance(one, abreast.ReplyLink)]
+    finally:
+        gc.enable()
 
 
 def test_many_keys_are_left_to_threads(cluster: Cluster, in_threads: list[int]) -> None:
