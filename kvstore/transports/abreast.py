@@ -31,6 +31,7 @@ NodeCall = tuple[NodeChannel, AskSteps[Answer], Callable[[], Answer]]
 RunParallel = Callable[[Sequence[Callable[[], Answer]]], Sequence[Answer | KVStoreError]]
 
 LATE_S = 0.01  # for a reply that is there when the deadline ends
+POLL_S_MAX = 86400.0  # `poll` takes no more than 24 days
 
 
 class ReplyLink:
@@ -113,6 +114,8 @@ class _Asked(Generic[Answer]):
         """
         while self.waiting and (to_end or not self._left):
             ready = [fd for fd, _ in self._poll.poll(_left_ms(self._limit))]
+            if not ready and not self._limit.passed:
+                continue
             for fd in ready or list(self.waiting):
                 number, connection = self.waiting.pop(fd)
                 self._poll.unregister(fd)
@@ -145,7 +148,9 @@ class _Asked(Generic[Answer]):
 
 
 def _left_ms(limit: Deadline) -> int:
-    return 0 if limit.passed else 1 + int(1000 * limit.remaining())
+    """Return how long to poll: not before the deadline has passed, if that is soon."""
+    left_s = min(POLL_S_MAX, limit.left())
+    return 1 + int(1000 * left_s) if left_s > 0 else 0
 
 
 @types.coroutine

@@ -162,6 +162,28 @@ def test_replies_that_are_there_at_the_deadline_count(
         assert cluster.lookup(timeout_s=1.0) == [True] * COUNT
 
 
+def test_deadline_that_ends_at_a_look_at_it_costs_no_answer(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it was looked at twice in a row; the second look raised."""
+
+    def late(limit: Deadline) -> int:
+        time.sleep(max(0.0, limit.left()))
+        with monkeypatch.context() as patch:
+            patch.setattr(Deadline, "passed", False)
+            return left_ms(limit)
+
+    left_ms = abreast._left_ms
+    monkeypatch.setattr(abreast, "_left_ms", late)
+    assert cluster.lookup(timeout_s=1.0) == [True] * COUNT
+
+
+def test_longest_deadlines_are_no_error(cluster: Cluster, in_threads: list[int]) -> None:
+    """Regression: `poll` refused deadlines of 25 days and more."""
+    assert cluster.lookup(timeout_s=1e8) == [True] * COUNT
+    assert not in_threads
+
+
 @pytest.mark.parametrize("noticed", [True, False])
 def test_closed_connection_is_made_again(
     cluster: Cluster, in_threads: list[int], monkeypatch: pytest.MonkeyPatch, noticed: bool
