@@ -153,6 +153,9 @@ def _left_ms(limit: Deadline) -> int:
     return 1 + int(1000 * left_s) if left_s > 0 else 0
 
 
+# Not `async def`: Python warns of a coroutine that an interrupt drops before its first step
+
+
 @types.coroutine
 def _asked(
     channel: NodeChannel, ask: AskSteps[Answer], namespace: Namespace, limit: Deadline
@@ -163,7 +166,9 @@ def _asked(
 
 
 def _connect(channel: NodeChannel) -> Callable[[Deadline], Any]:
-    async def connect(deadline: Deadline) -> ConnectionLease:
+    @types.coroutine
+    def connect(deadline: Deadline) -> Generator[None, None, ConnectionLease]:
+        yield from ()
         if lease := channel.lease_now():
             return lease
         raise NeedsThread
@@ -171,15 +176,17 @@ def _connect(channel: NodeChannel) -> Callable[[Deadline], Any]:
     return connect
 
 
-async def _open(link: NodeConnection, namespace: Namespace, deadline: Deadline) -> None:
+def _open(link: NodeConnection, namespace: Namespace, deadline: Deadline) -> Awaitable[None]:
     raise NeedsThread
 
 
 def _work(ask: AskSteps[Answer]) -> Callable[[NodeConnection, Deadline], Any]:
-    async def work(link: NodeConnection, deadline: Deadline) -> Answer:
+    @types.coroutine
+    def work(link: NodeConnection, deadline: Deadline) -> Generator[FrameSocket, None, Answer]:
         if not isinstance(link.wire, BulkWire):
             raise NeedsThread
-        return await run_async(ask(ReplyLink(link, link.wire), deadline))
+        answer: Answer = yield from run_async(ask(ReplyLink(link, link.wire), deadline))
+        return answer
 
     return work
 

@@ -4,6 +4,7 @@ import gc
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -222,3 +223,17 @@ def test_interrupt_leaves_no_connection_out_of_step(
     assert cluster.leases() == [0, 0, 0]
     assert [len(cluster.wire(number)._pool._idle) for number in range(3)] == [0, 0, 0]
     assert cluster.lookup() == [True] * COUNT
+
+
+def test_steps_that_an_interrupt_drops_cause_no_warning(cluster: Cluster) -> None:
+    """Regression: each printed that a coroutine was never awaited, and lost a further interrupt."""
+    address = cluster.view.by_id["n0"].address
+    channel = cluster.client._fan_out.nodes.all()[address]
+    assert channel.connection is not None
+    ask: Any = lambda link, limit: iter(())  # noqa: E731
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        abreast._connect(channel)(Deadline(1.0))
+        abreast._work(ask)(channel.connection, Deadline(1.0))
+        gc.collect()
+    assert not [one for one in shown if issubclass(one.category, RuntimeWarning)]
