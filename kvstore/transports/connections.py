@@ -110,8 +110,8 @@ class ConnectionPool(Generic[Socket]):
 
     def _grant(self, lease: Granted, deadline: Deadline) -> Granted:
         self.check_process()
-        wait_s = 0.0 if lease.only_idle else deadline.remaining()
-        if not self._leases.acquire(lease, lease.held, wait_s):
+        left_s = deadline.remaining()  # raises before a connection is taken
+        if not self._leases.acquire(lease, lease.held, 0.0 if lease.only_idle else left_s):
             if lease.only_idle:
                 raise NeedsThread
             raise Exhausted(

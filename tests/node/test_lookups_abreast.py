@@ -16,6 +16,7 @@ from waiting import wait_until
 
 from kvstore import Client
 from kvstore.deadline import Deadline
+from kvstore.errors import DeadlineExceeded
 from kvstore.transports import abreast
 from kvstore.transports.bulk import BulkWire
 from kvstore.transports.frames import FrameSocket
@@ -177,6 +178,15 @@ def test_deadline_that_ends_at_a_look_at_it_costs_no_answer(
     left_ms = abreast._left_ms
     monkeypatch.setattr(abreast, "_left_ms", late)
     assert cluster.lookup(timeout_s=1.0) == [True] * COUNT
+
+
+def test_request_after_the_deadline_closes_no_connection(cluster: Cluster) -> None:
+    """Regression: a connection was taken, and closed because it could not be armed."""
+    pool = cluster.wire(0)._pool
+    idle = list(pool._idle)
+    with pytest.raises(DeadlineExceeded):
+        pool.attempt_now(Deadline(0.0))
+    assert pool._idle == idle
 
 
 def test_longest_deadlines_are_no_error(cluster: Cluster, in_threads: list[int]) -> None:
