@@ -36,7 +36,7 @@ def split(count: int, streams: int) -> list[slice]:
 
 
 class _Ending:
-    """Let no thread work on after a call that is interrupted or broke.
+    """Let no thread work on after a call that was interrupted or broke.
 
     `left`: calls that no thread has taken yet; `others`: the work of other threads.
     """
@@ -50,7 +50,8 @@ class _Ending:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._left.clear()
+            if not issubclass(kind, Exception):  # after an error the other calls are still made
+                self._left.clear()
             end(self._others)
 
 
