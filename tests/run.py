@@ -159,7 +159,7 @@ def test_hostile() -> None:
 
 @target_in_venv
 def test_long() -> None:
-    """the tests that `make test` leaves out because they take long (10 minutes)"""
+    """the tests that `make test` leaves out because they take long (4 minutes)"""
     pytest(*PARALLEL, "-m", "long")
 
 

@@ -14,7 +14,15 @@ from typing import TypeVar
 
 import kvstore.tracing as tracing
 from kvstore.cluster.nodes import Nodes
-from kvstore.cluster.routing import ELSEWHERE, FIRST_SHARE, Away, broadcast, of_all, try_owners
+from kvstore.cluster.routing import (
+    ELSEWHERE,
+    FIRST_SHARE,
+    Away,
+    broadcast,
+    in_parallel,
+    of_all,
+    try_owners,
+)
 from kvstore.cluster.view import View
 from kvstore.config import ClientConfig
 from kvstore.deadline import Deadline
@@ -128,8 +136,8 @@ class FanOut:
         if view is None:
             return self.nodes.only.run(partial(ask, range(len(prefix_hashes))), namespace, deadline)
         everyone = [tuple(view.by_id)] * len(prefix_hashes)
-        ask_member = partial(self._ask_member, view, ask, namespace)
-        return broadcast(everyone, ask_member, self._threads.run, combine, default, deadline, away)
+        ask_all = in_parallel(partial(self._ask_member, view, ask, namespace), self._threads.run)
+        return broadcast(everyone, ask_all, combine, default, deadline, away)
 
     def _ask_all(
         self,

@@ -104,8 +104,7 @@ def _next(
 
 def broadcast(
     routes: Sequence[Sequence[str]],
-    ask: AskMember[Answer],
-    run_parallel: RunParallel[Answer],
+    ask_all: AskAll[Answer],
     combine: Callable[[Answer, Answer], Answer],
     default: Answer,
     deadline: Deadline,
@@ -120,7 +119,7 @@ def broadcast(
         for member in route:
             groups.setdefault(member, []).append(index)
     answers = [default] * len(routes)
-    outcomes = dict(zip(groups, in_parallel(ask, run_parallel)(groups, deadline), strict=True))
+    outcomes = dict(zip(groups, ask_all(groups, deadline), strict=True))
     for member, outcome in of_all(outcomes, away).items():
         for index, answer in zip(groups[member], outcome, strict=True):
             answers[index] = combine(answers[index], answer)

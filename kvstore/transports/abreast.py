@@ -153,9 +153,7 @@ def _left_ms(limit: Deadline) -> int:
     return 1 + int(1000 * left_s) if left_s > 0 else 0
 
 
-# Not `async def`: Python warns of a coroutine that an interrupt drops before its first step
-
-
+# These are no `async def`: Python warns of one that an interrupt drops before its first step.
 @types.coroutine
 def _asked(
     channel: NodeChannel, ask: AskSteps[Answer], namespace: Namespace, limit: Deadline
@@ -189,6 +187,3 @@ def _work(ask: AskSteps[Answer]) -> Callable[[NodeConnection, Deadline], Any]:
         return answer
 
     return work
-
-
-__all__ = ["ReplyLink", "ask_abreast", "may_ask"]

@@ -54,7 +54,11 @@ class Fleet:
 
     def remove(self, routes: Sequence[str]) -> list[bool]:
         return broadcast(
-            routes, self.ask, together, lambda one, other: one or other, False, Deadline(10.0)
+            routes,
+            in_parallel(self.ask, together),
+            lambda one, other: one or other,
+            False,
+            Deadline(10.0),
         )
 
 

@@ -403,7 +403,8 @@ class SimClient:
             return self._ask(member, lambda node: node.tier.remove(SPACE.digest, some), limit)  # type: ignore[no-any-return]
 
         routes = [tuple(self.view.by_id)] * len(keys)
-        return broadcast(routes, ask, self.together, lambda a, b: a or b, False, deadline)
+        ask_all = in_parallel(ask, self.together)
+        return broadcast(routes, ask_all, lambda a, b: a or b, False, deadline)
 
     def _spread(
         self, keys: Sequence[bytes], ask: Any, lacks: Callable[[Any], bool], absent: Any
