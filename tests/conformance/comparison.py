@@ -75,6 +75,7 @@ class Reference:
         self.rounding = rounding
         self._computed: dict[Any, Answer] = {}
         self._local: dict[Any, Answer] = {}
+        self._repeated: dict[Any, Answer] = {}
         self._together: dict[Any, list[list[Answer]]] = {}
         self._after: dict[Any, Answer] = {}
 
@@ -90,10 +91,29 @@ class Reference:
         """Return the answer with the first `tokens` in the engine's own cache, if it can be."""
         key = (tuple(prompt), tokens, tuple(sorted(arguments.items())))
         if key not in self._local:
-            self.engine.ask("reset")
-            self.engine.generate(prompt[:tokens] if tokens < len(prompt) else prompt, **arguments)
-            self._local[key] = self.engine.generate(prompt, **arguments)[0]
+            # A recurrent state at the end of a prompt may not be kept: then one token more
+            for length in (tokens, tokens + 1):
+                self.engine.ask("reset")
+                self.engine.generate(prompt[:length], **arguments)
+                self._local[key] = self.engine.generate(prompt, **arguments)[0]
+                if self._local[key].cached == tokens:
+                    break
         return self._local[key]
+
+    def repeated(self, prompt: Sequence[int], hits: Sequence[int], **arguments: Any) -> Answer:
+        """Return the answer after requests for the same prompt that began with such hits.
+
+        What a request computes behind a hit is split into other chunks than without the hit.
+        """
+        key = (tuple(prompt), tuple(hits), tuple(sorted(arguments.items())))
+        if key not in self._repeated:
+            self.engine.ask("reset")
+            if hits[0]:
+                self.engine.generate(prompt[: hits[0] + 1], **arguments)
+            for _ in hits:
+                self.engine.generate(prompt, **arguments)
+            self._repeated[key] = self.engine.generate(prompt, **arguments)[0]
+        return self._repeated[key]
 
     def together(
         self, prompts: Sequence[Sequence[int]], cached: bool, **arguments: Any
@@ -120,16 +140,19 @@ class Reference:
         found: Answer,
         batch: Sequence[Sequence[int]] = (),
         after: Sequence[Sequence[int]] = (),
+        hits: Sequence[int] = (),
         **arguments: Any,
     ) -> Verdict:
         """Compare an answer.
 
         `batch`: all prompts that were asked for at once; `after`: those that were computed at once
-        when the prompt was stored.
+        when the prompt was stored; `hits`: of earlier requests for the same prompt.
         """
         candidates: list[Callable[[], Answer]] = [lambda: self.computed(prompt, **arguments)]
         if found.cached:
             candidates.append(lambda: self.local_hit(prompt, found.cached, **arguments))
+        if hits:
+            candidates.append(lambda: self.repeated(prompt, hits, **arguments))
         if batch:
             candidates.append(
                 lambda: self.together(batch, found.cached > 0, **arguments)[batch.index(prompt)]

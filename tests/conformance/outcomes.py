@@ -57,7 +57,8 @@ def outcome_of(model: str, case: str, checks: Checks, seconds: float) -> Outcome
         outcome = "no hit"
     else:
         outcome = "close" if checks.close else "right"
-    details = tuple(checks.wrong[:3] + checks.notes)
+    rounding = [f"rounding up to {checks.differs:.2f}"] if checks.close else []
+    details = tuple(checks.wrong[:3] + checks.notes + rounding)
     return Outcome(
         model,
         case,

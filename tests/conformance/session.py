@@ -21,11 +21,16 @@ class Skip(Exception):
 
 @dataclass
 class Checks:
-    """What a case has compared. `wanted`: prompt tokens that a hit could have covered."""
+    """What a case has compared.
+
+    `wanted`: prompt tokens that a hit could have covered. `differs`: of log-probabilities in close
+    answers, the largest.
+    """
 
     wrong: list[str] = field(default_factory=list)
     exact: int = 0
     close: int = 0
+    differs: float = 0.0
     restored: int = 0
     wanted: int = 0
     notes: list[str] = field(default_factory=list)
@@ -129,17 +134,19 @@ class Session:
         found: Answer,
         batch: Sequence[Sequence[int]] = (),
         after: Sequence[Sequence[int]] = (),
+        hits: Sequence[int] = (),
         **arguments: Any,
     ) -> str:
         """Compare an answer with the reference, count it, and return its verdict's name.
 
-        `batch`, `after`: as in `Reference.verdict`.
+        `batch`, `after`, `hits`: as in `Reference.verdict`.
         """
-        verdict = self.reference.verdict(prompt, found, batch, after, **arguments)
+        verdict = self.reference.verdict(prompt, found, batch, after, hits, **arguments)
         if verdict.name == RIGHT:
             self.checks.exact += 1
         elif verdict.name == CLOSE:
             self.checks.close += 1
+            self.checks.differs = max(self.checks.differs, verdict.differs)
         else:
             self.checks.wrong.append(
                 f"{label}: prompt of {len(prompt)} tokens, {found.cached} restored, differs by "
@@ -178,12 +185,17 @@ class Session:
         for prompt in prompts:
             wanted = (len(prompt) - 1 if least is None else least) // self.block * self.block
             end = time.monotonic() + (PATIENCE_S if self._patient else 0.0)
+            hits: list[int] = []
             while True:
                 engine.fresh()
                 answer = engine.generate(prompt, **arguments)[0]
-                verdict = self.check(f"{label}, restored", prompt, answer, (), after, **arguments)
+                verdict = self.check(
+                    f"{label}, restored", prompt, answer, (), after, hits, **arguments
+                )
                 if answer.cached >= wanted or verdict == WRONG or time.monotonic() > end:
                     break
+                if hits[-1:] != [answer.cached]:
+                    hits.append(answer.cached)
                 time.sleep(0.1)
             self._patient = self._patient and answer.cached >= wanted
             self.checks.restored += answer.cached
