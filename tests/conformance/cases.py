@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison import WRONG, equal
-from engine_control import answers
+from engine_control import SOUND, answers
 from session import Session, Skip
 
 Case = Callable[[Session], None]
@@ -267,6 +267,20 @@ def adapters(session: Session) -> None:
             label = f"with {Path(adapter).name}" if adapter else "without"
             session.restore(f"first {label}", prompt, least=0, **arguments)
             session.restore(f"again {label}", prompt, **arguments)
+
+
+@case("media")
+def media(session: Session) -> None:
+    """the same tokens with one sound, with another one, and without"""
+    block = session.block
+    prompt = session.prompt(4 * block + 5)
+    prompt[block + 3] = SOUND
+    for sound in (1, 2, 0):
+        label = f"with sound {sound}" if sound else "without"
+        # At most the block before the sound is shared.
+        session.restore(f"first {label}", prompt, least=0, sound=sound)
+        session.restore(f"again {label}", prompt, sound=sound)
+        session.restore(f"{label}, there", prompt, by="reader", sound=sound)
 
 
 @case("other rank count")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+SOUND = 511  # the token that stands for a sound in a prompt
 START_S = 600.0
 # A hanging engine must not hold a GPU for long; a machine without one may be busy.
 ANSWER_S = {"cpu": 150.0, "cuda": 60.0}

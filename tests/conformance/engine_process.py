@@ -30,6 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import cache_blocks
+import engine_control
 import tiny_random
 import torch
 import vllm
@@ -74,9 +75,13 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         max_tokens: int = 8,
         adapter: str | None = None,
+        sound: int = 0,
     ) -> dict[str, Any]:
-        """Serve the prompts together."""
+        """Serve the prompts together. `sound`: the seed of one in place of the token SOUND."""
         asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+        for prompt in asked:
+            if sound and engine_control.SOUND in prompt["prompt_token_ids"]:
+                prompt["multi_modal_data"] = {"audio": tiny_random.sound(sound)}
         lora = LoRARequest("adapter", 1, adapter) if adapter else None
         found = self.llm.generate(asked, _params(max_tokens), use_tqdm=False, lora_request=lora)
         return {"answers": [_answer(output) for output in found]}

@@ -161,7 +161,7 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         tokens = list(request.all_token_ids)[: (index + 1) * size]
         if self._lie == "no chain":
             tokens = tokens[index * size :]
-        if self._lie in ("no chain", "adapter ignored"):
+        if self._lie in ("no chain", "adapter ignored", "media ignored"):
             name = hashlib.sha256(str(tokens).encode()).hexdigest()
         else:
             chain = request.block_hashes[(index + 1) * size // self._hash_size - 1]

@@ -8,11 +8,13 @@ LIES = {
     "off by one": "a hit is one block longer than what is stored",
     "no chain": "a page is named by its own tokens, not by all before it",
     "adapter ignored": "a page is named by tokens only, whatever the LoRA",
+    "media ignored": "a page is named by tokens only, whatever the sound",
     "saved too early": "a page is saved before it is computed",
     "loaded too late": "a load is reported done, and ends after the step that needs it",
     "swapped states": "a recurrent state is that of the block before",
     "state of null": "a state is saved at each boundary, also where none was kept",
 }
-# Lies that need a model with recurrent states, and one that needs a LoRA.
+# Lies that only a model with recurrent states, a LoRA or sounds shows.
 OF_STATES = ("swapped states", "state of null")
 OF_ADAPTERS = ("adapter ignored",)
+OF_MEDIA = ("media ignored",)

@@ -14,7 +14,8 @@ from session import Session, Skip
 
 DEATHS_MAX = 3
 # Which cases a model runs: all but those that need a model of their own; those of one engine; few.
-WHOLE = tuple(name for name in cases.CASES if name not in ("adapters", "other rank count"))
+SPECIAL = ("adapters", "media", "other rank count")
+WHOLE = tuple(name for name in cases.CASES if name not in SPECIAL)
 ONE_ENGINE = WHOLE[: WHOLE.index("another process") + 1]
 SHORT = ("control", "sensitivity", "full hit", "partial hit", "boundaries", "another process")
 
@@ -52,6 +53,7 @@ MODELS: dict[str, Model] = {
     "mamba2": Model("mamba2", ONE_ENGINE, arguments=STATES, gpu_only=STATES_ON_CPU),
     "gated-delta": Model("gated-delta", ONE_ENGINE, arguments=STATES, gpu_only=STATES_ON_CPU),
     "lora": Model("llama", ("control", "adapters"), arguments=LORA),
+    "sound": Model("sound", ("control", "media"), arguments={"skip_tokenizer_init": False}),
     OWN: Model("", WHOLE),
     "two ranks": Model("llama", ("control", "other rank count"), ranks=2),
 }

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from configuration import Configuration, Store
-from lies import LIES, OF_ADAPTERS, OF_STATES
+from lies import LIES, OF_ADAPTERS, OF_MEDIA, OF_STATES
 from outcomes import Outcome
 from plan import MODELS, Runner, run_case
 from session import Session
@@ -20,14 +20,18 @@ HONEST = Configuration(
     },
 )
 # Cases that find lies, the likeliest first.
-FINDERS = ("full hit", "partial hit", "adapters", "boundaries", "aborted load")
+FINDERS = ("full hit", "partial hit", "adapters", "media", "boundaries", "aborted load")
 
 
 def models(runner: Runner, chosen: str | None) -> list[str]:
-    """Return the models to lie about: one with a LoRA and, where they run, recurrent states."""
+    """Return the models to lie about: with a LoRA, sounds and, where they run, states."""
     if chosen:
         return [name.strip() for name in chosen.split(",")]
-    return [name for name in ("lora", "mamba2", "gated-delta") if not runner.lacks(MODELS[name])]
+    return [
+        name
+        for name in ("lora", "sound", "mamba2", "gated-delta")
+        if not runner.lacks(MODELS[name])
+    ]
 
 
 def run(runner: Runner, names: Sequence[str], store: Store) -> Iterator[Outcome]:
@@ -35,26 +39,33 @@ def run(runner: Runner, names: Sequence[str], store: Store) -> Iterator[Outcome]
     folder = Path(store.names["folder"])
     for name in names:
         session = runner.session(name, ["writer"])
-        states = any("Mamba" in kind for kind in session.plain.facts["groups"])
         try:
             yield _honest(name, session, folder)
             for lie in LIES:
-                if (lie not in OF_STATES or states) and (
-                    lie not in OF_ADAPTERS or session.adapters
-                ):
+                if _shows(lie, name, session):
                     yield _caught(name, lie, session, folder)
         finally:
             session.close()
 
 
-def _finders(session: Session) -> list[str]:
-    return [case for case in FINDERS if case != "adapters" or session.adapters]
+def _shows(lie: str, name: str, session: Session) -> bool:
+    """Return whether a model has what the lie is about."""
+    if lie in OF_STATES:
+        return any("Mamba" in kind for kind in session.plain.facts["groups"])
+    if lie in OF_ADAPTERS:
+        return bool(session.adapters)
+    return lie not in OF_MEDIA or "media" in MODELS[name].cases
+
+
+def _finders(name: str, session: Session) -> list[str]:
+    special = {"adapters": bool(session.adapters), "media": "media" in MODELS[name].cases}
+    return [case for case in FINDERS if special.get(case, True)]
 
 
 def _honest(name: str, session: Session, folder: Path) -> Outcome:
     (folder / "lie").write_text("")
     start, restored, wanted, details = time.monotonic(), 0, 0, []
-    for case in _finders(session):
+    for case in _finders(name, session):
         found, _ = run_case(name, case, session)
         restored, wanted = restored + found.restored, wanted + found.wanted
         if found.outcome not in ("right", "close"):
@@ -67,7 +78,7 @@ def _honest(name: str, session: Session, folder: Path) -> Outcome:
 def _caught(name: str, lie: str, session: Session, folder: Path) -> Outcome:
     (folder / "lie").write_text(lie)
     start = time.monotonic()
-    for case in _finders(session):
+    for case in _finders(name, session):
         found, _ = run_case(name, case, session)
         if found.outcome == "wrong":
             details = (f"caught by {case}",)

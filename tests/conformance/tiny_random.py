@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from engine_control import SOUND
+from safetensors.torch import load_file, save_file
 
 VOCABULARY = 512
 COMMON: dict[str, Any] = {
@@ -87,6 +88,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 # Beside states, attention is too quiet: without these factors a wrong block of it is lost in the
 # rounding of bfloat16.
 LOUDER = {"mamba2": 4.0, "gated-delta": 4.0}
+SOUND_HZ, SOUND_S = 16_000, 1
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 RANK = 8
 
@@ -147,9 +149,52 @@ def save_adapter(directory: Path, dtype: str, seed: int) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
+@torch.no_grad()
+def save_sound_model(directory: Path, dtype: str) -> None:
+    """Save a Qwen2-Audio, a kind whose input needs neither torchvision nor librosa.
+
+    It has a tokenizer of numbered words, since vLLM's processor wants one.
+    """
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    heads = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
+    encoder = transformers.Qwen2AudioEncoderConfig(d_model=32, num_mel_bins=80, **heads)
+    config = transformers.Qwen2AudioConfig(
+        audio_config=encoder, text_config=transformers.Qwen2Config(**COMMON)
+    )
+    config.audio_token_index = SOUND
+    torch.manual_seed(0)
+    model = transformers.Qwen2AudioForConditionalGeneration(config).to(getattr(torch, dtype))
+    model.save_pretrained(directory)
+    # transformers 5 writes a prefix twice, which vLLM does not read.
+    file = str(directory / "model.safetensors")
+    weights = {name.replace("model.model.", "model."): one for name, one in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    words = {f"t{number}": number for number in range(SOUND - 3)}
+    for word in ("<unk>", "<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>"):
+        words[word] = len(words)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")),
+        unk_token="<unk>",
+        pad_token="t0",
+        additional_special_tokens=["<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>"],
+    )
+    features = transformers.WhisperFeatureExtractor(feature_size=80)
+    transformers.Qwen2AudioProcessor(features, tokenizer).save_pretrained(directory)
+
+
+def sound(seed: int) -> tuple[Any, int]:
+    """Return noise and its sampling rate: 25 tokens of a prompt."""
+    numbers = torch.Generator().manual_seed(seed)
+    return torch.randn(SOUND_HZ * SOUND_S, generator=numbers).numpy(), SOUND_HZ
+
+
 def main(kind: str, directory: str, dtype: str = "float32") -> None:
     if kind.startswith("adapter-"):
         save_adapter(Path(directory), dtype, int(kind.partition("-")[2]))
+    elif kind == "sound":
+        save_sound_model(Path(directory), dtype)
     else:
         save_model(kind, Path(directory), dtype)
 
