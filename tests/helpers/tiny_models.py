@@ -8,6 +8,8 @@ import torch
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     LlamaConfig,
@@ -50,6 +52,17 @@ MLA = {
     "n_routed_experts": 4,
     "moe_intermediate_size": 64,
 }
+# DeepSeek-V3.2: an indexer chooses the 256 tokens that a token attends to.
+DSA = {
+    **MLA,
+    "q_lora_rank": 128,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 256,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
 # Alternating layer types: two groups of the engine's cache, which share memory.
 HYBRID = {
     **COMMON,
@@ -91,6 +104,7 @@ GATED_DELTA = {
 KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, LLAMA),
     "mla": (DeepseekV2Config, DeepseekV2ForCausalLM, MLA),
+    "dsa": (DeepseekV32Config, DeepseekV32ForCausalLM, DSA),
     "hybrid": (Olmo3Config, Olmo3ForCausalLM, HYBRID),
     "mamba2": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, MAMBA2),
     "gated_delta": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, GATED_DELTA),
