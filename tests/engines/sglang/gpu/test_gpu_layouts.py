@@ -14,6 +14,7 @@ Pair = tuple[SGLangHandle, SGLangHandle]
 KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "page_first_direct": ({"layout": "page_first_direct", "io": "direct"}, {}),
     "layer_first": ({"layout": "layer_first", "io": "kernel"}, {}),
+    "page_head": ({"layout": "page_head"}, {}),
     "fp8": ({}, {"kv_cache_dtype": "fp8_e4m3"}),
 }
 
