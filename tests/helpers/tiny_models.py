@@ -52,13 +52,15 @@ MLA = {
     "n_routed_experts": 4,
     "moe_intermediate_size": 64,
 }
-# DeepSeek-V3.2: an indexer chooses the 256 tokens that a token attends to.
+# DeepSeek-V3.2: an indexer chooses the 512 tokens that a token attends to. With fewer tokens or
+# larger weights, a token chosen or not by rounding changes the answer.
 DSA = {
     **MLA,
+    "initializer_range": 0.1,
     "q_lora_rank": 128,
     "index_n_heads": 32,
     "index_head_dim": 128,
-    "index_topk": 256,
+    "index_topk": 512,
     "n_group": 1,
     "topk_group": 1,
     "num_experts_per_tok": 2,
