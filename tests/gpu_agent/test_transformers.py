@@ -351,16 +351,14 @@ def test_wrong_blocks_and_states_show_in_the_answers_of_the_tiny_hybrid() -> Non
     torch.manual_seed(1)
     tokens = torch.randint(5, 505, (2, 4 * block + end + answer))
 
-    def run(first: int, count: int, cache: Any) -> Any:
-        chosen = tokens[:, first : first + count]
-        return model(chosen, past_key_values=cache, use_cache=True)
-
     def likely(cache: Any) -> torch.Tensor:
-        logits = run(4 * block, end + answer, cache).logits[:, -answer:]
+        logits = forward(model, tokens[:, 4 * block :], cache)[:, -answer:]
         return torch.log_softmax(logits.float(), -1)
 
-    earlier = run(0, 3 * block, None).past_key_values
-    whole = run(3 * block, block, copy.deepcopy(earlier)).past_key_values
+    earlier = transformers.DynamicCache(config=model.config)
+    forward(model, tokens[:, : 3 * block], earlier)
+    whole = copy.deepcopy(earlier)
+    forward(model, tokens[:, 3 * block : 4 * block], whole)
     right = likely(copy.deepcopy(whole))
     for tamper in (zero_a_block, repeat_a_block, swap_layers, take_earlier_states):
         cache = copy.deepcopy(whole)
