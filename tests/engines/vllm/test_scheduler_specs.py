@@ -18,6 +18,7 @@ with warnings.catch_warnings():
     from gpu_agent.blocks.groups import BlockGroup
     from gpu_agent.engines import vllm_identity
     from gpu_agent.engines.vllm_identity import (
+        STATES_SERVED,
         block_groups,
         check_tier_groups,
         full_hits,
@@ -121,7 +122,8 @@ def test_connector_treats_a_class_as_the_table_says(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_tier_treats_a_class_as_the_table_says(kind: str) -> None:
-    if SPECS[kind].tier == REFUSED:
+    too_old = kind == "MambaSpec, align" and not STATES_SERVED  # vLLM 0.32
+    if SPECS[kind].tier == REFUSED or too_old:
         with pytest.raises(ConfigError, match=type(made(kind)).__name__):
             check_tier_groups(config(), caches("FullAttentionSpec", kind))
     else:
