@@ -11,7 +11,7 @@ from kvstore import ConfigError
 
 TOKENS = list(range(64))
 SLOTS = torch.arange(len(TOKENS))
-HEADS = 4
+HEADS = 8
 
 
 def rank(engine: Any, number: int, ranks: int, **options: Any) -> Any:
@@ -26,7 +26,7 @@ def heads(made: Any, first: int = 0, end: int = HEADS) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("v1", [1, 0], ids=["pools", "flat pages"])
-@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 8), (8, 4), (4, 2)])
 def test_ranks_read_what_other_numbers_of_ranks_stored(
     engine: Any, v1: int, writers: int, readers: int
 ) -> None:
