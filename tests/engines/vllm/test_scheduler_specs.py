@@ -204,6 +204,21 @@ def test_group_without_pages_leaves_the_others_their_hits(make: Engines) -> None
         assert len(one.connector._groups) == 1
 
 
+def test_refused_group_is_named_once_and_the_engine_runs_without_the_store(
+    make: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = tokens(7, 4 * BLOCK)
+    for _ in range(2):  # the second finds nothing
+        caplog.clear()
+        one = make(ring=specs.HiddenStateCacheSpec(**SHAPE), ranks=2)
+        assert one.generate(prompt) == answer(prompt, 8)
+        assert one.cached == {"r": 0}
+        (said,) = [text for text in caplog.messages if "nothing is saved or loaded" in text]
+        assert "a group of HiddenStateCacheSpec (" in said
+        assert SPECS["HiddenStateCacheSpec"].reason in said
+        assert all(rank.connector._rank is None for rank in one.ranks)
+
+
 RING: dict[str, Any] = {
     "block_size": 2 * BLOCK,
     "num_kv_heads": 2,
