@@ -20,7 +20,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -246,13 +246,15 @@ class _Scheduler:
         now, (waited_s, last) = time.monotonic(), self._waits.get(request.request_id, (0.0, None))
         waited_s += now - last if last else 0.0
         patient, waiting = waited_s <= self._options.agent.load_timeout_s, False
+        features = [feature for feature in features if _end(feature) > computed]
+        rows_of = _rows_by_identifier(features)
         for feature in features:
             identifier, start = feature.identifier, feature.mm_position.offset
-            if _end(feature) <= computed or identifier in self._cached:
+            if identifier in self._cached:
                 continue
-            rows = self._rows[identifier] = feature.mm_position.get_num_embeds()
+            rows = self._rows[identifier] = rows_of[identifier]
             soon = start < computed + self._window  # the next step may reach it
-            if self._loads:
+            if self._loads and rows:
                 self._loads.begin(identifier, rows, feature.modality)
                 if self._loads.find(identifier, rows) or not soon:
                     continue
@@ -493,6 +495,15 @@ class _Worker:
 
 def _end(feature: Any) -> int:
     return int(feature.mm_position.offset + feature.mm_position.length)
+
+
+def _rows_by_identifier(features: Iterable[Any]) -> dict[str, int]:
+    """Return the rows of outputs; 0 if a client gives one name to media of several sizes."""
+    found: dict[str, int] = {}
+    for feature in features:
+        rows = feature.mm_position.get_num_embeds()
+        found[feature.identifier] = rows if found.get(feature.identifier, rows) == rows else 0
+    return found
 
 
 def _shared_memory(nbytes: int) -> tuple[int, Memory, mmap.mmap]:

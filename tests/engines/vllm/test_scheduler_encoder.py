@@ -211,6 +211,17 @@ def test_output_of_another_shape_is_computed(make_encoder: Make) -> None:
     assert engine.ours._loads.stats.wrong == 1
 
 
+def test_name_of_two_sizes_in_one_request_is_never_loaded(make_encoder: Make) -> None:
+    """Regression: the first image got the rows of the second.
+
+    vLLM ends the request when it comes to the second.
+    """
+    make_encoder().ask(("mine", 101), ("other", 100))
+    engine = make_encoder(batch_tokens=64, cache_rows=150)
+    assert engine.ask(("mine", 101)) + engine.ask(("other", 100)) == []
+    assert engine.ask(("mine", 100), ("mine", 101)) == ["mine"]
+
+
 def test_foreign_or_lost_chunks_are_misses(make_encoder: Make) -> None:
     writer = make_encoder()
     writer.ask(*IMAGES)
