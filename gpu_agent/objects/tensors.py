@@ -87,7 +87,8 @@ def scope_of(namespace: Namespace) -> Namespace:
 
 
 def _digest(identifier: str) -> bytes:
-    return hashlib.sha256(identifier.encode()).digest()
+    # A client's name may have halves of surrogate pairs, which JSON can spell
+    return hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).digest()
 
 
 def header(identifier: str, spec: TensorSpec) -> bytes:

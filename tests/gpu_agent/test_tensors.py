@@ -128,6 +128,12 @@ def test_tensors_of_all_sizes_come_back(save: Callable[..., TensorSaves], reader
     assert reader.loads.stats.fetched == 5
 
 
+def test_any_text_is_a_name(save: Callable[..., TensorSaves], reader: Reader) -> None:
+    """Regression: half of a surrogate pair raised in the engine's scheduler."""
+    save("\ud800", tensor(3, 4))
+    assert reader.fetch("\ud800", 4) is not None
+
+
 def test_end_of_the_last_chunk_has_nothing_of_earlier_tensors(
     save: Callable[..., TensorSaves], reader: Reader
 ) -> None:
