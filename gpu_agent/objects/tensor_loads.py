@@ -48,7 +48,8 @@ class LoadStats:
 class _Tensor:
     """A tensor in the pool, or on its way there.
 
-    `spec`: the expected one, until `ready`. `since`: when its fetch began, or when it became ready.
+    `spec`: the expected one, until `ready`. `since`: when its fetch began; of a ready one, when it
+    became ready or was asked for again. `used`: an engine has taken it since.
     """
 
     rows: int
@@ -95,8 +96,10 @@ class TensorLoads:
 
         `kind`: tensors of one kind differ in the number of rows only, as a rule.
         """
-        if identifier in self._tensors:
+        if tensor := self._tensors.get(identifier):
             self._tensors.move_to_end(identifier)
+            if tensor.ready:  # this request waits for it, too
+                tensor.used, tensor.since = False, self._clock()
             return
         if self._misses.get(identifier, 0.0) > self._clock():
             return

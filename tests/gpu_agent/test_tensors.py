@@ -241,6 +241,22 @@ def test_full_pool_evicts_idle_tensors_only(
     assert reader.fetch("b", 700) is not None
 
 
+def test_tensor_that_is_asked_for_again_is_not_evicted_for_the_next(
+    save: Callable[..., TensorSaves], store: ObjectStore, namespace: Namespace
+) -> None:
+    """Regression: a request's second output took the place of its first one, found a moment ago."""
+    for name in "ab":
+        save(name, tensor(ord(name), 700))  # two chunks each
+    reader = Reader(store, namespace, chunks=3)
+    assert reader.fetch("a", 700) is not None
+    reader.now += 1.5
+    reader.loads.begin("a", 700, "image")
+    assert reader.fetch("b", 700) is None
+    assert reader.copy("a", 700) is not None
+    reader.now += 1.5
+    assert reader.fetch("b", 700) is not None
+
+
 def test_engine_waits_no_longer_than_its_patience(reader: Reader, store: ObjectStore) -> None:
     reader.loads.begin("slow", 10, "image")
     reader.now = 1.5

@@ -4,6 +4,7 @@ import os
 import random
 import resource
 import signal
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -333,6 +334,28 @@ def test_request_without_any_input_ends_alone(make_encoder: Make) -> None:
     assert ends["miss"] == "FINISHED_ERROR"
     assert {ends["hit"], ends["media"]} == {"FINISHED_LENGTH_CAPPED"}
     assert engine.computed[-1:] == ["other"]
+
+
+NOTHING = {"image_embeds": SimpleNamespace(data=None)}
+
+
+def test_output_without_any_input_is_not_evicted_by_the_next_of_its_request(
+    make_encoder: Make,
+) -> None:
+    """Regression: it was found, then evicted, and the encoder got no input: vLLM's worker ends."""
+    make_encoder().ask(("one", 100), ("two", 200))
+    engine = make_encoder({"buffer_nbytes": "2MiB"}, batch_tokens=64)
+    engine.ours._fields = SimpleNamespace(fields_for=lambda modality: set())
+    clock = [time.monotonic()]
+    engine.ours._loads._clock = lambda: clock[0]
+    engine.add("early", [("one", 100)])
+    engine.scheduler.schedule()
+    engine.abort("early")
+    wait_until(lambda: engine.ours._loads.poll() or engine.ours._loads.find("one", 100))
+    clock[0] += 60.0
+    engine.add("late", [("one", 100), ("two", 200)], NOTHING)
+    engine.run(60.0)
+    assert "one" not in engine.computed
 
 
 @pytest.mark.parametrize(
