@@ -223,7 +223,8 @@ class _Scheduler:
         self._loads: TensorLoads | None = None  # until every worker has mapped the memory
         self._rows: dict[str, int] = {}  # of the outputs that this pass asked for
         self._promised: set[str] = set()  # pinned, in this pass
-        self._cached: set[str] = set()  # in vLLM's own cache
+        self._cached: set[str] = set()  # in vLLM's own cache when this pass began, or since
+        self._allocated = False  # an output in this pass: others may have left vLLM's cache for it
         self._running: dict[int, _Load] = {}
         self._step = self._number = 0
         # By request: seconds that it waited, and the time of the last pass if it still waits
@@ -250,7 +251,8 @@ class _Scheduler:
         rows_of = _rows_by_identifier(features)
         for feature in features:
             identifier, start = feature.identifier, feature.mm_position.offset
-            if identifier in self._cached:
+            cached = identifier in self._cached
+            if cached and (not self._allocated or self._computable(feature)):
                 continue
             rows = self._rows[identifier] = rows_of[identifier]
             soon = start < computed + self._window  # the next step may reach it
@@ -261,7 +263,9 @@ class _Scheduler:
                 if self._loads.pending(identifier) and patient:
                     waiting = True
                     continue
-            if soon and not self._computable(feature):
+            if cached and soon and patient:  # what this pass evicted is known after it
+                waiting = True
+            elif soon and not self._computable(feature):
                 log.error(
                     "request %s has neither the media nor an embedding of its %s, and the store "
                     "does not have the output: it ends with an error",
@@ -305,6 +309,7 @@ class _Scheduler:
     def allocated(self, identifier: str) -> None:
         """Order the load of an output that `has` promised; others are computed."""
         self._cached.add(identifier)
+        self._allocated = True
         if identifier not in self._promised or self._loads is None:
             return
         self._promised.discard(identifier)  # the pin is the order's from here on
@@ -315,6 +320,7 @@ class _Scheduler:
     def orders(self, freed: list[str]) -> EncoderOrders:
         """Return all loads that are not reported yet: a step that computes nothing may be lost."""
         self._step += 1
+        self._allocated = False
         self._cached.difference_update(freed)
         for identifier in self._promised:  # promised, but its request was not scheduled
             assert self._loads is not None

@@ -284,4 +284,4 @@ class EncoderEngine:
         self.scheduler.shutdown()
 
 
-__all__ = ["CHUNK_NBYTES", "EncoderEngine", "adapter", "output_of"]
+__all__ = ["CHUNK_NBYTES", "EncoderEngine", "RequestStatus", "adapter", "output_of"]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from encoder_engine import CHUNK_NBYTES, EncoderEngine, adapter
+from encoder_engine import CHUNK_NBYTES, EncoderEngine, RequestStatus, adapter
 from restartable_node import RestartableNode
 from stopping import stop
 from waiting import wait_until
@@ -356,6 +356,20 @@ def test_output_without_any_input_is_not_evicted_by_the_next_of_its_request(
     engine.add("late", [("one", 100), ("two", 200)], NOTHING)
     engine.run(60.0)
     assert "one" not in engine.computed
+
+
+def test_output_without_any_input_that_this_pass_evicted_is_loaded(make_encoder: Make) -> None:
+    """Regression: it was counted on in vLLM's own cache, and the encoder got no input."""
+    make_encoder().ask(("one", 100), ("two", 100), ("three", 100))
+    engine = make_encoder(cache_rows=200)
+    engine.ours._fields = SimpleNamespace(fields_for=lambda modality: set())
+    for name in ("two", "one", "three"):
+        assert engine.ask((name, 100)) == []
+    engine.add("evicts", [("two", 100)])
+    engine.add("needs", [("one", 100)], NOTHING)
+    engine.run(60.0)
+    assert engine.computed == ["warm"]
+    assert engine.requests["needs"].status == RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 @pytest.mark.parametrize(
