@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -150,6 +151,7 @@ def main(given: Sequence[str]) -> int:
     if arguments.list:
         print(listing())
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends engines and the store, too
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         if arguments.keep:

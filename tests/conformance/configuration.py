@@ -62,7 +62,8 @@ def load(path: Path) -> Configuration:
         raise ConfigurationError(f"{path} is no JSON: {error}") from error
     if isinstance(found, dict) and "kv_connector" in found:
         found = {"kv_transfer_config": found}
-    if not isinstance(found, dict) or "kv_connector" not in found.get("kv_transfer_config", {}):
+    config = found.get("kv_transfer_config") if isinstance(found, dict) else None
+    if not isinstance(config, dict) or "kv_connector" not in config:
         raise ConfigurationError(
             f"{path} names no connector: write a kv_transfer_config with kv_connector in it"
         )
@@ -70,7 +71,21 @@ def load(path: Path) -> Configuration:
         raise ConfigurationError(
             f"{path} has unknown fields: {', '.join(unknown)}; known are {', '.join(FIELDS)}"
         )
+    for name, value in found.items():
+        if wanted := _kind_lacking(name, value):
+            raise ConfigurationError(f"{path}: {name} must be {wanted}")
     return Configuration(path.stem, **found)
+
+
+def _kind_lacking(name: str, value: Any) -> str:
+    """Return what a field's value must be, if it is something else."""
+    if name == "environment":
+        fits = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+        return "" if fits else 'an object of texts, {"NAME": "VALUE"}'
+    if name in ("store", "modules"):
+        fits = isinstance(value, list) and all(isinstance(text, str) for text in value)
+        return "" if fits else 'a list of texts, ["PROGRAM", "ARGUMENT"]'
+    return "" if name == "kv_transfer_config" or isinstance(value, str) else "a text"
 
 
 def free_port() -> int:

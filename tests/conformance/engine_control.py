@@ -60,14 +60,18 @@ class Spawner:
         device = {} if Path("/dev/nvidiactl").exists() else ON_CPU
         variables = {**device, **os.environ, **environment, "PYTHONPATH": joined}
         self._log = (folder / "engines.log").open("w")
-        self._process = subprocess.Popen(
-            [python, str(HERE / "engine_process.py"), self._path, *["fresh"] * fresh],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=variables,
-            text=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [python, str(HERE / "engine_process.py"), self._path, *["fresh"] * fresh],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=variables,
+                text=True,
+            )
+        except OSError as error:
+            self._log.close()
+            raise EngineDied(f"{python} can not be run: {error.strerror}") from error
         assert self._process.stdout is not None
         # vLLM may log to stdout before.
         ready = next((line for line in self._process.stdout if line.startswith('{"vllm"')), "")
@@ -77,8 +81,14 @@ class Spawner:
         self.facts: dict[str, Any] = json.loads(ready)
 
     def connect(self) -> socket.socket:
+        """Return a connection, which starts an engine. Raises EngineDied."""
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(self._path)
+        try:
+            connection.connect(self._path)
+        except OSError as error:
+            connection.close()
+            log = last_error(self.folder / "engines.log")
+            raise EngineDied(f"the process that starts engines is gone: {log}") from error
         return connection
 
     def close(self) -> None:

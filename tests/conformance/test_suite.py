@@ -2,14 +2,19 @@
 
 import ast
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from comparison import close, equal
 from configuration import Configuration, ConfigurationError, Store, StoreFailed, load
-from engine_control import Answer
+from engine_control import Answer, EngineDied, Spawner
 from outcomes import Outcome, matrix, outcome_of, status
 from session import Checks
 
@@ -65,6 +70,9 @@ def test_shipped_configuration_is_valid(path: Path) -> None:
     assert load(path).description
 
 
+GIVEN = '{"kv_transfer_config": {"kv_connector": "X"}, %s}'
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -72,6 +80,10 @@ def test_shipped_configuration_is_valid(path: Path) -> None:
         ("[]", "names no connector"),
         ('{"kv_role": "kv_both"}', "names no connector"),
         ('{"kv_transfer_config": {"kv_connector": "X"}, "stor": []}', "unknown fields: stor"),
+        ('{"kv_transfer_config": null}', "names no connector"),
+        (GIVEN % '"environment": {"A": 1}', "environment must be an object of texts"),
+        (GIVEN % '"store": "program"', "store must be a list of texts"),
+        (GIVEN % '"evict": ["rm"]', "evict must be a text"),
     ],
 )
 def test_bad_configuration_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -99,6 +111,44 @@ def test_store_is_started_killed_and_restarted(tmp_path: Path) -> None:
         broken.start()
 
 
+def test_end_by_a_signal_leaves_no_process(tmp_path: Path) -> None:
+    """Regression: SIGTERM, as of `timeout`, left the store's program and the folder behind."""
+    python = tmp_path / "python"  # in place of an interpreter with vLLM: engines never answer
+    python.write_text(
+        f"#!{sys.executable}\n"
+        "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[2])\n"
+        's.listen(); print(\'{"vllm": "0", "device": "cpu", "gpus": 0}\', flush=True)\n'
+        "time.sleep(60)"
+    )
+    python.chmod(0o700)
+    serve = (
+        "import os, socket, sys, time; s = socket.create_server(('127.0.0.1', int(sys.argv[1])));"
+        "print(os.getpid(), file=open(sys.argv[2], 'w')); time.sleep(60)"
+    )
+    pid_file = tmp_path / "pid"
+    store = [sys.executable, "-c", serve, "{port}", str(pid_file)]
+    given = {"kv_transfer_config": {"kv_connector": "X"}, "store": store}
+    (tmp_path / "given.json").write_text(json.dumps(given))
+    command = [sys.executable, str(SUITE), str(tmp_path / "given.json"), "--python", str(python)]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60.0
+    while not (pid_file.exists() and pid_file.read_text().endswith("\n")):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    run.send_signal(signal.SIGTERM)
+    assert "interrupted" in run.communicate(timeout=60.0)[1]
+    assert run.returncode == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
+def test_engine_that_can_not_be_started_has_died(tmp_path: Path) -> None:
+    """Regression: the suite ended with a traceback, and its outcomes were lost."""
+    spawner: Any = SimpleNamespace(_path=str(tmp_path / "absent"), folder=tmp_path)
+    with pytest.raises(EngineDied, match="the process that starts engines is gone"):
+        Spawner.connect(spawner)
+
+
 def suite(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(SUITE), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -114,6 +164,9 @@ def test_command_line_lists_and_refuses(tmp_path: Path) -> None:
     nameless = suite("folder", "--own", '{"dtype": "float32"}')
     assert nameless.returncode == 2
     assert "--own names no model" in nameless.stderr
+    no_python = suite("folder", "--python", "/absent/python", "--json")
+    assert no_python.returncode == 2
+    assert "/absent/python can not be run" in json.loads(no_python.stdout)["error"]
     absent = suite(str(tmp_path / "absent.json"))
     assert absent.returncode == 2
     assert "can not be read" in absent.stderr
