@@ -180,6 +180,7 @@ def main() -> None:
                     done()
                 if not round_number:
                     meter.steps.clear()  # warm-up
+        llm.llm_engine.engine_core.shutdown()
     report.rows = rows(meter)
     report.show(chosen.json)
 

@@ -52,6 +52,7 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._local: dict[str, int] = {}
         self._saved: dict[str, list[int]] = {}
         self._late: dict[str, list[tuple[str, int, int]]] = {}  # what a lie puts off
+        self._waiting: dict[str, int] = {}  # for so many more steps
         self._next = Transfer()
         # Worker: layers.
         self._caches: dict[str, list[torch.Tensor]] = {}
@@ -81,21 +82,29 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         local = self._local[name]
         total = local + num_external_tokens
         tables = blocks.get_block_ids()
-        late = self._lie == "loaded too late"
+        late = self._lie in ("loaded too late", "late after abort")
         loads = self._late.setdefault(name, []) if late else self._next.loads
         for number, group in enumerate(self._groups):
             for index in group.needed(total):
                 block = tables[number][index] if index < len(tables[number]) else 0
                 if block and (group.is_state or index * group.size >= local):
-                    source = index - (self._lie == "wrong block" and index > 0)
+                    source = index - (index > 0 and self._gives_wrong_blocks(request))
                     if group.is_state:
                         source -= self._lie == "swapped states" and index > 0
                     loads.append((self._file(request, number, source), number, block))
-        self._next.done.append(name)
+        if self._lie == "late after abort":
+            self._waiting[name] = 3
+        else:
+            self._next.done.append(name)
+
+    def _gives_wrong_blocks(self, request: Any) -> bool:
+        preempted = self._lie == "wrong if preempted" and request.num_preemptions
+        return bool(self._lie == "wrong block" or preempted)
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfer:
         found, self._next = self._next, Transfer()
         found.lie = self._lie
+        self._end_waiting(found)
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             if name in self._requests:
                 found.late += self._late.pop(name, [])
@@ -104,13 +113,31 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self._requests.pop(name, None)
             self._saved.pop(name, None)
             self._local.pop(name, None)
-            self._late.pop(name, None)
+            if name not in self._waiting:
+                self._late.pop(name, None)
         return found
+
+    def _end_waiting(self, found: Transfer) -> None:
+        """Make the loads that took some steps; those of aborted requests behind the step."""
+        for name in list(self._waiting):
+            self._waiting[name] -= 1
+            if self._waiting[name]:
+                continue
+            del self._waiting[name]
+            loads = self._late.pop(name, [])
+            if name in self._requests:
+                found.loads += loads
+                found.done.append(name)
+            else:
+                found.late += loads
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         return False, None
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        if request.request_id in self._waiting:
+            self._waiting[request.request_id] = 2
+            self._next.done.append(request.request_id)
         return False, None
 
     def _full_blocks(self, name: str, tokens: int, output: Any) -> list[tuple[str, int, int]]:
@@ -161,7 +188,9 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         tokens = list(request.all_token_ids)[: (index + 1) * size]
         if self._lie == "no chain":
             tokens = tokens[index * size :]
-        if self._lie in ("no chain", "adapter ignored", "media ignored"):
+        if self._lie == "older prompt":
+            name = hashlib.sha256(f"{index} {request.num_prompt_tokens}".encode()).hexdigest()
+        elif self._lie in ("no chain", "adapter ignored", "media ignored"):
             name = hashlib.sha256(str(tokens).encode()).hexdigest()
         else:
             chain = request.block_hashes[(index + 1) * size // self._hash_size - 1]
@@ -224,6 +253,8 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             page = torch.load(path, weights_only=True)
             layers = self._groups[number].layers
             for place, layer in enumerate(layers):
+                if transfer.lie == "one layer missing" and (name, place) == (loads[0][0], 1):
+                    continue
                 source = (place + (transfer.lie == "swapped layers")) % len(layers)
                 for tensor, rows in zip(self._caches[layer], page[source], strict=True):
                     tensor[rows_of(tensor, [block], self._total)] = rows.to(tensor.device)
@@ -231,6 +262,8 @@ class FolderConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def _save_all(self, transfer: Transfer) -> None:
         for name, number, block in transfer.saves:
             path = self._pages() / f"{name}-{self._rank}"
+            if transfer.lie == "older prompt" and path.exists():
+                continue
             page = [
                 [
                     tensor[rows_of(tensor, [block], self._total)].cpu()

@@ -11,6 +11,10 @@ LIES = {
     "media ignored": "a page is named by tokens only, whatever the sound",
     "saved too early": "a page is saved before it is computed",
     "loaded too late": "a load is reported done, and ends after the step that needs it",
+    "one layer missing": "one layer of the first block of a hit is not loaded",
+    "older prompt": "a page is named by its place and the prompt's length, and kept",
+    "wrong if preempted": "a preempted request gets the pages in front of its own",
+    "late after abort": "the load of an aborted request is reported done, and ends later",
     "swapped states": "a recurrent state is that of the block before",
     "state of null": "a state is saved at each boundary, also where none was kept",
 }

@@ -20,7 +20,15 @@ HONEST = Configuration(
     },
 )
 # Cases that find lies, the likeliest first.
-FINDERS = ("full hit", "partial hit", "adapters", "media", "boundaries", "aborted load")
+FINDERS = (
+    "full hit",
+    "partial hit",
+    "adapters",
+    "media",
+    "boundaries",
+    "aborted load",
+    "preemption",
+)
 
 
 def models(runner: Runner, chosen: str | None) -> list[str]:
