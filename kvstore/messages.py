@@ -141,8 +141,58 @@ def field_of(message: memoryview) -> tuple[int, memoryview]:
     return (tag >> 3, message[start:]) if whole else (0, message[:0])
 
 
+def _frames_of(message: memoryview) -> dict[int, memoryview]:
+    """Return the frames of a transfer in one message by their field numbers.
+
+    Empty if it has anything else, or one of them twice: protobuf parses those messages.
+    """
+    found: dict[int, memoryview] = {}
+    position = 0
+    while position < len(message):
+        tag, start = _number(message, position)
+        nbytes, start = _number(message, start)
+        position = start + nbytes
+        if not start or tag not in _FRAME_TAGS or tag in found or position > len(message):
+            return {}
+        found[tag] = message[start:position]
+    return {tag >> 3: value for tag, value in found.items()}
+
+
+def put_parts(request: bytes) -> tuple[memoryview, memoryview, memoryview]:
+    """Return (begin, page bytes, commit) of a PutWholeRequest; begin and commit are serialised.
+
+    Raises DecodeError.
+    """
+    fields = _frames_of(memoryview(request))
+    data = _data_of(fields)
+    if data is not None and _COMMIT in fields:
+        return fields[_BEGIN], data, fields[_COMMIT]
+    whole: Any = pb.PutWholeRequest.FromString(request)
+    return (
+        memoryview(whole.begin.SerializeToString()),
+        memoryview(whole.chunk.data),
+        memoryview(whole.commit.SerializeToString()),
+    )
+
+
+def get_parts(reply: bytes) -> tuple[pb.GetReply, memoryview]:
+    """Return (begin, page bytes) of a GetWholeReply. Raises DecodeError."""
+    fields = _frames_of(memoryview(reply))
+    data = _data_of(fields)
+    if data is not None:
+        return pb.GetReply.FromString(bytes(fields[_BEGIN])), data
+    whole = pb.GetWholeReply.FromString(reply)
+    return whole.begin, memoryview(whole.chunk.data)
+
+
+def _data_of(fields: dict[int, memoryview]) -> memoryview | None:
+    """Return the page bytes among the frames of a transfer; None if there are no such frames."""
+    number, data = field_of(fields.get(_CHUNK, memoryview(b"")))
+    return data if number == _DATA and _BEGIN in fields else None
+
+
 def _number(data: memoryview, position: int) -> tuple[int, int]:
-    """Parse a varint of at most five bytes; return it and its end, 0 if there is none."""
+    """Parse a varint of at most five bytes; return it and its end, (0, 0) if there is none."""
     value = 0
     for index in range(5):
         if position + index >= len(data):
@@ -151,7 +201,7 @@ def _number(data: memoryview, position: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
             return value, position + index + 1
-    return 0, len(data)
+    return 0, 0
 
 
 def _length(frame: bytes, position: int, tag: bytes) -> tuple[int, int]:
@@ -188,6 +238,11 @@ def _varint(number: int) -> bytes:
 _PREFIX_PAGES_TAG = _varint(pb.LookupReply.DESCRIPTOR.fields_by_name["prefix_pages"].number << 3)
 _PRESENT_TAG = _varint(pb.LookupReply.DESCRIPTOR.fields_by_name["present"].number << 3 | 2)
 _HITS_TAG = _varint(pb.GetReply.DESCRIPTOR.fields_by_name["hits"].number << 3 | 2)
+_BEGIN, _CHUNK, _COMMIT = (
+    pb.PutFrame.DESCRIPTOR.fields_by_name[name].number for name in ("begin", "chunk", "commit")
+)
+_DATA = pb.PageChunk.DATA_FIELD_NUMBER
+_FRAME_TAGS = frozenset(number << 3 | 2 for number in (_BEGIN, _CHUNK, _COMMIT))
 # The same for both kinds of frames; tests/core/test_messages.py compares with protobuf's output.
 _CHUNK_TAG = _varint(pb.GetFrame.DESCRIPTOR.fields_by_name["chunk"].number << 3 | 2)
 _DATA_TAG = _varint(pb.PageChunk.DESCRIPTOR.fields_by_name["data"].number << 3 | 2)

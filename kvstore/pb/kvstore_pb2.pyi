@@ -393,6 +393,16 @@ class PutFrameReply(_message.Message):
     commit: CommitReply
     def __init__(self, begin: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ...) -> None: ...
 
+class PutWholeRequest(_message.Message):
+    __slots__ = ("begin", "chunk", "commit")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    begin: PutRequest
+    chunk: PageChunk
+    commit: CommitRequest
+    def __init__(self, begin: _Optional[_Union[PutRequest, _Mapping]] = ..., chunk: _Optional[_Union[PageChunk, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ...) -> None: ...
+
 class ByteRange(_message.Message):
     __slots__ = ("offset", "nbytes")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -430,6 +440,14 @@ class GetReply(_message.Message):
     def __init__(self, hits: _Optional[_Iterable[bool]] = ..., checksums: _Optional[_Iterable[bytes]] = ..., offsets: _Optional[_Iterable[int]] = ..., ttls_ms: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetFrame(_message.Message):
+    __slots__ = ("begin", "chunk")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    begin: GetReply
+    chunk: PageChunk
+    def __init__(self, begin: _Optional[_Union[GetReply, _Mapping]] = ..., chunk: _Optional[_Union[PageChunk, _Mapping]] = ...) -> None: ...
+
+class GetWholeReply(_message.Message):
     __slots__ = ("begin", "chunk")
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]

@@ -49,6 +49,16 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.GetRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.GetFrame.FromString,
                 )
+        self.PutWhole = channel.unary_unary(
+                '/kvstore.KVStore/PutWhole',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.PutWholeRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.PutReply.FromString,
+                )
+        self.GetWhole = channel.unary_unary(
+                '/kvstore.KVStore/GetWhole',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.GetRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.GetWholeReply.FromString,
+                )
         self.Verify = channel.unary_unary(
                 '/kvstore.KVStore/Verify',
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.VerifyRequest.SerializeToString,
@@ -183,6 +193,20 @@ class KVStoreServicer(object):
 
     def Get(self, request, context):
         """First frame: one verdict per key; then the bytes of the hits, in order, in chunks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PutWhole(self, request, context):
+        """A put of at most 1 MiB in one message. Older nodes do not have it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetWhole(self, request, context):
+        """A get of at most 1 MiB in one message. Older nodes do not have it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -338,6 +362,16 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Get,
                     request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.GetRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_kvstore__pb2.GetFrame.SerializeToString,
+            ),
+            'PutWhole': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutWhole,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.PutWholeRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.PutReply.SerializeToString,
+            ),
+            'GetWhole': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWhole,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.GetRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.GetWholeReply.SerializeToString,
             ),
             'Verify': grpc.unary_unary_rpc_method_handler(
                     servicer.Verify,
@@ -550,6 +584,40 @@ class KVStore(object):
         return grpc.experimental.unary_stream(request, target, '/kvstore.KVStore/Get',
             kvstore_dot_pb_dot_kvstore__pb2.GetRequest.SerializeToString,
             kvstore_dot_pb_dot_kvstore__pb2.GetFrame.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def PutWhole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/PutWhole',
+            kvstore_dot_pb_dot_kvstore__pb2.PutWholeRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.PutReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetWhole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/GetWhole',
+            kvstore_dot_pb_dot_kvstore__pb2.GetRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.GetWholeReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -15,10 +15,10 @@ from google.protobuf.message import DecodeError
 
 from kvstore.buffers import Pieces, segments_nbytes
 from kvstore.checksum import joined_leaves, root
-from kvstore.config import MESSAGE_NBYTES_MAX
+from kvstore.config import GRPC_CHUNK_NBYTES, MESSAGE_NBYTES_MAX
 from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, ProtocolError, Unavailable
-from kvstore.messages import chunk_frame, chunk_of
+from kvstore.messages import chunk_frame, chunk_head, chunk_of, get_parts
 from kvstore.page_hmac import PageHmacs, receive_buffers, with_hmacs
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
@@ -32,6 +32,8 @@ from kvstore.transports.tls import ClientTls
 
 Result = TypeVar("Result")
 
+# A transfer of more pages is a stream: its keys and leaves would not fit beside its page bytes
+WHOLE_PAGES_MAX = 1024
 FRAMES_MAX = 2  # frames waiting to be sent: while one is sent, the next one is made
 # Refuse compressed answers by their head. Some grpcio versions that engines have decompress a
 # message without a limit and compare its size afterwards, so that a node could fill an engine's
@@ -153,6 +155,13 @@ class GrpcWire:
         self._get = self._channel.unary_stream(
             "/kvstore.KVStore/Get", pb.GetRequest.SerializeToString, None
         )
+        self._put_whole = self._channel.unary_unary(
+            "/kvstore.KVStore/PutWhole", None, pb.PutReply.FromString
+        )
+        self._get_whole = self._channel.unary_unary(
+            "/kvstore.KVStore/GetWhole", pb.GetRequest.SerializeToString, None
+        )
+        self._whole = True  # the node has these two, as far as is known
         _wires.add(self)
 
     @property
@@ -177,8 +186,13 @@ class GrpcWire:
         deadline: Deadline,
         seals: PageHmacs | None = None,
     ) -> list[int]:
-        """Stream pages to the node; see `Wire.put`."""
+        """Send pages to the node, few in one message, many as a stream; see `Wire.put`."""
         check_process(self._pid)
+        if self._whole and _is_small(len(pages), len(pages) * request.page_nbytes):
+            message = _whole_put(request, pages, seals)
+            reply = self._call_whole(self._put_whole, message, deadline)
+            if reply is not None:
+                return _verdicts(reply, len(pages))
         stream, told = _Stream(), self._call_metadata
         return self._run(
             partial(self._put_all, stream, told, request, pages, deadline, seals), stream.stop
@@ -201,9 +215,7 @@ class GrpcWire:
                 # Nothing shall wait for a stream that the node or the deadline ended
                 replies.add_done_callback(outbox.end)
                 outbox.put(pb.PutFrame(begin=request).SerializeToString())
-                verdicts = list(next(replies).begin.verdicts)
-                if len(verdicts) != len(pages):
-                    raise ProtocolError(f"{len(verdicts)} verdicts for {len(pages)} pages")
+                verdicts = _verdicts(next(replies).begin, len(pages))
                 chosen = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
                 if chosen:
                     _send(
@@ -231,8 +243,17 @@ class GrpcWire:
         deadline: Deadline,
         seals: PageHmacs | None = None,
     ) -> tuple[list[bool], list[int]]:
-        """Stream pages from the node; see `Wire.get`."""
+        """Receive pages from the node, few in one message, many as a stream; see `Wire.get`."""
         check_process(self._pid)
+        each_nbytes = 0 if seals is None else seals.nbytes
+        nbytes = sum(map(segments_nbytes, buffers)) + each_nbytes * len(buffers)
+        if self._whole and _is_small(len(buffers), nbytes):
+            reply = self._call_whole(self._get_whole, request, deadline)
+            if reply is not None:
+                with _complete_get():
+                    begin, data = get_parts(reply)
+                    chunks = iter([data] if data.nbytes else ())
+                    return _received(request, begin, chunks, buffers, seeds, seals)
         stream, told = _Stream(), self._call_metadata
         return self._run(
             partial(self._get_all, stream, told, request, buffers, seeds, deadline, seals),
@@ -250,30 +271,28 @@ class GrpcWire:
         seals: PageHmacs | None,
     ) -> tuple[list[bool], list[int]]:
         try:
-            with stream.whole(
-                self._get(request, timeout=deadline.remaining(), metadata=told)
-            ) as frames:
+            with (
+                _complete_get(),
+                stream.whole(
+                    self._get(request, timeout=deadline.remaining(), metadata=told)
+                ) as frames,
+            ):
                 begin = pb.GetFrame.FromString(next(frames)).begin
-                hits = list(begin.hits)
-                found = [i for i, hit in enumerate(hits) if hit]
-                if len(hits) != len(buffers) or len(begin.checksums) != len(found):
-                    raise ProtocolError("the reply to a get does not fit its request")
-                targets = [receive_buffers(buffers[i], seals) for i in found]
-                made = fill(targets, map(_page_bytes, frames))
-                if next(frames, None) is not None:
-                    raise ProtocolError("the node sent more page bytes than it announced")
+                chunks = map(_page_bytes, frames)
+                return _received(request, begin, chunks, buffers, seeds, seals)
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
-        except (StopIteration, InvalidRequest, DecodeError) as error:
-            raise ProtocolError(f"the node's answer to a get is incomplete: {error}") from error
-        corrupt = []
-        for i, target, of, expected in zip(found, targets, made, begin.checksums, strict=True):
-            if root(of, seeds[i]) != expected:
-                hits[i] = False
-                corrupt.append(i)
-            elif seals:
-                hits[i] = seals.verify(request.prefix_hashes[i], target[:-1], target[-1])
-        return hits, corrupt
+
+    def _call_whole(self, call: Any, request: Any, deadline: Deadline) -> Any:
+        """Send a put or get that is one message; return None if the node has no such method."""
+        told = self._call_metadata
+        try:
+            return self._run(lambda: call(request, timeout=deadline.remaining(), metadata=told))
+        except (grpc.RpcError, ValueError) as error:
+            if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                self._whole = False
+                return None
+            raise _translated(error) from error
 
     def follow(
         self, number: int, seconds: float, end: Callable[[], object] = lambda: None
@@ -328,7 +347,8 @@ class GrpcWire:
 
     def _keep(self) -> None:
         """Keep gRPC's objects for ever, so that nothing waits for the channel's end."""
-        for kept in (self._channel, self._stub, self._put, self._get):
+        calls = (self._put, self._get, self._put_whole, self._get_whole)
+        for kept in (self._channel, self._stub, *calls):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
@@ -367,6 +387,70 @@ class Followed:
         views = self._views
         if views is not None:
             views.cancel()
+
+
+def _is_small(count: int, nbytes: int) -> bool:
+    """Return whether a transfer fits one message, beside its keys and leaves or checksums."""
+    return 0 < nbytes <= GRPC_CHUNK_NBYTES and count <= WHOLE_PAGES_MAX
+
+
+def _whole_put(request: pb.PutRequest, pages: Sequence[Pieces], seals: PageHmacs | None) -> bytes:
+    """Build a PutWholeRequest: the frames of the put, one after the other."""
+    stored = [
+        with_hmacs(page, key, seals) for page, key in zip(pages, request.prefix_hashes, strict=True)
+    ]
+    leaves = [joined_leaves(page, segments_nbytes(page)) for page in stored]
+    return b"".join(
+        (
+            pb.PutFrame(begin=request).SerializeToString(),
+            chunk_head(sum(map(segments_nbytes, stored))),
+            *(view for page in stored for view in page),
+            pb.PutFrame(commit=pb.CommitRequest(leaves=leaves)).SerializeToString(),
+        )
+    )
+
+
+def _verdicts(reply: pb.PutReply, count: int) -> list[int]:
+    verdicts: list[int] = list(reply.verdicts)
+    if len(verdicts) != count:
+        raise ProtocolError(f"{len(verdicts)} verdicts for {count} pages")
+    return verdicts
+
+
+@contextlib.contextmanager
+def _complete_get() -> Iterator[None]:
+    """Raise ProtocolError for an answer to a get that lacks something."""
+    try:
+        yield
+    except (StopIteration, InvalidRequest, DecodeError) as error:
+        raise ProtocolError(f"the node's answer to a get is incomplete: {error}") from error
+
+
+def _received(
+    request: pb.GetRequest,
+    begin: pb.GetReply,
+    chunks: Iterator[memoryview],
+    buffers: Sequence[Pieces],
+    seeds: Sequence[int],
+    seals: PageHmacs | None,
+) -> tuple[list[bool], list[int]]:
+    """Copy the hits into their buffers and verify them; see `Wire.get`."""
+    hits = list(begin.hits)
+    found = [i for i, hit in enumerate(hits) if hit]
+    if len(hits) != len(buffers) or len(begin.checksums) != len(found):
+        raise ProtocolError("the reply to a get does not fit its request")
+    targets = [receive_buffers(buffers[i], seals) for i in found]
+    made = fill(targets, chunks)
+    if next(chunks, None) is not None:
+        raise ProtocolError("the node sent more page bytes than it announced")
+    corrupt = []
+    for i, target, of, expected in zip(found, targets, made, begin.checksums, strict=True):
+        if root(of, seeds[i]) != expected:
+            hits[i] = False
+            corrupt.append(i)
+        elif seals:
+            hits[i] = seals.verify(request.prefix_hashes[i], target[:-1], target[-1])
+    return hits, corrupt
 
 
 def _send(pages: Iterable[Pieces], outbox: Outbox) -> None:

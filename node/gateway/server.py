@@ -3,6 +3,7 @@
     unary call   request bytes -> frame -> reply bytes              nothing is parsed here
     put          begin -> statuses -> chunks, as they come -> commit
     get          request -> reply, then page bytes, which the node has framed as chunks
+    small ones   the same frames to and from the node; the caller's are in one message each way
 
 Health, reflection and views are answered here, from the state that the node has sent. The node
 decides who may request them:
@@ -26,7 +27,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.messages import FRAME_NBYTES, chunk_of, delimited
+from kvstore.messages import FRAME_NBYTES, chunk_of, delimited, put_parts
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.status import status_code
 from node.gateway.call import Call
@@ -220,6 +221,8 @@ class Servicer:
         streams = {
             "Put": self._handler(self._put, self._calls),
             "Get": self._handler(self._get, self._calls),
+            "PutWhole": self._handler(self._put_whole, self._calls),
+            "GetWhole": self._handler(self._get_whole, self._calls),
             "Follow": self._handler(
                 self._follow,
                 self._followers,
@@ -353,6 +356,34 @@ class Servicer:
             if left:
                 await self._send_frames(left, call, connection)
 
+    async def _put_whole(self, call: Call, messages: Messages) -> None:
+        begin, data, commit = put_parts(await call.request(messages))
+        request = pb.PutRequest.FromString(bytes(begin))
+        count, page_nbytes = len(request.prefix_hashes), request.page_nbytes
+        if data.nbytes != count * page_nbytes:
+            raise InvalidRequest(f"{data.nbytes} page bytes for {count} pages of {page_nbytes}")
+        with self.upstream.lease(call.on_behalf) as connection:
+            reply, _ = await connection.begin("put", begin, call.trace)
+            verdicts = pb.PutReply.FromString(bytes(reply)).verdicts
+            wanted = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
+            if wanted:
+                if len(wanted) < count:
+                    data, commit = chosen(wanted, page_nbytes, data, commit)
+                connection.add_payload(data)
+                await connection.exchange("commit", commit)
+            connection.clean = True
+        await call.write(bytes(reply))
+
+    async def _get_whole(self, call: Call, messages: Messages) -> None:
+        request = await call.request(messages)
+        with self.upstream.lease(call.on_behalf) as connection:
+            reply, nbytes = await connection.begin("get", request, call.trace)
+            if nbytes > FRAME_NBYTES:
+                raise InvalidRequest(f"pages of {nbytes} bytes do not fit one message; call Get")
+            frame = await connection.payload(nbytes) if nbytes else b""
+            connection.clean = True
+        await call.write(delimited(_GET_BEGIN, reply) + frame)
+
     async def _send_frames(self, left: int, call: Call, connection: NodeConnection) -> None:
         """Forward framed page bytes, receiving one frame while sending another."""
         coming = asyncio.ensure_future(connection.payload(min(left, FRAME_NBYTES)))
@@ -440,6 +471,21 @@ def part(frame: bytes | None, kind: str) -> Any:
     if got != kind:
         raise InvalidRequest(f"a {got} frame where a {kind} frame was expected")
     return getattr(message, kind)
+
+
+def chosen(
+    wanted: list[int], page_nbytes: int, data: memoryview, commit: memoryview
+) -> tuple[memoryview, memoryview]:
+    """Return the bytes of the wanted pages, and the commit of their leaves, serialised.
+
+    Raises InvalidRequest if the commit has not the leaves of all pages.
+    """
+    leaves = pb.CommitRequest.FromString(bytes(commit)).leaves
+    if len(leaves) * page_nbytes != data.nbytes:
+        raise InvalidRequest(f"the leaves of {len(leaves)} pages for {data.nbytes} page bytes")
+    pages = (data[i * page_nbytes : (i + 1) * page_nbytes] for i in wanted)
+    only = pb.CommitRequest(leaves=[leaves[i] for i in wanted])
+    return memoryview(b"".join(pages)), memoryview(only.SerializeToString())
 
 
 async def _send_chunks(

@@ -143,6 +143,10 @@ class NodeConnection:
         self.clean = False
         await self._send(pack_fixed(0, nbytes))
 
+    def add_payload(self, data: memoryview) -> None:
+        """Have the next request follow page bytes, all of them sent at once."""
+        self.unsent = b"".join((self.unsent, pack_fixed(0, data.nbytes), data))
+
     async def send_payload(self, data: memoryview) -> None:
         """Send page bytes.
 

@@ -13,7 +13,7 @@ from of_access import guarded
 from scripted import Bites
 from watched import Target
 
-from kvstore.messages import chunk_of
+from kvstore.messages import chunk_of, put_parts
 from kvstore.pb import kvstore_pb2 as pb
 from node.gateway.server import NodeState, Servicer
 from node.serving.gateway import GatewayDoor
@@ -142,7 +142,7 @@ def _of(house: Inside, fits: Callable[[list[bytes]], bool]) -> Target:
 
 def _conversations() -> list[bytes]:
     talks = [_call(method.name, unary()[op]) for op, method in _unary_methods().items()]
-    talks += [_call("Get", get) for get in gets()]
+    talks += [_call(name, get) for get in gets() for name in ("Get", "GetWhole")]
     page = bytes(PAGE_NBYTES)
     for put in puts():
         frames = [
@@ -151,6 +151,10 @@ def _conversations() -> list[bytes]:
         ]
         talks.append(_call("Put", *frames, pb.PutFrame(commit=commit(2))))
         talks.append(_call("Put", *frames[:2], pb.PutFrame(commit=commit(1))))
+        count = len(put.prefix_hashes)
+        pages = pb.PageChunk(data=page * count)
+        whole = pb.PutWholeRequest(begin=put, chunk=pages, commit=commit(count))
+        talks.append(_call("PutWhole", whole))
     asked = reflection_pb2.ServerReflectionRequest
     names = [
         asked(list_services="*"),
@@ -203,4 +207,34 @@ def chunks() -> Target:
     return Target(once, seeds, (DecodeError,), nbytes_max=512)
 
 
-TARGETS = {"gRPC calls": calls, "gRPC strangers": strangers, "page chunks": chunks}
+def wholes() -> Target:
+    """Make a target of transfers in one message, parsed without protobuf, with equal results."""
+
+    def once(data: bytes) -> None:
+        begin, pages, commit = put_parts(data)
+        whole = pb.PutWholeRequest.FromString(data)
+        assert whole.begin == pb.PutRequest.FromString(bytes(begin))
+        assert whole.chunk.data == pages, "protobuf finds other bytes"
+        assert whole.commit == pb.CommitRequest.FromString(bytes(commit))
+
+    def seeds() -> list[bytes]:
+        put = pb.PutRequest(namespace=b"n" * 32, prefix_hashes=[b"k" * 32], page_nbytes=200)
+        chunk = pb.PageChunk(data=bytes(200))
+        leaves = pb.CommitRequest(leaves=[b"leaves.."])
+        made = [
+            pb.PutWholeRequest(begin=put, chunk=chunk, commit=leaves),
+            pb.PutWholeRequest(begin=put, chunk=pb.PageChunk(data=b"x")),
+            pb.PutWholeRequest(commit=leaves),
+        ]
+        wire = [message.SerializeToString() for message in made]
+        return [*wire, wire[0] * 2, wire[2] + wire[1], wire[0] + b"\x22\x01a"]
+
+    return Target(once, seeds, (DecodeError,), nbytes_max=512)
+
+
+TARGETS = {
+    "gRPC calls": calls,
+    "gRPC strangers": strangers,
+    "page chunks": chunks,
+    "whole puts": wholes,
+}

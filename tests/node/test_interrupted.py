@@ -32,6 +32,7 @@ def test_grpc_put_reads_pages_in_a_thread_that_it_joins(
         waited.add(threading.get_ident())
         return put_all(*arguments)
 
+    monkeypatch.setattr(grpc_wire, "WHOLE_PAGES_MAX", 0)  # streams only
     monkeypatch.setattr(grpc_wire, "chunk_frame", seen)
     monkeypatch.setattr(grpc_wire.GrpcWire, "_put_all", waited_for)
     if in_main:
@@ -44,9 +45,15 @@ def test_grpc_put_reads_pages_in_a_thread_that_it_joins(
     assert (threading.get_ident() in read) is False
 
 
+@pytest.mark.parametrize("whole_pages_max", [0, grpc_wire.WHOLE_PAGES_MAX])
 def test_interrupted_grpc_put_stores_nothing(
-    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
+    node: Node,
+    connect: Connect,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
+    whole_pages_max: int,
 ) -> None:
+    monkeypatch.setattr(grpc_wire, "WHOLE_PAGES_MAX", whole_pages_max)
     client, keys, leaves = connect(node, "grpc"), pages.keys(11, 12), checksum.joined_leaves
     client.open(pages.namespace)
 

@@ -159,6 +159,8 @@ class OldNode(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details: Any) -> Any:
         method = handler_call_details.method.rpartition("/")[2]
+        if method not in self._calls:
+            return None  # UNIMPLEMENTED: it is newer than this node
 
         def answer(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
             first = next(requests)
