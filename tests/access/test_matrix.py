@@ -89,11 +89,11 @@ ROLE_OF = {op: role for role, ops in NEEDS.items() for op in ops.split()} | dict
 REFUSALS = (Unauthenticated, Forbidden, UnknownNamespace)
 
 
+OF_STREAMS = {"PutFrame": "put", "PutWholeRequest": "put", "FollowRequest": "follow"}
+
+
 def op_of(method: Any) -> str:
-    return (
-        REQUESTS.get(method.input_type.name)
-        or {"PutFrame": "put", "FollowRequest": "follow"}[method.input_type.name]
-    )
+    return REQUESTS.get(method.input_type.name) or OF_STREAMS[method.input_type.name]
 
 
 def request(op: str) -> Any:
@@ -267,9 +267,16 @@ def test_each_method_has_a_rule() -> None:
     assert {op for op, rule in RULES.items() if rule.is_act} == {*OF_NODE, "remove_namespace"}
 
 
+@pytest.mark.parametrize("whole", [True, False])
 def test_sample_is_refused_by_the_rules_over_grpc(
-    grpc_wires: dict[str, GrpcWire], refusals: Callable[..., Refusals]
+    grpc_wires: dict[str, GrpcWire],
+    refusals: Callable[..., Refusals],
+    monkeypatch: pytest.MonkeyPatch,
+    whole: bool,
 ) -> None:
+    """Puts and gets are refused as single messages, and as streams."""
+    if not whole:
+        monkeypatch.setattr("kvstore.transports.grpc_wire.WHOLE_PAGES_MAX", 0)
     assert refusals(SAMPLED, lambda op, who: asked(grpc_wires[who], op)) == {
         case: expected(*case) for case in SAMPLED
     }
