@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -381,27 +381,38 @@ class SlotAllocator:
 
     # ---- start ---------------------------------------------------------------------------
 
-    def claim(self, slot_nbytes: int, offset: int, owner: Any) -> bool:
-        """Take the slot that an earlier run recorded; return False if it does not fit.
+    def claim(self, slots: Iterable[tuple[int, int]], owners: Iterable[Any]) -> list[int]:
+        """Take slots (offset, bytes) that an earlier run recorded, each for an owner.
 
-        Use it on a new allocator, and call `claimed` after the last one.
+        Return the positions of those that do not fit. Use it on a new allocator, and call `claimed`
+        after the last one.
         """
-        kind = self._kind(slot_nbytes)
-        if kind is None or not 0 <= offset < self.region_nbytes:
-            return False
-        start = offset // self.unit_nbytes >> kind.level << kind.level
-        slot, rest = divmod(offset - start * self.unit_nbytes, slot_nbytes)
-        if rest or slot >= kind.per_block:
-            return False
-        block = self._blocks[start]
-        if block is None:
-            if any(self._blocks[start : start + (1 << kind.level)]):
-                return False
-            block = self._put(start, kind)
-        if block.start != start or block.kind is not kind or block.owners[slot]:
-            return False
-        block.owners[slot] = owner
-        return True
+        refused, blocks, unit_nbytes = list[int](), self._blocks, self.unit_nbytes
+        kind, nbytes, level = None, 0, 0
+        for position, ((offset, slot_nbytes), owner) in enumerate(zip(slots, owners, strict=True)):
+            if slot_nbytes != nbytes or kind is None or not kind.block_count:
+                kind, nbytes = self._kind(slot_nbytes), slot_nbytes
+                level = kind.level if kind else 0
+            if kind is None or not 0 <= offset < self.region_nbytes:
+                refused.append(position)
+                continue
+            start = offset // unit_nbytes >> level << level
+            slot, rest = divmod(offset - start * unit_nbytes, slot_nbytes)
+            block = blocks[start]
+            fits = not rest and slot < kind.per_block
+            if block is None and fits and not any(blocks[start : start + (1 << level)]):
+                block = self._put(start, kind)
+            if (
+                not fits
+                or block is None
+                or block.start != start
+                or block.kind is not kind
+                or block.owners[slot]
+            ):
+                refused.append(position)
+            else:
+                block.owners[slot] = owner
+        return refused
 
     def claimed(self) -> None:
         """List the space that all claims left free, once, because claiming does not keep lists."""

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from node.disk.extents import Slot
-from node.disk.rows import PageRow
+from node.disk.rows import PageRow, PageRun
 
 
 class FileSystem(NamedTuple):
@@ -49,8 +49,8 @@ class RowStore(Protocol):
     def purge(self, needles: Sequence[bytes]) -> int:
         """Rewrite the rows without deleted data; return how many files still contain a needle."""
 
-    def all_pages(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield all page rows."""
+    def all_pages(self) -> Iterator[PageRun]:
+        """Yield all page rows, verified."""
 
 
 class PageFiles(Protocol):

@@ -20,7 +20,7 @@ from node.disk.disk_lru import DiskPool
 from node.disk.encryption import PLAIN, DiskLocation, Vault, disk_location
 from node.disk.extents import Slot
 from node.disk.page_table import DiskCounters, PageTable
-from node.disk.rows import PageRow, is_page_key, namespace_key, page_key, parse_page_row
+from node.disk.rows import PageRow, PageRun, is_expired, is_page_key, namespace_key, page_key
 from node.memory.lower_tier import LowerTierInfo
 from node.memory.page import Page, State
 from node.memory.tenant_usage import TenantAccount
@@ -284,29 +284,44 @@ class DiskIndex:
 
     # ---- start ---------------------------------------------------------------------------
 
-    def restore_page(self, key: bytes, value: bytes, now_s: int) -> None:
-        """Restore a page's row, or schedule its deletion if it cannot be used.
+    def restore_pages(self, run: PageRun, now_s: int) -> None:
+        """Restore pages' rows, and schedule the deletion of those that cannot be used.
 
         Reasons are an unknown namespace, an expired page, an impossible slot and a wrong checksum.
         """
-        row = parse_page_row(key, value)
-        if row is None:
-            self.counters.rows_damaged += 1
-            self._dropped["damaged"] += 1
-        elif row.namespace not in self.spaces.values:
-            self._dropped["of an unknown namespace"] += 1
-        elif row.offset // self.records.slots.extent_nbytes in self.empty_extents:
-            self._dropped[
-                "in an extent without blocks (the file system was full, or it is gone)"
-            ] += 1
-        elif not row.is_expired(now_s):
-            if self.records.restore(row if row.used_s <= now_s else row._replace(used_s=now_s)):
-                self.spaces.counts[row.namespace] += 1
-                return
-            self._dropped[
-                "with an impossible slot (disk_nbytes was reduced, or it overlaps another page's)"
-            ] += 1
-        self.gone.add(key)
+        self.counters.rows_damaged += len(run.damaged)
+        self._drop("damaged", len(run.damaged))
+        if run.namespace in self.spaces.values:
+            rows = list(run.rows())
+            if self.empty_extents or any(expiry_s for _, (*_, expiry_s, _, _) in rows):
+                rows = [row for row in rows if self._is_usable(row[1], now_s)]
+            refused = self.records.restore(run.namespace, rows, now_s)
+            self.spaces.counts[run.namespace] += len(rows) - len(refused)
+            self._drop(
+                "with an impossible slot (disk_nbytes was reduced, or it overlaps another page's)",
+                len(refused),
+            )
+        else:
+            rows, refused = [], set()
+            self._drop("of an unknown namespace", len(run.hashes))
+        gone = list(run.damaged)
+        if refused or len(rows) < len(run.hashes):
+            there = {prefix_hash for prefix_hash, _ in rows} - refused
+            gone += [page_key(run.namespace, one) for one in run.hashes if one not in there]
+        for key in gone:
+            self.gone.add(key)
+
+    def _is_usable(self, head: tuple[int, ...], now_s: int) -> bool:
+        """Return whether a page's extent is there and its time to live is not over."""
+        offset, _, stored_s, _, expiry_s, *_ = head
+        if self.empty_extents and offset // self.records.slots.extent_nbytes in self.empty_extents:
+            self._drop("in an extent without blocks (the file system was full, or it is gone)")
+            return False
+        return not expiry_s or not is_expired(stored_s, expiry_s, now_s)
+
+    def _drop(self, why: str, count: int = 1) -> None:
+        if count:
+            self._dropped[why] += count
 
     def dropped_rows(self) -> str:
         """Return how many page rows could not be used, and why; expired ones are left out."""

@@ -34,7 +34,7 @@ from node.disk.data_dir import (
 from node.disk.directory import FileSystem
 from node.disk.extents import FileLayer, OpenExtents, Slot
 from node.disk.io_protocol import Broken, Channel, Kind, Opened, Outcome, Pair, Task
-from node.disk.rows import PageRow, numbered, os_error, page_at, pairs
+from node.disk.rows import PageRow, PageRun, numbered, os_error, page_at, pairs
 
 log = logging.getLogger(__name__)
 
@@ -439,17 +439,19 @@ class ProcessRows:
 
     def namespaces(self) -> Iterator[tuple[int, bytes]]:
         """Yield the namespace rows."""
-        return numbered(self._all(b"N"))
+        return numbered(
+            (key, value)
+            for piece in self._all(Kind.ALL_SPACES)
+            for key, value, _ in io_protocol.unpack_pairs(piece)
+        )
 
-    def all_pages(self) -> Iterator[Pair]:
-        """Yield all page rows."""
-        return self._all(b"P")
+    def all_pages(self) -> Iterator[PageRun]:
+        """Yield all page rows, which the I/O process verifies meanwhile."""
+        return map(io_protocol.unpack_run, filter(None, self._all(Kind.ALL_PAGES)))
 
-    def _all(self, kind: bytes) -> Iterator[Pair]:
+    def _all(self, kind: Kind) -> Iterator[bytes]:
         try:
-            for piece in self._directory.process.orders.stream(Kind.ALL_ROWS, kind, self._timeouts):
-                for key, value, _ in io_protocol.unpack_pairs(piece):
-                    yield key, value
+            yield from self._directory.process.orders.stream(kind, b"", self._timeouts)
         except NotAnswering as error:
             raise OSError(f"the disk hangs: no answer in {self._timeouts.seconds:g} s") from error
 

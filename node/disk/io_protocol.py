@@ -9,7 +9,8 @@
     SYNC_PAGES
     SYNC_ROWS
     TRIAL
-    ALL_ROWS      first byte of their keys                  pairs
+    ALL_SPACES                                              pairs of namespaces
+    ALL_PAGES                                               a run of pages
     SOME_ROWS     nbytes u32 | first key                    pairs, about nbytes; empty: the end
     PURGE_ROWS    0 u32 | needles, as keys to delete        number of files that contain one
     SPACE                                                   4 numbers | numbers of empty extents
@@ -20,6 +21,8 @@
 
     slot := offset on disk | offset in the arena | nbytes | key number, 0 for none | key mark
     pair := nbytes u16 | nbytes u32 | key | value        key to delete := nbytes u16 | key
+    run  := namespace u16 | nbytes of a hash u16 | count u32 | hashes | heads (`rows.RUN_HEAD`)
+            | keys of damaged rows, as keys to delete
 
 Data comes in replies of outcome MORE; DONE, FAILED or REFUSED is the last reply. Both ends belong
 to one installation, so there is no version; lengths are checked all the same. Numbers are
@@ -38,12 +41,14 @@ from typing import NamedTuple
 from node.disk.directory import FileSystem
 from node.disk.encryption import MARK_NBYTES, PAGE_KEY_NBYTES, DiskLocation, PageEncryption
 from node.disk.extents import Slot
+from node.disk.rows import RUN_HEAD, PageRun
 
 BODY_NBYTES_MAX = 64 << 20
 _HEAD = struct.Struct("<IQB")
 _COUNT = struct.Struct("<I")
 _PAIR = struct.Struct("<HI")
 _KEY = struct.Struct("<H")
+_RUN = struct.Struct("<HHI")
 _SIGNED = struct.Struct("<i")
 _OPENED = struct.Struct("<QQ?QQ")
 _RECV_NBYTES = 1 << 18
@@ -62,7 +67,7 @@ class Kind(IntEnum):
     SYNC_PAGES = 3
     SYNC_ROWS = 4
     TRIAL = 5
-    ALL_ROWS = 6
+    ALL_SPACES = 6
     SOME_ROWS = 7
     CLOSE = 8
     PURGE_ROWS = 9
@@ -70,6 +75,7 @@ class Kind(IntEnum):
     RELEASE = 11
     READ_FILE = 12
     REPLACE_FILE = 13
+    ALL_PAGES = 14
 
 
 class Outcome(IntEnum):
@@ -295,21 +301,32 @@ def unpack_pairs(
         count = None if count is None else count - 1
 
 
-def pack_rows(pairs: list[Pair], gone: Iterable[bytes]) -> bytes:
-    """Serialise rows and the keys of rows to delete."""
-    deleted = b"".join(_KEY.pack(len(key)) + key for key in gone)
-    return _COUNT.pack(len(pairs)) + pack_pairs(pairs) + deleted
+def pack_run(run: PageRun) -> bytes:
+    """Serialise a run of rows."""
+    width = len(run.hashes[0]) if run.hashes else 0
+    head = _RUN.pack(run.namespace, width, len(run.hashes))
+    return b"".join((head, *run.hashes, run.heads, _packed_keys(run.damaged)))
 
 
-def unpack_rows(body: bytes) -> tuple[list[Pair], list[bytes]]:
-    """Parse (rows, keys to delete). Raises Broken."""
-    if len(body) < _COUNT.size:
-        raise Broken("rows without a count")
-    (count,) = _COUNT.unpack_from(body)
-    pairs, gone, start = [], [], _COUNT.size
-    for key, value, after in unpack_pairs(body, start, count):
-        pairs.append((key, value))
-        start = after
+def unpack_run(body: bytes) -> PageRun:
+    """Parse a run of rows. Raises Broken."""
+    if len(body) < _RUN.size:
+        raise Broken("a run of rows without a head")
+    namespace, width, count = _RUN.unpack_from(body)
+    middle = _RUN.size + count * width
+    end = middle + count * RUN_HEAD.size
+    if end > len(body) or (count and not width):
+        raise Broken("a run of rows is cut off")
+    hashes = [body[at : at + width] for at in range(_RUN.size, middle, width)] if count else []
+    return PageRun(namespace, hashes, body[middle:end], _unpacked_keys(body, end))
+
+
+def _packed_keys(keys: Iterable[bytes]) -> bytes:
+    return b"".join(_KEY.pack(len(key)) + key for key in keys)
+
+
+def _unpacked_keys(body: bytes, start: int) -> list[bytes]:
+    keys = []
     while start < len(body):
         if start + _KEY.size > len(body):
             raise Broken("a key is cut off")
@@ -317,8 +334,25 @@ def unpack_rows(body: bytes) -> tuple[list[Pair], list[bytes]]:
         start += _KEY.size + nbytes
         if start > len(body):
             raise Broken("a key is cut off")
-        gone.append(body[start - nbytes : start])
-    return pairs, gone
+        keys.append(body[start - nbytes : start])
+    return keys
+
+
+def pack_rows(pairs: list[Pair], gone: Iterable[bytes]) -> bytes:
+    """Serialise rows and the keys of rows to delete."""
+    return _COUNT.pack(len(pairs)) + pack_pairs(pairs) + _packed_keys(gone)
+
+
+def unpack_rows(body: bytes) -> tuple[list[Pair], list[bytes]]:
+    """Parse (rows, keys to delete). Raises Broken."""
+    if len(body) < _COUNT.size:
+        raise Broken("rows without a count")
+    (count,) = _COUNT.unpack_from(body)
+    pairs, start = [], _COUNT.size
+    for key, value, after in unpack_pairs(body, start, count):
+        pairs.append((key, value))
+        start = after
+    return pairs, _unpacked_keys(body, start)
 
 
 def pack_question(nbytes: int, first_key: bytes) -> bytes:

@@ -33,7 +33,7 @@ from node.process import set_up_log
 
 log = logging.getLogger(__name__)
 
-# Of one reply to ALL_ROWS: a few fit into the socket, so that both sides work
+# Of one reply to ALL_SPACES: a few fit into the socket, so that both sides work
 STREAM_NBYTES = 64 << 10
 DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -83,8 +83,10 @@ class IoWorker:
 
     def _pieces(self, kind: int, body: bytes) -> Iterator[bytes]:
         """Yield the requested rows, or carry an order out and yield nothing."""
-        if kind == Kind.ALL_ROWS:
-            yield from _packed(self._directory.rows.scan(body[:1]), STREAM_NBYTES)
+        if kind == Kind.ALL_SPACES:
+            yield from _packed(self._directory.rows.scan(b"N"), STREAM_NBYTES)
+        elif kind == Kind.ALL_PAGES:
+            yield from map(io_protocol.pack_run, self._directory.rows.all_pages())
         elif kind == Kind.SOME_ROWS:
             nbytes, first = io_protocol.unpack_question(body)
             yield next(_packed(self._directory.rows.scan(first), nbytes))

@@ -15,10 +15,9 @@ record. No I/O, no clock; not thread-safe, the disk tier's lock guards it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING
+from itertools import chain, islice
 
 from kvstore.checksum import CHECKSUM_NBYTES
 from kvstore.layout import SLOT_ALIGN_NBYTES
@@ -26,13 +25,11 @@ from node.disk.disk_lru import DiskLru, DiskPool
 from node.memory.tenant_usage import TenantAccount
 from node.slab import SlotAllocator
 
-if TYPE_CHECKING:
-    from node.disk.rows import PageRow
-
-
 BLOCK_SLOTS_MIN = 4  # smaller blocks would cost more than the rest of a page's record
 _MIX = 0x9E3779B1  # 2^32 / golden ratio: spreads namespaces over the table
 _MARK_MASK = (1 << 32) - 1
+
+RunRow = tuple[bytes, tuple[int, ...]]  # prefix hash, numbers of `node.disk.rows.RUN_HEAD`
 
 PLACES = 1024  # of a segment of the table
 FULL = PLACES * 3 // 4
@@ -84,15 +81,19 @@ class RecordTable:
         self.mask = len(self.segments) - 1
 
     def fill(self, records: Iterable[int]) -> None:
-        """Insert many records."""
-        mark_of, put = self._mark_of, self._put
+        """Insert many records: `insert` without calls, since a start waits for it."""
+        mark_of = self._mark_of
         for record in records:
             mark = mark_of(record)
             segment = self.segments[mark & self.mask]
-            if segment.count < FULL:
-                put(segment, mark, record)
-            else:
+            if segment.count >= FULL:
                 self.insert(record)
+                continue
+            places, place = segment.places, mark >> PLACE_SHIFT
+            while places[place]:
+                place = (place + 1) & PLACE_MASK
+            places[place] = record
+            segment.count += 1
 
     def insert(self, record: int) -> None:
         """Insert a record that is not in the table."""
@@ -204,6 +205,24 @@ class Hashes:
         self._blocks[number][place * width : place * width + length] = prefix_hash
         self._lengths[record] = length
 
+    def fill(self, first: int, hashes: Sequence[bytes]) -> None:
+        """Set the hashes of consecutive records, whole columns where the widths allow it."""
+        done = 0
+        while done < len(hashes):
+            number, place = divmod(first + done, BLOCK_COUNT)
+            some = hashes[done : done + BLOCK_COUNT - place]
+            self[first + done] = some[0]  # makes room
+            block, length = self._blocks[number], len(some[0])
+            joined = b"".join(some)
+            if len(block) == BLOCK_COUNT * length and len(joined) == len(some) * length:
+                block[place * length : place * length + len(joined)] = joined
+                lengths = array("B", [length]) * len(some)
+                self._lengths[first + done : first + done + len(some)] = lengths
+            else:
+                for position, prefix_hash in enumerate(some, first + done):
+                    self[position] = prefix_hash
+            done += len(some)
+
 
 def _widened(block: bytearray, width: int) -> bytearray:
     """Copy hashes into wider slots, column by column: at most 64 copies per block."""
@@ -248,7 +267,8 @@ class PageTable:
         self._expiry_s = array("I", [0])
         self._checksum = array("Q", bytes(CHECKSUM_NBYTES))
         self._free = array("I")
-        self._table = RecordTable(self._mark_of)
+        self._refused = array("I")  # records that a start left free
+        self._table = RecordTable(self._mark.__getitem__)
         self._busy: dict[int, int] = {}  # records that are being read or written -> number of uses
         self._doomed: set[int] = set()  # removed, but their slot waits for a use to end
         self._order = DiskLru(
@@ -268,7 +288,7 @@ class PageTable:
     def find(self, namespace: int, prefix_hash: bytes) -> int:
         """Number of the record, 0 if there is none."""
         table, marks, matches = self._table, self._mark, self._hashes.matches
-        mark = (hash(prefix_hash) ^ namespace * _MIX) & _MARK_MASK
+        mark = (hash(prefix_hash) ^ namespace * _MIX) & _MARK_MASK  # _mark, without the call
         places, place = table.segments[mark & table.mask].places, mark >> PLACE_SHIFT
         while record := places[place]:
             if (
@@ -279,9 +299,6 @@ class PageTable:
                 return record
             place = (place + 1) & PLACE_MASK
         return 0
-
-    def _mark_of(self, record: int) -> int:
-        return self._mark[record]
 
     # ---- life of a record ----------------------------------------------------------------------
 
@@ -300,22 +317,33 @@ class PageTable:
         self._busy[record] = 1
         return record
 
-    def restore(self, row: PageRow) -> bool:
-        """Restore a page of an earlier run; return False if its slot is taken or impossible.
+    def restore(self, namespace: int, rows: Sequence[RunRow], now_s: int) -> set[bytes]:
+        """Restore pages of an earlier run; return hashes whose slots are taken or impossible.
 
-        Keys of rows are distinct, so no search for the key is made. The page can be found after
-        `restored`.
+        Keys of rows are distinct, so no search for the key is made. The pages can be found after
+        `restored`. A start waits for a million of these: columns are copied as a whole.
         """
-        record = self._new(row.namespace, row.prefix_hash)
-        if not self.slots.claim(row.slot_nbytes, row.offset, record):
-            self._free.append(record)
-            return False
-        self._offset[record] = row.offset // SLOT_ALIGN_NBYTES
-        self._checksum[2 * record : 2 * record + 2] = array("Q", row.checksum)
-        self._used_s[record] = row.used_s
-        self._expiry_s[record] = row.expiry_s
-        self.count += 1
-        return True
+        if not rows:
+            return set()
+        count, first = len(rows), self._consecutive(len(rows))
+        new = slice(first, first + count)
+        hashes, heads = zip(*rows, strict=True)
+        offsets, sizes, _, used, expiry, low, high = zip(*heads, strict=True)
+        refused = self.slots.claim(zip(offsets, sizes, strict=True), range(first, first + count))
+        self._refused.extend(first + position for position in refused)
+        self._hashes.fill(first, hashes)
+        self._mark[new] = array("I", [_mark(namespace, prefix_hash) for prefix_hash in hashes])
+        self._namespace[new] = array("H", [namespace]) * count
+        places = [offset // SLOT_ALIGN_NBYTES for offset in offsets]
+        for position in refused:  # it may be too large
+            places[position] = 0
+        self._offset[new] = array("I", places)
+        self._used_s[new] = array("I", [min(used_s, now_s) for used_s in used])
+        self._expiry_s[new] = array("I", expiry)
+        sums = slice(2 * first, 2 * (first + count))
+        self._checksum[sums] = array("Q", chain.from_iterable(zip(low, high, strict=True)))
+        self.count += count - len(refused)
+        return {hashes[position] for position in refused}
 
     def restored(self) -> None:
         """Sort all restored records by last use, and make them available.
@@ -323,6 +351,8 @@ class PageTable:
         Until here rows are kept in arrays only: a million small objects would fragment the heap.
         """
         self.slots.claimed()
+        self._free.extend(self._refused)
+        del self._refused[:]
         self._table.expect(self.count)
         by_size: dict[int, array[int]] = {}
         for block in self.slots.blocks():
@@ -335,23 +365,35 @@ class PageTable:
 
     def _new(self, namespace: int, prefix_hash: bytes) -> int:
         if not self._free:
-            first = len(self._mark)
-            for numbers in (
-                self._mark,
-                self._namespace,
-                self._offset,
-                *self._order.links,
-                self._used_s,
-                self._expiry_s,
-            ):
-                numbers.frombytes(bytes(numbers.itemsize * BLOCK_COUNT))
-            self._checksum.frombytes(bytes(CHECKSUM_NBYTES * BLOCK_COUNT))
-            self._free.extend(range(first + BLOCK_COUNT - 1, first - 1, -1))
+            self._grow()
         record = self._free.pop()
         self._hashes[record] = prefix_hash
-        self._mark[record] = (hash(prefix_hash) ^ namespace * _MIX) & _MARK_MASK
+        self._mark[record] = _mark(namespace, prefix_hash)
         self._namespace[record] = namespace
         return record
+
+    def _consecutive(self, count: int) -> int:
+        """Take so many records of a new table and return the first."""
+        while len(self._free) < count:
+            self._grow()
+        first = self._free[-1]
+        del self._free[-count:]
+        return first
+
+    def _grow(self) -> None:
+        """Add records below the free ones, so that numbers are taken in ascending order."""
+        first = len(self._mark)
+        for numbers in (
+            self._mark,
+            self._namespace,
+            self._offset,
+            *self._order.links,
+            self._used_s,
+            self._expiry_s,
+        ):
+            numbers.frombytes(bytes(numbers.itemsize * BLOCK_COUNT))
+        self._checksum.frombytes(bytes(CHECKSUM_NBYTES * BLOCK_COUNT))
+        self._free = array("I", range(first + BLOCK_COUNT - 1, first - 1, -1)) + self._free
 
     def publish(self, record: int, checksum: bytes, used_s: int, expiry_s: int = 0) -> None:
         """Make a written page available as the newest of its size."""
@@ -544,6 +586,10 @@ class PageTable:
                 size = self._order.block_of(record).kind.slot_nbytes
                 counts[size] = counts.get(size, 0) + 1
         return wrong + self.accounts.check(found)
+
+
+def _mark(namespace: int, prefix_hash: bytes) -> int:
+    return (hash(prefix_hash) ^ namespace * _MIX) & _MARK_MASK
 
 
 def _no_records(count: int) -> array[int]:

@@ -45,6 +45,9 @@ PURGE_S = 2.0
 CLOCK_STEP_S = 10  # tolerated step back of the wall clock between two runs, such as NTP makes
 _LOOKED_AT_NBYTES = 1 << 20
 _HEAD = struct.Struct("<QQIII16s")
+# The same with the checksum as two numbers, as `page_table` keeps it
+RUN_HEAD = struct.Struct("<QQIIIQQ")
+RUN_ROWS = 1024
 _SUM_NBYTES = 8
 _EXTENT = re.compile("[1-9][0-9]{3,14}")
 
@@ -78,16 +81,6 @@ class PageRow(NamedTuple):
         """Return the row's key."""
         return page_key(self.namespace, self.prefix_hash)
 
-    def is_expired(self, now_s: int) -> bool:
-        """Return whether its time to live is over.
-
-        A row from the future counts as expired, because its age is unknown: the clock of the run
-        that wrote it was fast, or this one's is slow.
-        """
-        return self.expiry_s > 0 and (
-            self.expiry_s <= now_s or self.stored_s > now_s + CLOCK_STEP_S
-        )
-
     def value(self) -> bytes:
         """Serialise the row's value."""
         assert len(self.checksum) == CHECKSUM_NBYTES
@@ -96,6 +89,53 @@ class PageRow(NamedTuple):
         )
         body = head + self.leaves
         return body + row_checksum(self.key + body)
+
+
+class PageRun(NamedTuple):
+    """Verified rows of pages of one namespace.
+
+    `heads`: for each hash what its value begins with, without leaves; see `rows`. `damaged`: keys
+    of rows that are damaged.
+    """
+
+    namespace: int
+    hashes: list[bytes]
+    heads: bytes
+    damaged: list[bytes]
+
+    def rows(self) -> Iterator[tuple[bytes, tuple[int, ...]]]:
+        """Yield (prefix hash, RUN_HEAD's numbers) of each page."""
+        return zip(self.hashes, RUN_HEAD.iter_unpack(self.heads), strict=True)
+
+
+def page_runs(pages: Iterable[tuple[bytes, bytes]]) -> Iterator[PageRun]:
+    """Verify rows and yield them in runs, at most RUN_ROWS each, in their order."""
+    start, hashes, heads, damaged = b"", list[bytes](), list[bytes](), list[bytes]()
+    for key, value in pages:
+        if not is_intact(key, value):
+            damaged.append(key)
+            continue
+        if key[:3] != start or len(hashes) == RUN_ROWS or len(key) != 3 + len(hashes[0]):
+            if hashes:
+                yield PageRun(_namespace_of(start), hashes, b"".join(heads), damaged)
+            start, hashes, heads, damaged = key[:3], [], [], []
+        hashes.append(key[3:])
+        heads.append(value[: _HEAD.size])
+    if hashes or damaged:
+        yield PageRun(_namespace_of(start), hashes, b"".join(heads), damaged)
+
+
+def _namespace_of(key: bytes) -> int:
+    return int.from_bytes(key[1:3], "big")
+
+
+def is_expired(stored_s: int, expiry_s: int, now_s: int) -> bool:
+    """Return whether a page's time to live was over at a start.
+
+    A row from the future counts as expired, because its age is unknown: the clock of the run that
+    wrote it was fast, or this one's is slow.
+    """
+    return expiry_s > 0 and (expiry_s <= now_s or stored_s > now_s + CLOCK_STEP_S)
 
 
 def page_key(namespace: int, prefix_hash: bytes) -> bytes:
@@ -113,18 +153,23 @@ def namespace_key(number: int) -> bytes:
     return b"N" + number.to_bytes(2, "big")
 
 
+def is_intact(key: bytes, value: bytes) -> bool:
+    """Return whether a page's row is as it was written."""
+    leaves_nbytes = len(value) - _HEAD.size - _SUM_NBYTES
+    return (
+        PREFIX_HASH_NBYTES_MIN <= len(key) - 3 <= PREFIX_HASH_NBYTES_MAX
+        and leaves_nbytes >= 0
+        and not leaves_nbytes % LEAF_SUM_NBYTES
+        and row_checksum(key + value[:-_SUM_NBYTES]) == value[-_SUM_NBYTES:]
+    )
+
+
 def parse_page_row(key: bytes, value: bytes) -> PageRow | None:
     """Parse a page's row; None if it is damaged."""
-    body, mark = value[:-_SUM_NBYTES], value[-_SUM_NBYTES:]
-    prefix_hash = key[3:]
-    hash_fits = PREFIX_HASH_NBYTES_MIN <= len(prefix_hash) <= PREFIX_HASH_NBYTES_MAX
-    leaves = body[_HEAD.size :]
-    body_fits = len(body) >= _HEAD.size and len(leaves) % LEAF_SUM_NBYTES == 0
-    if not hash_fits or not body_fits or row_checksum(key + body) != mark:
+    if not is_intact(key, value):
         return None
-    return PageRow._make(
-        (int.from_bytes(key[1:3], "big"), prefix_hash, *_HEAD.unpack_from(body), leaves)
-    )
+    leaves = value[_HEAD.size : -_SUM_NBYTES]
+    return PageRow._make((_namespace_of(key), key[3:], *_HEAD.unpack_from(value), leaves))
 
 
 def page_at(key: bytes, pages: Iterable[tuple[bytes, bytes]]) -> PageRow | None:
@@ -293,9 +338,9 @@ class Rows:
         """Yield (key, value) of page rows from the key `start` on; see `parse_page_row`."""
         return self.scan(start)
 
-    def all_pages(self) -> Iterator[tuple[bytes, bytes]]:
+    def all_pages(self) -> Iterator[PageRun]:
         """Yield all page rows at a start."""
-        return self.pages()
+        return page_runs(self.pages())
 
     def page(self, key: bytes) -> PageRow | None:
         """Return the row of a page; None if there is none."""

@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 SPACE_TRIES = 3  # attempts to make room on a full file system for one batch
 SYNC_PAGES = 4096  # stored between two syncs at most, however busy the writer is
 RECOVER_WAIT_S = 10.0  # for the writer's current disk call
-PULSE_ROWS = 4096  # restored between two checks whether the node is to stop: some 20 ms
 REGROUP_LOOKED_AT = 1024  # records, under one lock: a millisecond or two
 REGROUPED = 256
 
@@ -112,10 +111,9 @@ class DiskTier(LocalTier):
         now_s = self._clock_s()
         file_system = self.directory.space()
         self._index.empty_extents = file_system.empty
-        for count, (key, value) in enumerate(self.rows.all_pages()):
-            if count % PULSE_ROWS == 0:
-                pulse()
-            self._index.restore_page(key, value, now_s)
+        for run in self.rows.all_pages():
+            pulse()
+            self._index.restore_pages(run, now_s)
         for problem in filter(None, [*problems, *self._index.restored(open_namespace)]):
             log.error("%s", problem)
         if dropped := self._index.dropped_rows():

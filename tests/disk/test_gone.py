@@ -8,7 +8,7 @@ from counted_lock import CountedLock
 from disk_nodes import FaultyLayer, Nodes, Pages
 from waiting import OthersRun
 
-from node.disk.rows import PageRow
+from node.disk.rows import PageRow, page_runs
 
 MANY = 60_000
 LONGEST = 100_000  # bytecodes under one lock; a former bug took some 15 for each row
@@ -22,8 +22,8 @@ def expire(node: Any, count: int) -> list[bytes]:
     node.disk.rows.write({}, rows, [])
     pairs = [(row.key, row.value()) for row in rows]
     with node.disk._lock:
-        for key, value in pairs:
-            node.disk._index.restore_page(key, value, 1000)
+        for run in page_runs(pairs):
+            node.disk._index.restore_pages(run, 1000)
     return [key for key, _ in pairs]
 
 

@@ -309,6 +309,6 @@ def test_signal_to_the_process_group_ends_the_node_after_its_writes(
         assert process.wait(60.0) == 0
     arena = Arena(1 << 20)
     directory = DataDir(tmp_path / "data", 2 << 20, 64 << 10, arena.fd)
-    assert len(list(directory.rows.all_pages())) == 4
+    assert len(list(directory.rows.pages())) == 4
     directory.close()
     arena.close()

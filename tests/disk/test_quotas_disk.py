@@ -12,7 +12,6 @@ from disk_nodes import FaultyLayer, Nodes, Pages
 from kvstore.errors import Exhausted
 from node.auth.quotas import Quota
 from node.disk.page_table import PageTable
-from node.disk.rows import PageRow
 from node.memory.tenant_usage import Limits
 
 PAGE = 4096
@@ -127,9 +126,8 @@ def test_disk_quota_counts_pages_of_an_earlier_run() -> None:
     shelf.limit(loud=8)
     for slot in range(16):
         number = LOUD if slot % 2 else QUIET
-        assert shelf.records.restore(
-            PageRow(number, key(slot), slot * PAGE, PAGE, 0, slot, 0, bytes(16))
-        )
+        row = (key(slot), (slot * PAGE, PAGE, 0, slot, 0, 0, 0))
+        assert not shelf.records.restore(number, [row], 100)
     shelf.records.restored()
     assert [account.nbytes for account in shelf.accounts.values()] == [8 * PAGE, 8 * PAGE, 0]
     shelf.put(LOUD, 100)

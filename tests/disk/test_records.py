@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from kvstore.checksum import checksum, key_seed
-from node.disk.page_table import FULL, PageTable, RecordTable
-from node.disk.rows import PageRow
+from node.disk.page_table import FULL, PageTable, RecordTable, RunRow
 
 EXTENT_NBYTES = 1 << 16
 SIZES = (4096, 8192, 12288)
@@ -268,21 +267,23 @@ def test_least_recently_used_pages_of_another_size_make_room() -> None:
 
 
 def restored_row(
-    namespace: int, prefix_hash: bytes, slot_nbytes: int, offset: int, used_s: int = 5
-) -> PageRow:
-    return PageRow(namespace, prefix_hash, offset, slot_nbytes, 0, used_s, 0, bytes(16))
+    prefix_hash: bytes, slot_nbytes: int, offset: int, used_s: int = 5
+) -> list[RunRow]:
+    return [(prefix_hash, (offset, slot_nbytes, 0, used_s, 0, 0, 0))]
 
 
 def test_restore_refuses_a_taken_or_invalid_slot() -> None:
     records = PageTable(4 * 8192, 8192)
-    assert records.restore(restored_row(1, b"a" * 16, 4096, 4096))
-    assert not records.restore(restored_row(1, b"b" * 16, 4096, 4096)), "the slot is taken"
-    assert not records.restore(restored_row(1, b"b" * 16, 8192, 0)), (
+    assert not records.restore(1, restored_row(b"a" * 16, 4096, 4096), 100)
+    assert records.restore(1, restored_row(b"b" * 16, 4096, 4096), 100), "the slot is taken"
+    assert records.restore(1, restored_row(b"b" * 16, 8192, 0), 100), (
         "the extent has another slot size"
     )
-    assert not records.restore(restored_row(1, b"b" * 16, 4096, 8192 + 100)), "no slot starts there"
-    assert not records.restore(restored_row(1, b"b" * 16, 4096, 4 * 8192)), "beyond the region"
-    assert records.restore(restored_row(2, b"a" * 16, 8192, 3 * 8192))
+    assert records.restore(1, restored_row(b"b" * 16, 4096, 8192 + 100), 100), (
+        "no slot starts there"
+    )
+    assert records.restore(1, restored_row(b"b" * 16, 4096, 4 * 8192), 100), "beyond the region"
+    assert not records.restore(2, restored_row(b"a" * 16, 8192, 3 * 8192), 100)
     records.restored()
     assert records.check() == []
     assert records.offset(records.find(2, b"a" * 16)) == 3 * 8192
@@ -292,7 +293,9 @@ def test_restore_refuses_a_taken_or_invalid_slot() -> None:
 def test_restored_pages_are_evicted_in_order_of_use() -> None:
     records = PageTable(1 << 20, 1 << 16)
     for slot, used_s in enumerate((30, 10, 20)):
-        assert records.restore(restored_row(1, bytes([slot]) * 16, 4096, slot * 4096, used_s))
+        assert not records.restore(
+            1, restored_row(bytes([slot]) * 16, 4096, slot * 4096, used_s), 100
+        )
     records.restored()
     assert [records.used_s(record) for record in records.records()] == [10, 20, 30]
     assert records.check() == []
@@ -335,8 +338,8 @@ def test_large_pages_take_less_than_240_bytes_of_memory_each(restored: bool) -> 
     try:
         for place in places:
             if restored:
-                assert records.restore(
-                    restored_row(1, rng.randbytes(32), page_nbytes, place * page_nbytes)
+                assert not records.restore(
+                    1, restored_row(rng.randbytes(32), page_nbytes, place * page_nbytes), 100
                 )
             else:
                 records.publish(records.reserve(1, rng.randbytes(32), page_nbytes), bytes(16), 5)
@@ -355,10 +358,10 @@ def test_restored_pages_of_two_sizes_are_evicted_colder_first() -> None:
     for number in range(8):  # two pages of each extent's size, or one
         size, used_s = (4096, 100 + number) if number < 4 else (8192, 10 + number)
         for slot in range(8192 // size):
-            assert records.restore(
-                restored_row(
-                    1, bytes([number, slot]) * 8, size, number * 8192 + slot * size, used_s
-                )
+            assert not records.restore(
+                1,
+                restored_row(bytes([number, slot]) * 8, size, number * 8192 + slot * size, used_s),
+                200,
             )
     records.restored()
     assert [records.used_s(record) for record in records.victims(1, 12288 - 4096, 200)][:1] == [14]
@@ -381,7 +384,7 @@ def test_growth_moves_one_segment_at_a_time(
     records, rng, longest = PageTable(1 << 28, 1 << 24), random.Random(3), 0
     if restored:
         for number in range(8_000):
-            assert records.restore(restored_row(1, rng.randbytes(32), 4096, number * 4096))
+            assert not records.restore(1, restored_row(rng.randbytes(32), 4096, number * 4096), 9)
         records.restored()
         assert moved[0] <= 2 * 8_000
     for _ in range(12_000):

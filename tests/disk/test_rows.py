@@ -16,7 +16,7 @@ from kvstore.errors import ConfigError
 from node.disk.data_dir import DataDir
 from node.disk.io_process import ProcessStorage
 from node.disk.page_table import PageTable
-from node.disk.rows import FORMAT_VERSION, PageRow, Rows, parse_page_row
+from node.disk.rows import FORMAT_VERSION, PageRow, Rows, is_expired, parse_page_row
 from node.memory.arena import Arena
 
 EXTENT_NBYTES = 1 << 20
@@ -71,7 +71,7 @@ def test_row_is_parsed_as_written(nbytes: int) -> None:
 )
 def test_row_from_the_future_counts_as_expired(expiry_s: int, ahead_s: int, is_over: bool) -> None:
     ours = row(7)._replace(expiry_s=expiry_s)
-    assert ours.is_expired(ours.stored_s - ahead_s) == is_over
+    assert is_expired(ours.stored_s, expiry_s, ours.stored_s - ahead_s) == is_over
 
 
 def test_row_follows_the_documented_format() -> None:

@@ -21,10 +21,12 @@ from node.disk.directory import FileSystem
 from node.disk.extents import ExtentFiles
 from node.disk.rows import (
     PageRow,
+    PageRun,
     format_row,
     namespace_key,
     numbered,
     page_at,
+    page_runs,
     parse_page_row,
     stored_extents,
 )
@@ -66,7 +68,8 @@ class Planted:
     def pages(self, start: bytes = b"P") -> Iterator[tuple[bytes, bytes]]:
         return self._of(b"P", start)
 
-    all_pages = pages
+    def all_pages(self) -> Iterator[PageRun]:
+        return page_runs(self.pages())
 
     def page(self, key: bytes) -> PageRow | None:
         return page_at(key, self.pages(key))

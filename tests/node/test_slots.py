@@ -51,6 +51,11 @@ class Model:
         return count
 
 
+def claims(slots: SlotAllocator, size: int, offset: int, owner: object) -> bool:
+    """Return whether a slot of an earlier run fits."""
+    return slots.claim([(offset, size)], [owner]) == []
+
+
 def test_random_use_agrees_with_the_model(seed: int) -> None:
     rng = random.Random(seed)
     region = 8 * EXTENT
@@ -94,8 +99,8 @@ def test_claimed_slots_equal_allocated_ones(seed: int) -> None:
         del model.taken[offset]
     slots = SlotAllocator(4 * EXTENT, EXTENT)
     for offset, size in rng.sample(list(model.taken.items()), len(model.taken)):
-        assert slots.claim(size, offset, object())
-        assert not slots.claim(size, offset, object()), "the slot is already taken"
+        assert claims(slots, size, offset, object())
+        assert not claims(slots, size, offset, object()), "the slot is already taken"
     slots.claimed()
     assert slots.check() == []
     assert (slots.used_nbytes, slots.extent_free_count) == (
@@ -108,14 +113,14 @@ def test_claimed_slots_equal_allocated_ones(seed: int) -> None:
 
 def test_claim_that_conflicts_with_blocks_is_refused() -> None:
     slots = SlotAllocator(2 * EXTENT, EXTENT)
-    assert slots.claim(SIZES[2], SIZES[2], object())  # in the first 16 units
-    assert not slots.claim(SIZES[0], 0, object()), "the unit is part of that block"
-    assert not slots.claim(SIZES[5], 0, object()), "that block is part of the extent"
-    assert not slots.claim(SIZES[2], SIZES[0], object()), "no slot starts there"
-    assert not slots.claim(SIZES[2], 5 * SIZES[2], object()), "the slot would leave its block"
-    assert not slots.claim(SIZES[0], 2 * EXTENT, object()), "the slot is outside the region"
-    assert not slots.claim(SLOT_ALIGN_NBYTES // 2, 0, object()), "no slot is that small"
-    assert slots.claim(SIZES[0], BLOCKS[SIZES[2]], object())
+    assert claims(slots, SIZES[2], SIZES[2], object())  # in the first 16 units
+    assert not claims(slots, SIZES[0], 0, object()), "the unit is part of that block"
+    assert not claims(slots, SIZES[5], 0, object()), "that block is part of the extent"
+    assert not claims(slots, SIZES[2], SIZES[0], object()), "no slot starts there"
+    assert not claims(slots, SIZES[2], 5 * SIZES[2], object()), "the slot would leave its block"
+    assert not claims(slots, SIZES[0], 2 * EXTENT, object()), "the slot is outside the region"
+    assert not claims(slots, SLOT_ALIGN_NBYTES // 2, 0, object()), "no slot is that small"
+    assert claims(slots, SIZES[0], BLOCKS[SIZES[2]], object())
     slots.claimed()
     assert slots.check() == []
 
