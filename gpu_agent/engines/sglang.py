@@ -32,11 +32,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from gpu_agent.engines.sglang_weights import served_weights, weight_version
+from gpu_agent.engines.sglang_weights import model_shape, served_weights, weight_version
 from gpu_agent.host.pages import HostPages
 from gpu_agent.identity.sglang import pool_namespace
-from gpu_agent.identity.shards import head_shards, shard_options, shards_of_rank
-from gpu_agent.layouts.sglang import head_pool, host_pool, page_numbers
+from gpu_agent.identity.sglang_shards import pool_shards
+from gpu_agent.identity.shards import ShardOptions, shard_options
+from gpu_agent.layouts.sglang import host_pool, page_numbers
 from gpu_agent.lookup_cache import covered, together
 from gpu_agent.options import read_options
 from gpu_agent.outage_log import startup_warning
@@ -59,7 +60,6 @@ Result = TypeVar("Result")
 # s for each thread when it detaches. Its own options are in the same mapping as ours.
 DEFAULTS = {"lookup_timeout_s": 0.3, "load_timeout_s": 0.7, "save_timeout_s": 5.0, "workers": 1}
 ENGINES_OWN = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
-KV_RUNS = 2  # K and V of a range of heads lie apart
 BATCH_PAGES_MAX = 128  # pages of one call of the engine
 OPEN_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 2.0
@@ -109,12 +109,15 @@ class KVStoreHiCache(HiCacheStorage):
         known = (
             *ENGINES_OWN,
             "head_shards",
+            "layer_shards",
             *(field.name for field in dataclasses.fields(HiCacheConfig)),
         )
         options = read_options(storage_config.extra_config or {}, known, DEFAULTS)
         # SGLang's own option of this meaning
         lcm = storage_config.tp_lcm_size if storage_config.should_split_heads else None
-        self._head_shards = shard_options(options.own).heads or lcm
+        shards = shard_options(options.own)
+        self._shards = ShardOptions(shards.heads or lcm, shards.layers)
+        self._model = model_shape() if self._shards != ShardOptions() else None
         self._config = options.agent
         self._interface_v1 = bool(options.own.get("interface_v1"))
         self._per_ki_token_s = load(
@@ -190,39 +193,20 @@ class KVStoreHiCache(HiCacheStorage):
         identity = dataclasses.replace(
             self._identity, epoch=self._epochs.current(self._identity.epoch)
         )
+        cut = pool_shards(name, pool.host, pool.view, self._engine, self._shards, self._model)
         first, *more = [
             (
                 pool_namespace(
-                    identity, self._facts, self._engine, name, pool.host, view.layout, heads
+                    *(identity, self._facts, self._engine, name, pool.host),
+                    *(shard.view.layout, shard.heads, shard.layers),
                 ),
-                view,
+                shard.view,
             )
-            for view, heads in self._shards(name, pool)
+            for shard in cut.shards
         ]
-        return HostPages(self._client, *first, self._config, BATCH_PAGES_MAX, more, KV_RUNS)
-
-    def _shards(self, name: str, pool: _Pool) -> list[tuple[KVPool, tuple[int, int] | None]]:
-        """Return the head shards of a pool with their numbers; the whole pool if it is not cut.
-
-        Raises ConfigError if the option does not fit the pool.
-        """
-        assert pool.view is not None
-        wanted, ranks = self._head_shards, self._engine.tp_size
-        heads = getattr(pool.host, "head_num", 0)
-        if wanted in (None, ranks) or not heads or name.startswith("draft"):
-            return [(pool.view, None)]
-        head_shards(wanted, heads * ranks, ranks, 0)
-        views = [
-            (head_pool(pool.host, slice(shard.first, shard.end)), (shard.number, shard.total))
-            for shard in shards_of_rank(wanted, self._engine.tp_rank, ranks, heads)
-        ]
-        cut = [(view, number) for view, number in views if view is not None]
-        if len(cut) < len(views):
-            raise ConfigError(
-                f"head_shards={wanted} can not cut pool {name} ({type(pool.host).__name__}, "
-                f"{pool.host.layout}): start the server with --hicache-mem-layout page_head"
-            )
-        return [*cut]
+        return HostPages(
+            *(self._client, *first, self._config, BATCH_PAGES_MAX, more, cut.runs, cut.writes)
+        )
 
     # ---- which pages are there -------------------------------------------------------------
 
@@ -473,6 +457,8 @@ class KVStoreHiCache(HiCacheStorage):
         start = time.monotonic()
         yield done
         pages = self._pages.get(PoolName.KV.value)
+        if pages is not None and what == "backup" and not pages.writes:
+            return  # nothing was written
         if self._engine.enable_storage_metrics and pages is not None and keys:
             gb = done.count(True) * pages.page_nbytes / 1e9
             with self._lock:

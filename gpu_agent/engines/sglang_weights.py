@@ -5,10 +5,12 @@ import json
 from typing import Any
 
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_server_args, get_serving
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.runtime_context import get_server_args, get_serving, process_model_config
 from sglang.srt.utils.hf_transformers_utils import get_config
 
 from gpu_agent.identity.sglang import weights
+from gpu_agent.identity.sglang_shards import ModelShape
 from gpu_agent.options import Identity
 from kvstore.errors import ConfigError
 
@@ -60,6 +62,31 @@ def model_config(args: Any) -> dict[str, Any]:
         ) from error
     config: dict[str, Any] = found.to_dict()
     return config
+
+
+def model_shape() -> ModelShape | None:
+    """Return the layers and KV heads of the served model, from which SGLang made its pools.
+
+    None outside a server. Raises ConfigError.
+    """
+    try:
+        get_server_args()
+    except ValueError:
+        return None
+    try:
+        config = process_model_config()
+        return ModelShape(
+            max(config.num_hidden_layers, config.num_attention_layers),
+            {
+                PoolName.KV.value: config.get_total_num_kv_heads(),
+                PoolName.SWA.value: config.get_swa_num_kv_heads(1),
+            },
+        )
+    except Exception as error:  # any error of a model's own code
+        raise ConfigError(
+            f"head_shards, layer_shards: the model's configuration can not be read: {error}; leave "
+            "the options out"
+        ) from error
 
 
 def weight_version() -> str:

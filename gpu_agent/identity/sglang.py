@@ -16,6 +16,7 @@ from gpu_agent.identity.checkpoint import (
     secondary_weights,
     text_digest,
 )
+from gpu_agent.identity.shards import Shard
 from gpu_agent.options import Identity, facts_text
 from kvstore.errors import ConfigError
 from kvstore.keys import Namespace
@@ -161,12 +162,13 @@ def pool_namespace(
     name: str,
     host: Any,
     layout: PageLayout,
-    heads: tuple[int, int] | None = None,
+    heads: Shard | None = None,
+    layers: Shard | None = None,
 ) -> Namespace:
     """Return the namespace of a host pool's pages.
 
-    `facts` are those of `weights`; `engine` is SGLang's HiCacheStorageConfig. `heads`: number of
-    the head shard, and of all; None: named by rank.
+    `facts` are those of `weights`; `engine` is SGLang's HiCacheStorageConfig. `heads`, `layers`:
+    the pages' shard; None: named by rank.
     """
     packed = getattr(host, "layer_num", 0) > getattr(host, "target_layer_num", 1 << 30)
     text = facts_text(
@@ -176,7 +178,7 @@ def pool_namespace(
         kind=type(host).__name__,
         host_layout=host.layout,
         pool_dtype=host.dtype,
-        layers=f"{host.start_layer}-{host.end_layer}" if hasattr(host, "start_layer") else "",
+        layers=_layers(host, layers),
         format=getattr(host, "storage_format_tag", None),
         draft=facts["draft"] if packed or name.startswith("draft") else "",
         **_state_dtypes(host),
@@ -186,17 +188,27 @@ def pool_namespace(
     # not.
     split = not engine.is_mla_model or name == _MAMBA or hasattr(host, "head_num")
     by_rank = (engine.tp_rank, engine.tp_size) if split else (0, 1)
-    tp_rank, tp_size = heads or by_rank
+    tp_rank, tp_size = heads[:2] if heads else by_rank
+    pp_rank, pp_size = layers[:2] if layers else (engine.pp_rank, engine.pp_size)
     return identity.namespace(
         layout,
         text,
         tp_rank=tp_rank,
         tp_size=tp_size,
-        pp_rank=engine.pp_rank,
-        pp_size=engine.pp_size,
+        pp_rank=pp_rank,
+        pp_size=pp_size,
         cp_rank=engine.attn_cp_rank,
         cp_size=engine.attn_cp_size,
     )
+
+
+def _layers(host: Any, shard: Shard | None) -> str:
+    """Return the layers of a pool's pages, counted from the model's first."""
+    if not hasattr(host, "start_layer"):
+        return ""
+    if shard is None:
+        return f"{host.start_layer}-{host.end_layer}"
+    return f"{host.start_layer + shard.first}-{host.start_layer + shard.end}"
 
 
 def _state_dtypes(host: Any) -> dict[str, Any]:

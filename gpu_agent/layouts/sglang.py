@@ -16,6 +16,7 @@ Dims of equal size look the same in any order, so the layout's name belongs into
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ from kvstore.errors import InvalidRequest
 
 INDEXER_TOKENS = 64  # the engine's page size with sparse attention
 SPACE = "page"  # index space of a host pool
+# Host pools and layouts whose code was read: all layers of a page are apart from each other.
+_BY_LAYERS = frozenset({"MHATokenToKVPoolHost", "MLATokenToKVPoolHost", "DSAIndexerPoolHost"})
+_LAYERS_OUTERMOST = frozenset({"page_first_direct", "layer_first"})
 
 
 class Heads(NamedTuple):
@@ -121,21 +125,66 @@ def host_pool(pool: Any) -> tuple[KVPool, bool]:
     return _pool(page_tokens, {f"segment{i}": segment for i, segment in enumerate(segments)}), False
 
 
-def head_pool(pool: Any, heads: slice) -> KVPool | None:
-    """View some heads of each page as pages of their own; None for a pool that has no such view.
+class PageAxis(NamedTuple):
+    """Heads or layers: dimension `dim` of a view `[pages, *shape of a page]`."""
 
-    Only in the layout `page_head` has a range of heads few runs of memory: one of K, one of V.
+    page_tokens: int
+    view: torch.Tensor
+    dim: int
+
+    @property
+    def runs(self) -> int:
+        """Return in how many parts a range's bytes lie among those of a whole flat page."""
+        return math.prod(self.view.shape[1 : self.dim])
+
+    def cut(self, first: int, end: int) -> KVPool:
+        """View a range of each page as pages of their own."""
+        return _pool(self.page_tokens, {"page": self.view.narrow(self.dim, first, end - first)})
+
+
+def head_axis(pool: Any) -> PageAxis | None:
+    """Return the heads of a pool's pages; None if a range of them is scattered.
+
+    Only in the layout `page_head` has it few runs of memory: one of K, one of V.
     """
-    page_tokens = int(pool.page_size or 1)
-    view = _page_view(pool, page_tokens, int(pool.size) // page_tokens)
+    # [pages, K and V, 1, heads, tokens, layers, dim]
+    axis = _axis(pool, 3)
     if (
-        pool.layout != "page_head"
-        or view is None
-        or view.dim() != 7  # [pages, K and V, 1, heads, tokens, layers, dim]
-        or view.shape[3] != pool.head_num
+        axis is None
+        or pool.layout != "page_head"
+        or axis.view.dim() != 7
+        or axis.view.shape[3] != pool.head_num
     ):
         return None
-    return _pool(page_tokens, {"page": view[:, :, :, heads]})
+    return axis
+
+
+def layer_axis(pool: Any) -> PageAxis | None:
+    """Return the layers of a pool's pages; None if a range of them is scattered.
+
+    In `page_first_direct` a range has one run of K, one of V; in `layer_first` a run for each layer
+    of them, as the whole page has. In `page_first` and `page_head` it has one for each token.
+    """
+    # [pages, ..., layers, tokens, heads, dim], or for an indexer [pages, ..., layers, 1, bytes]
+    indexer = type(pool).__name__ == "DSAIndexerPoolHost"
+    axis = _axis(pool, -3 if indexer else -4)
+    if (
+        axis is None
+        or type(pool).__name__ not in _BY_LAYERS
+        or pool.layout not in _LAYERS_OUTERMOST
+        or axis.view.shape[axis.dim] != pool.layer_num
+        or axis.view.shape[axis.dim + 1] != (1 if indexer else axis.page_tokens)
+    ):
+        return None
+    return axis
+
+
+def _axis(pool: Any, dim: int) -> PageAxis | None:
+    page_tokens = int(pool.page_size or 1)
+    view = _page_view(pool, page_tokens, int(pool.size) // page_tokens)
+    if view is None or view.dim() <= max(dim, -dim):
+        return None
+    return PageAxis(page_tokens, view, dim % view.dim())
 
 
 def page_numbers(indices: torch.Tensor, page_tokens: int, count: int) -> torch.Tensor:

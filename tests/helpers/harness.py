@@ -95,15 +95,18 @@ def hashes(tokens: Sequence[int], page: int) -> list[str]:
     return list(get_storage_hash_str(RadixKey(list(tokens)), None, page_size=page))
 
 
-def parallel(rank: int = 0, size: int = 1) -> Any:
-    """Return a context of parallel ranks; keep a reference, because dropping it undoes it."""
+def parallel(rank: int = 0, size: int = 1, stage: int = 0, stages: int = 1) -> Any:
+    """Return a context of parallel ranks; keep a reference, because dropping it undoes it.
+
+    `rank` of `size` tensor-parallel, `stage` of `stages` pipeline-parallel ranks.
+    """
     return get_parallel().override(
         attn_dcp_size=1,
         attn_dcp_rank=0,
         tp_rank=rank,
         tp_size=size,
-        pp_rank=0,
-        pp_size=1,
+        pp_rank=stage,
+        pp_size=stages,
         attn_tp_rank=rank,
         attn_tp_size=size,
         attn_dp_rank=0,
@@ -152,10 +155,19 @@ def mha(
 
 
 def mla(
-    layout: str = "page_first", slots: int = 1024, page: int = PAGE, allocator: str = "default"
+    layout: str = "page_first",
+    slots: int = 1024,
+    page: int = PAGE,
+    allocator: str = "default",
+    layers: range = range(3),
 ) -> Any:
     device = MLATokenToKVPool(
-        slots // 2, page, torch.bfloat16, 48, 16, 3, "cpu", False, start_layer=0, end_layer=3
+        slots // 2,
+        page,
+        torch.bfloat16,
+        *(48, 16, len(layers), "cpu", False),
+        start_layer=layers.start,
+        end_layer=layers.stop,
     )
     return PoolEntry(
         PoolName.KV,
@@ -166,21 +178,23 @@ def mla(
     )
 
 
-def dsa(layout: str = "page_first", slots: int = 1024, page: int = 64) -> list[Any]:
-    """Return the KV and indexer pools of DeepSeek-V3.2 with three layers."""
+def dsa(
+    layout: str = "page_first", slots: int = 1024, page: int = 64, layers: range = range(3)
+) -> list[Any]:
+    """Return the KV and indexer pools of DeepSeek-V3.2 with some layers."""
     device = DSATokenToKVPool(
         slots // 2,
         page,
         512,
         torch.float8_e4m3fn,
         64,
-        3,
+        len(layers),
         "cpu",
         128,
         False,
         656,
-        start_layer=0,
-        end_layer=3,
+        start_layer=layers.start,
+        end_layer=layers.stop,
     )
     host = _mla_host(device, layout, page, "default", override_kv_cache_dim=656)
     indexer = DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), host, pin_memory=False)
@@ -213,9 +227,9 @@ def _mla_host(device: Any, layout: str, page: int, allocator: str, **more: Any) 
         pin_memory=False,
         allocator_type=allocator,
         device_capacity_tokens=device.size,
-        start_layer=0,
-        end_layer=3,
-        target_layer_num=3,
+        start_layer=device.start_layer,
+        end_layer=device.end_layer,
+        target_layer_num=device.layer_num,
         **more,
     )
 

@@ -1,6 +1,7 @@
 """Run SGLang on a CPU: a torchvision stub, the harness, and engines attached to a test node."""
 
 import importlib.util
+import json
 import os
 import sys
 import uuid
@@ -91,3 +92,27 @@ def engine(config: dict[str, Any]) -> Iterator[Callable[..., Any]]:
     yield make
     for one in made:
         one.detach()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Return `served(num_hidden_layers=4, ...)`: adapters see a server with a Llama of this kind.
+
+    Arguments and model configuration are SGLang's own.
+    """
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.server_args import ServerArgs
+
+    from gpu_agent.engines import sglang_weights
+
+    def serve(**config: Any) -> None:
+        given = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256}
+        given |= {"num_attention_heads": 8, "intermediate_size": 64, "vocab_size": 64, **config}
+        (tmp_path / "config.json").write_text(json.dumps(given))
+        arguments = ServerArgs(model_path=str(tmp_path))
+        monkeypatch.setattr(sglang_weights, "get_server_args", lambda: arguments)
+        monkeypatch.setattr(
+            sglang_weights, "process_model_config", lambda: model_config_of(arguments)
+        )
+
+    return serve
