@@ -105,7 +105,8 @@ def test_ranks_read_what_others_stored(
     kv = whole.host.kv_buffer.view(torch.uint8)
     store = Ranks(engine, kind, layout, writers, options)
     copies = max(1, writers.tp // HEADS)
-    for number, (made, (own, part)) in enumerate(zip(store.made, store.parts(kv), strict=True)):
+    for number, (own, part) in reversed([*enumerate(store.parts(kv))]):
+        made = store.made[number]
         own.copy_(part)
         if kind == "mha" and number // writers.pp % copies:
             own.fill_(0xDD)  # of ranks with the same heads only the first one stores
@@ -132,8 +133,8 @@ def test_all_sizes_have_the_names_of_one(engine: Any, served: Any) -> None:
     assert spaces("page_first_direct", Size(1, 2), layer_shards=2) == by_stage
     assert len({*spaces("page_first_direct", Size(1, 2), layer_shards=4), *by_stage}) == 6
     by_rank = spaces("page_first", Size(4, 1))
-    assert spaces("page_first", Size(8, 1), head_shards=4)[::2] == by_rank
-    assert spaces("page_first", Size(8, 1), head_shards=4)[1::2] == by_rank
+    copies = spaces("page_first", Size(8, 1), head_shards=4)
+    assert copies[::2] == copies[1::2] == by_rank
     assert not {*spaces("page_first", Size(8, 1))} & {*by_rank}
     # Stages of unequal size are named apart
     for stage, layers in enumerate([range(1), range(1, 4)]):
@@ -189,6 +190,7 @@ def stage_pool(first: int, layers: int, **more: Any) -> Callable[[], Any]:
     ("pool", "ranks", "shards", "message"),
     [
         (mha, {}, {"layer_shards": 2}, "layer_shards=2 can not cut pool kv .*page_first_direct"),
+        (lambda: mha(page=LAYERS), {}, {"layer_shards": 2}, "can not cut pool kv .*page_first"),
         (lambda: mha("page_head"), {}, {"layer_shards": 2}, "--hicache-mem-layout page_first_dir"),
         (
             lambda: mla(layers=range(4)),
