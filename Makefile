@@ -16,7 +16,7 @@ export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' kvstore/__init__.py)
 
 .PHONY: help setup docs demo demo-cluster demo-operate test check lint types format proto golden bench dist release image docker-test gpu-test audit fuzz soak \
-	soak-cluster demo-vllm manifests clean
+	soak-cluster rivals demo-vllm manifests clean
 
 help:
 	@echo "make setup        make the development environment, .venv; other targets do it when needed"
@@ -29,8 +29,8 @@ help:
 	@echo "make format       format the sources"
 	@echo "make proto        generate the protobuf stubs after a change in proto/"
 	@echo "make golden       record the stable names, flags, fields and metrics after some were added"
-	@echo "make bench        measure wires, TLS, lookups, metadata and disk (15 minutes; redis-server, 13 GiB"
-	@echo "                  of disk; TRACE=path adds hit rates, DIR=path uses another disk)"
+	@echo "make bench        measure wires, TLS, metadata and disk (15 minutes; 13 GiB of disk;"
+	@echo "                  TRACE=path adds hit rates, DIR=path uses another disk)"
 	@echo "make dist         build the wheel and the sources, the same bytes from every clone of a commit"
 	@echo "make release      check and build a release; PUSH=1 pushes it (INDEX=, IMAGE=, CHARTS=)"
 	@echo "make image        build the node's image, kvstore-node:VERSION (Docker; BASE=, SOURCE=)"
@@ -114,8 +114,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 bench: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'redis[hiredis]>=5'
-	set -e; for name in bulk grpc_stream tls shm lookup metadata; do $(BIN)/python benchmarks/$$name.py; done
+	set -e; for name in bulk grpc_stream tls shm metadata; do $(BIN)/python benchmarks/$$name.py; done
 	set -e; for name in disk disk_latency disk_ranges restart; do \
 		$(BIN)/python benchmarks/$$name.py $(if $(DIR),--dir $(DIR)); done
 	$(if $(TRACE),$(BIN)/python benchmarks/eviction.py $(TRACE) && $(BIN)/python benchmarks/disk_replay.py $(if $(DIR),--dir $(DIR)) $(TRACE))
@@ -143,7 +142,7 @@ docker-test: $(READY)
 test-% gpu-test-%:
 	@$(PYTHON) tests/run.py $@
 
-gpu-test audit fuzz soak soak-cluster demo-vllm manifests:
+gpu-test audit fuzz soak soak-cluster rivals demo-vllm manifests:
 	@$(PYTHON) tests/run.py $@
 
 clean:

@@ -12,23 +12,19 @@ Per wire and operation, a turn is `CALLS` calls in a loop by one client. The col
 
 CPU time is steadier than wall time, but not independent of the machine: compare within a table.
 
-With --clients, another table: that many client processes look up 16 keys each over bulk TCP, in
-closed loops of `LOOP_S` seconds.
+rivals.py has lookups of several clients in closed loops.
 
     python benchmarks/budget.py [--rounds 20] [--wires bulk,shm,grpc] [--json]
-    python benchmarks/budget.py --clients 1,2,4,8 [--rounds 3] [--json]
 """
 
 import contextlib
 import functools
-import multiprocessing
 import os
 import secrets
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +40,6 @@ from kvstore.tools.node_process import NodeProcess
 CALLS = 300
 CALLS_OF_PAGES = 40
 WARMUPS = 2
-LOOP_S = 3.0
 WIRES = ("bulk", "shm", "grpc")
 NODE_FLAGS = ("--ram-bytes", "4GiB", "--log-level", "WARNING")
 SYSCALLS = "raw_syscalls:sys_enter"
@@ -125,22 +120,14 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def cpu_us(pid: int) -> float:
-    """Return the CPU microseconds of all living threads of a process, from the scheduler."""
-    return sum(ns for ns, _ in _tasks(pid)) / 1000
-
-
 def waits(pid: int) -> int:
     """Return the voluntary context switches of all living threads of a process."""
-    return sum(switches for _, switches in _tasks(pid))
-
-
-def _tasks(pid: int) -> Iterator[tuple[int, int]]:
+    found = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            ns = int((task / "schedstat").read_text().split()[0])
             status = (task / "status").read_text()
-            yield ns, int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+            found += int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+    return found
 
 
 @contextlib.contextmanager
@@ -201,7 +188,7 @@ class Turns:
     def _used(self) -> dict[str, float]:
         found: dict[str, float] = {}
         for name, pids in self.pids.items():
-            found[f"{name} µs"] = sum(map(cpu_us, pids))
+            found[f"{name} µs"] = sum(map(cpu_s, pids)) * 1e6
         for name in ("client", "node"):
             found[f"{name} waits"] = sum(map(waits, self.pids[name]))
         return found
@@ -229,56 +216,15 @@ def spread(values: list[float]) -> str:
     return f"{middle} ({low}–{high})"
 
 
-# ---- closed loops ------------------------------------------------------------------------
-
-
-def loop(address: str) -> list[float]:
-    """Return the seconds of each lookup of one client in `LOOP_S` seconds."""
-    with Client(client_config(address=address, wire="bulk")) as client:
-        lookup = next(Subject(client).operations())
-        lookup.prepare()
-        end = time.monotonic() + LOOP_S
-        seconds = []
-        while time.monotonic() < end:
-            seconds.append(timed(lookup.call))
-        return seconds
-
-
-def closed_loops(node: NodeProcess, counts: list[int], turns: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each number of clients, which begin together."""
-    for count in counts:
-        figures: dict[str, list[float]] = {"lookups/s": [], "p50 µs": [], "p99 µs": []}
-        used = []
-        with multiprocessing.get_context("spawn").Pool(count) as pool:
-            pool.map(loop, [node.address] * count, 1)
-            for _ in range(turns):
-                before = cpu_s(node.pid)
-                found = sorted(
-                    s for some in pool.map(loop, [node.address] * count, 1) for s in some
-                )
-                used.append((cpu_s(node.pid) - before) / len(found) * 1e6)
-                figures["lookups/s"].append(len(found) / LOOP_S)
-                figures["p50 µs"].append(percentile(found, 50) * 1e6)
-                figures["p99 µs"].append(percentile(found, 99) * 1e6)
-        shown = {name: spread(values) for name, values in figures.items()}
-        yield {"clients": count, **shown, "node's CPU µs a lookup": spread(used)}
-
-
 def main(argv: list[str]) -> None:
     """Run the command line."""
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=20, help="turns (%(default)s)")
     options.add_argument("--wires", default=",".join(WIRES), help="wires (%(default)s)")
-    options.add_argument("--clients", help="numbers of client processes, as 1,2,4,8")
     args = options.parse_args(argv)
     report = Report("Cost of one request", " ".join(["python benchmarks/budget.py", *argv]))
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(NodeProcess(*NODE_FLAGS))
-        if args.clients:
-            counts = list(map(int, args.clients.split(",")))
-            report.rows = list(closed_loops(node, counts, args.rounds))
-            report.show(args.json)
-            return
         turns = Turns(node)
         operations = []
         for wire in args.wires.split(","):

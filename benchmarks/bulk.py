@@ -4,30 +4,30 @@
                one byte of acknowledgement a batch, TCP_NODELAY: no node, no keys, no checksum
     bulk       this store: put reserves, sends and commits, get looks up, holds and sends; the
                writer makes the page's checksum, the reader verifies it
-    others     this store without the checksum and over gRPC; Redis with pipelined SET and MGET
+    others     this store without the checksum and over gRPC
 
-All contenders send the same pages and store them in equally many places. All but Redis, whose
-client returns new objects, receive into the same buffers. Each of these is 128 MiB, which no cache
-holds. They take turns of five puts and gets, of which the first does not count: in it the scheduler
-moves two processes that begin to talk to two cores, and the bytes are compared. GB/s: 10^9 page
-bytes in the median of all calls. Aim: put and get each at least 0.85 of the limit for pages of 1
-MiB and above.
+All contenders send the same pages, store them in equally many places and receive into the same
+buffers. Each of these is 128 MiB, which no cache holds. They take turns of five puts and gets, of
+which the first does not count: in it the scheduler moves two processes that begin to talk to two
+cores, and the bytes are compared. GB/s: 10^9 page bytes in the median of all calls. Aim: put and
+get each at least 0.85 of the limit for pages of 1 MiB and above. rivals.py has other stores and
+more clients.
 
     python benchmarks/bulk.py [--rounds 15] [--json]
 """
 
 import contextlib
 import functools
-import itertools
 import multiprocessing
 import socket
+import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 from batch import TURN, Batch, Batches, Contender, NoChecksum, ours, turn
-from measure import Report, Samples, median, parser, progress, redis_client, rounds, timed
+from measure import Report, Samples, median, parser, progress, rounds, timed
 
 from kvstore import Client, client_config
 from kvstore.tools.node_process import NodeProcess
@@ -39,30 +39,69 @@ AIM = 0.85
 AIM_NBYTES_MIN = 1 << 20
 NODE_FLAGS = ("--ram-bytes", "512MiB", "--extent-bytes", "64MiB", "--log-level", "WARNING")
 LIMIT = "limit: sendall/recv_into"
+Bytes = bytes | bytearray | memoryview
 
 
 # ---- the limit ---------------------------------------------------------------------------
 
+# What is asked, the batch's place, and the bytes of each of its pages or of the whole message.
+HEADER = struct.Struct("!cII")
+PUT, GET, ECHO = b"p", b"g", b"e"
+ANSWER_NBYTES = 16  # to an echo
 
-def serve_limit(port: int, page_nbytes: int, batch_count: int, flags: int) -> None:
-    """Receive batches and send them back, as the other process, until closed.
+
+class BareClient:
+    """Send pages to `serve_bare` and get them back."""
+
+    def __init__(self, sock: socket.socket, flags: int = 0) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        self._flags = flags
+        self._answer = memoryview(bytearray(ANSWER_NBYTES))
+
+    def put(self, place: int, pages: Sequence[Bytes]) -> None:
+        """Send a batch and wait until all of it was received."""
+        self._sock.send(HEADER.pack(PUT, place, len(pages[0])), socket.MSG_MORE)
+        for page in pages:
+            self._sock.sendall(page)
+        receive(self._sock, [self._answer[:1]], 0)
+
+    def get(self, place: int, buffers: Sequence[Bytes]) -> None:
+        """Receive a batch that was sent before."""
+        self._sock.sendall(HEADER.pack(GET, place, len(buffers[0])))
+        receive(self._sock, [memoryview(buffer) for buffer in buffers], self._flags)
+
+    def echo(self, message: bytes) -> None:
+        """Send a message and wait for a short answer."""
+        self._sock.sendall(HEADER.pack(ECHO, 0, len(message)) + message)
+        receive(self._sock, [self._answer], 0)
+
+
+def serve_bare(sock: socket.socket, flags: int = 0) -> None:
+    """Receive batches and send them back until closed.
 
     Each batch has a place of its own, as it has in a node.
     """
-    places = [
-        [memoryview(bytearray(page_nbytes)) for _ in range(BATCH)] for _ in range(batch_count)
-    ]
-    with (
-        socket.create_connection(("127.0.0.1", port)) as sock,
-        contextlib.suppress(ConnectionError),
-    ):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for pages in itertools.cycle(places):
-            receive(sock, pages, flags)
-            sock.sendall(b"k")
-            receive(sock, [memoryview(bytearray(1))], 0)
-            for page in pages:
-                sock.sendall(page)
+    places: dict[int, list[memoryview]] = {}
+    header, message = memoryview(bytearray(HEADER.size)), memoryview(bytearray(1 << 20))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with sock, contextlib.suppress(ConnectionError):
+        while True:
+            receive(sock, [header], 0)
+            asked, place, nbytes = HEADER.unpack(header)
+            if asked == PUT:
+                pages = places.get(place)
+                if pages is None or len(pages[0]) != nbytes:
+                    pages = [memoryview(bytearray(nbytes)) for _ in range(BATCH)]
+                    places[place] = pages
+                receive(sock, pages, flags)
+                sock.sendall(b"k")
+            elif asked == GET:
+                for page in places[place]:
+                    sock.sendall(page)
+            else:
+                receive(sock, [message[:nbytes]], 0)
+                sock.sendall(message[:ANSWER_NBYTES])
 
 
 def receive(sock: socket.socket, views: Sequence[memoryview], flags: int) -> None:
@@ -75,34 +114,29 @@ def receive(sock: socket.socket, views: Sequence[memoryview], flags: int) -> Non
             view = view[got:]
 
 
+def serve_limit(port: int, flags: int) -> None:
+    """Serve one client, as the other process."""
+    serve_bare(socket.create_connection(("127.0.0.1", port)), flags)
+
+
 @contextlib.contextmanager
-def limit(batches: Batches, flags: int = 0) -> Iterator[Contender]:
+def limit(flags: int = 0) -> Iterator[Contender]:
     """Yield a contender that uses plain sockets."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        args = (listener.getsockname()[1], batches.page_nbytes, len(batches.all), flags)
         process = multiprocessing.get_context("spawn").Process(
-            target=serve_limit, args=args, daemon=True
+            target=serve_limit, args=(listener.getsockname()[1], flags), daemon=True
         )
         process.start()
         listener.settimeout(30.0)  # so that a dead child does not block this process
         sock = listener.accept()[0]
     with sock:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        byte = [memoryview(bytearray(1))]
+        client = BareClient(sock, flags)
 
         def contender(batch: Batch) -> Samples:
-            buffers = [memoryview(buffer) for buffer in batch.buffers]
-
-            def put() -> None:
-                for page in batch.pages:
-                    sock.sendall(page)
-                receive(sock, byte, 0)
-
-            def get() -> None:
-                sock.sendall(b"g")
-                receive(sock, buffers, flags)
-
-            return {"put": [timed(put)], "get": [timed(get)]}
+            return {
+                "put": [timed(lambda: client.put(batch.number, batch.pages))],
+                "get": [timed(lambda: client.get(batch.number, batch.buffers))],
+            }
 
         yield contender
     process.join()
@@ -117,31 +151,14 @@ def without_checksum(client: Client, batch: Batch) -> Samples:
         return ours(client, batch)
 
 
-def rival(client: Any, batch: Batch) -> Samples:
-    """Run Redis."""
-    keys = [batch.namespace.digest + prefix_hash for prefix_hash in batch.hashes]
-    client.delete(*keys)
-
-    def put() -> None:
-        pipeline = client.pipeline(transaction=False)
-        for key, page in zip(keys, batch.pages, strict=True):
-            pipeline.set(key, page)
-        assert all(pipeline.execute())
-
-    def get() -> None:
-        assert None not in client.mget(keys)
-
-    return {"put": [timed(put)], "get": [timed(get)]}
-
-
 # ---- the run -----------------------------------------------------------------------------
 
 
 def page_rows(
-    clients: dict[str, Client], redis: Any, batches: Batches, count: int, tick: Callable[[], None]
+    clients: dict[str, Client], batches: Batches, count: int, tick: Callable[[], None]
 ) -> list[Any]:
     """Return the rows of one page size."""
-    with limit(batches) as plain, limit(batches, socket.MSG_WAITALL) as waitall:
+    with limit() as plain, limit(socket.MSG_WAITALL) as waitall:
         contenders: dict[str, Contender] = {
             LIMIT: plain,
             "the same with MSG_WAITALL": waitall,
@@ -153,13 +170,8 @@ def page_rows(
             name: functools.partial(turn, call, batches.cycle())
             for name, call in contenders.items()
         }
-        if redis is not None:
-            call = functools.partial(rival, redis)
-            turns["Redis"] = functools.partial(turn, call, batches.cycle(), into_buffers=False)
         samples = rounds(turns, count, WARMUPS, tick)
     batches.forget(clients["bulk"])
-    if redis is not None:
-        redis.flushall()
     return speed_rows(
         batches, samples, LIMIT, "bulk" if batches.page_nbytes >= AIM_NBYTES_MIN else "", AIM
     )
@@ -206,10 +218,9 @@ def main(argv: list[str]) -> None:
             )
             for wire in ("bulk", "grpc")
         }
-        redis = stack.enter_context(redis_client(report.notes))
         tick = stack.enter_context(progress(len(args.page_kib) * (args.rounds + WARMUPS)))
         for kib in args.page_kib:
-            report.rows += page_rows(clients, redis, Batches(kib << 10, BATCH), args.rounds, tick)
+            report.rows += page_rows(clients, Batches(kib << 10, BATCH), args.rounds, tick)
     report.show(args.json)
 
 

@@ -1,4 +1,4 @@
-"""Share what benchmarks need: interleaved rounds, percentiles, a Redis, the report.
+"""Share what benchmarks need: interleaved rounds, percentiles, the report.
 
 Contenders take turns in every round and the order changes from round to round, so that the
 machine's other work affects all of them alike. Figures are medians over rounds, never best cases.
@@ -9,11 +9,8 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +21,6 @@ from typing import Any
 # Benchmarks that import this file find the helpers, too.
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
 
-from ports import free_port
-
 import kvstore
 
 try:
@@ -34,15 +29,9 @@ try:
 except ImportError:  # the cli extra: without it there is no progress bar
     Console = Progress = None  # type: ignore[assignment, misc]
 
-try:
-    import redis
-except ImportError:  # a rival, no dependency: its rows are left out
-    redis = None  # type: ignore[assignment]
-
 median = statistics.median
 # What a contender measured in one round: seconds of each call, by operation.
 Samples = dict[str, list[float]]
-REDIS_START_S = 10.0
 
 
 def percentile(seconds: Sequence[float], percent: int) -> float:
@@ -79,70 +68,6 @@ def rounds(
                     samples[name].setdefault(op, []).extend(seconds)
         tick()
     return samples
-
-
-# ---- the rival ---------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def redis_client(notes: list[str]) -> Iterator[Any]:
-    """Yield a client of a temporary redis-server on loopback TCP without persistence.
-
-    Without redis-server or redis-py it yields None, and `notes` names what to install.
-    """
-    program = shutil.which("redis-server")
-    if program is None or redis is None:
-        lacking = (
-            "redis-server (Debian: apt-get install redis-server)"
-            if program is None
-            else "pip install redis"
-        )
-        notes.append(f"Redis rows are left out; missing here: {lacking}")
-        yield None
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        port = free_port()
-        command = [
-            program,
-            "--bind",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-        ]
-        process = subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL)
-        client = redis.Redis("127.0.0.1", port)
-        try:
-            _wait_for_redis(client)
-            hiredis = (
-                "with hiredis"
-                if redis.utils.HIREDIS_AVAILABLE
-                else "without hiredis (pip install hiredis)"
-            )
-            notes.append(
-                f"redis-server {client.info('server')['redis_version']}, redis-py "
-                f"{redis.__version__} {hiredis}"
-            )
-            yield client
-        finally:
-            client.close()
-            process.terminate()
-            process.wait()
-
-
-def _wait_for_redis(client: Any) -> None:
-    end = time.monotonic() + REDIS_START_S
-    while True:
-        try:
-            client.ping()
-            return
-        except redis.ConnectionError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.02)
 
 
 # ---- progress and report -----------------------------------------------------------------

@@ -112,7 +112,7 @@ def page_rows(
     tick: Callable[[], None],
 ) -> list[dict[str, Any]]:
     """Return the rows of one page size."""
-    with limit(batches) as plain, tls_sockets(batches, *files) as tls:
+    with limit() as plain, tls_sockets(batches, *files) as tls:
         contenders: dict[str, Contender] = {"sockets": plain, "sockets, TLS": tls}
         contenders |= {name: functools.partial(ours, client) for name, client in clients.items()}
         turns = {

@@ -282,6 +282,13 @@ def soak_cluster() -> None:
     run(PYTHON, "benchmarks/soak_cluster.py", *words("ARGS"))
 
 
+@target_in_venv
+def rivals() -> None:
+    """a node beside Mooncake Store, Redis and sockets (15 minutes; redis-server, 8 GiB; ARGS)"""
+    path = overlay(f"{ROOT}/.venv-rivals", "mooncake-transfer-engine-non-cuda", "redis[hiredis]")
+    run(PYTHON, "benchmarks/rivals.py", *words("ARGS"), PYTHONPATH=path)
+
+
 # ---- other versions of dependencies ------------------------------------------------------------
 
 
