@@ -11,7 +11,7 @@ from typing import Any
 
 from comparison import WRONG, equal
 from engine_control import SOUND, answers
-from session import Session, Skip
+from session import MANY, Session, Skip
 
 Case = Callable[[Session], None]
 CASES: dict[str, Case] = {}
@@ -285,13 +285,13 @@ def media(session: Session) -> None:
 
 @case("other rank count")
 def other_rank_count(session: Session) -> None:
-    """prompts of an engine with one rank read by one with two, and the reverse"""
-    one, two = ([session.prompt(3 * session.block + more) for more in (2, 5)] for _ in range(2))
+    """prompts of an engine with one rank read by one with several, and the reverse"""
+    one, many = ([session.prompt(3 * session.block + more) for more in (2, 5)] for _ in range(2))
     session.write("one rank", *one)
-    session.restore("one rank by two", *one, by="two ranks", least=0)
-    session.restore("two ranks by two", *two, by="two ranks", least=0)
-    session.restore("two ranks by two", *two, by="two ranks")
-    session.restore("two ranks by one", *two, least=0)
+    session.restore("one rank by many", *one, by=MANY, least=0)
+    session.restore("first many by many", *many, by=MANY, least=0)
+    session.restore("again many by many", *many, by=MANY)
+    session.restore("many ranks by one", *many, least=0)
 
 
 def run(name: str, session: Session) -> None:

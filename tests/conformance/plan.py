@@ -1,5 +1,6 @@
 """Which models run which cases, on which engines; and the run itself."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from comparison import ROUNDING
 from configuration import Store, StoreFailed
 from engine_control import Engine, EngineDied, EngineRefused, Spawner, make_model
 from outcomes import Outcome, outcome_of
-from session import Session, Skip
+from session import MANY, Session, Skip
 
 DEATHS_MAX = 3
 # Which cases a model runs: all but those that need a model of their own; those of one engine; few.
@@ -56,6 +57,8 @@ MODELS: dict[str, Model] = {
     "sound": Model("sound", ("control", "media"), arguments={"skip_tokenizer_init": False}),
     OWN: Model("", WHOLE),
     "two ranks": Model("llama", ("control", "other rank count"), ranks=2),
+    # With two KV heads: each is on two ranks
+    "four ranks": Model("llama", ("control", "other rank count"), ranks=4),
 }
 COMMON: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -70,10 +73,7 @@ COMMON: dict[str, Any] = {
 # Engines share the device, so none may size its cache by the free memory.
 ON_CPU: dict[str, Any] = {"kv_cache_memory_bytes": 128 << 20}
 ON_GPU: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "gpu_memory_utilization": 0.03}
-TWO_RANKS: dict[str, Any] = {
-    "tensor_parallel_size": 2,
-    "distributed_executor_backend": "mp",
-}
+SEVERAL_RANKS: dict[str, Any] = {"distributed_executor_backend": "mp"}
 
 
 class Runner:
@@ -136,14 +136,15 @@ class Runner:
         def start(role: str) -> Engine:
             self._count += 1
             given = dict(arguments)
-            if role == "two ranks":
-                given |= TWO_RANKS
+            if role == MANY:
+                given |= SEVERAL_RANKS | {"tensor_parallel_size": model.ranks}
             environment = {}
             if role != "plain":
                 given["kv_transfer_config"] = self._store.kv_transfer_config
                 environment = self._store.environment
-            if role == "two ranks" and self._spawner.facts["device"] == "cpu":
-                environment = {**environment, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+            if role == MANY and self._spawner.facts["device"] == "cpu":
+                cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(model.ranks))
+                environment = {**environment, "VLLM_CPU_OMP_THREADS_BIND": cores}
             label = f"{name} {role} {self._count}"
             return Engine(self._spawner, label, given, environment)
 

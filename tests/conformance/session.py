@@ -12,6 +12,8 @@ from engine_control import Answer, Engine
 
 # How long a case waits until what it wrote can be restored; a connector may save in the background.
 PATIENCE_S = 5.0
+MANY = "many ranks"  # the engine with several
+MANY_PATIENCE_S = 40.0  # they may share few cores
 TOKENS = 8
 
 
@@ -43,7 +45,7 @@ class Checks:
 class Session:
     """Engines of one model. `start(role)` returns an engine; `roles` are started at once.
 
-    Roles: "plain" has no connector, "writer" and "reader" have the connector under test.
+    Roles: "plain" has no connector; "writer", "reader" and MANY have the connector under test.
     `arguments` of checks are those of the engine's `generate`: `max_tokens`, `adapter`.
     """
 
@@ -182,9 +184,10 @@ class Session:
         `Reference.verdict`.
         """
         engine, found = self.engine(by), []
+        patience_s = MANY_PATIENCE_S if by == MANY else PATIENCE_S
         for prompt in prompts:
             wanted = (len(prompt) - 1 if least is None else least) // self.block * self.block
-            end = time.monotonic() + (PATIENCE_S if self._patient else 0.0)
+            end = time.monotonic() + (patience_s if self._patient else 0.0)
             hits: list[int] = []
             while True:
                 engine.fresh()
