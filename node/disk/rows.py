@@ -112,15 +112,17 @@ def page_runs(pages: Iterable[tuple[bytes, bytes]]) -> Iterator[PageRun]:
     """Verify rows and yield them in runs, at most RUN_ROWS each, in their order."""
     start, hashes, heads, damaged = b"", list[bytes](), list[bytes](), list[bytes]()
     for key, value in pages:
-        if not is_intact(key, value):
+        intact = is_intact(key, value)
+        other = hashes and (key[:3] != start or len(key) != 3 + len(hashes[0]))
+        if (intact and other) or len(hashes) + len(damaged) == RUN_ROWS:
+            yield PageRun(_namespace_of(start), hashes, b"".join(heads), damaged)
+            hashes, heads, damaged = [], [], []
+        if intact:
+            start = key[:3]
+            hashes.append(key[3:])
+            heads.append(value[: _HEAD.size])
+        else:
             damaged.append(key)
-            continue
-        if key[:3] != start or len(hashes) == RUN_ROWS or len(key) != 3 + len(hashes[0]):
-            if hashes:
-                yield PageRun(_namespace_of(start), hashes, b"".join(heads), damaged)
-            start, hashes, heads, damaged = key[:3], [], [], []
-        hashes.append(key[3:])
-        heads.append(value[: _HEAD.size])
     if hashes or damaged:
         yield PageRun(_namespace_of(start), hashes, b"".join(heads), damaged)
 
