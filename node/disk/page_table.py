@@ -214,7 +214,7 @@ class Hashes:
             self[first + done] = some[0]  # makes room
             block, length = self._blocks[number], len(some[0])
             joined = b"".join(some)
-            if len(block) == BLOCK_COUNT * length and len(joined) == len(some) * length:
+            if len(block) == BLOCK_COUNT * length and set(map(len, some)) == {length}:
                 block[place * length : place * length + len(joined)] = joined
                 lengths = array("B", [length]) * len(some)
                 self._lengths[first + done : first + done + len(some)] = lengths

@@ -63,6 +63,15 @@ def test_run_of_damaged_rows_is_short() -> None:
     assert [len(run.damaged) for run in runs] == [RUN_ROWS] * 3 + [5]
 
 
+def test_hashes_of_several_lengths_stay_apart() -> None:
+    """Regression: hashes of 24, 16 and 32 bytes were kept as three of 24."""
+    table, hashes = PageTable(EXTENT_NBYTES, EXTENT_NBYTES), [b"a" * 24, b"b" * 16, b"c" * 32]
+    rows = [(found, (at * 4096, 4096, 0, 5, 0, 0, 0)) for at, found in enumerate(hashes)]
+    assert not table.restore(1, rows, 100)
+    table.restored()
+    assert {table.key(record)[1] for record in table.records()} == set(hashes)
+
+
 # ---- comparison with a model -----------------------------------------------------------------
 
 
