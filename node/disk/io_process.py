@@ -447,7 +447,10 @@ class ProcessRows:
 
     def all_pages(self) -> Iterator[PageRun]:
         """Yield all page rows, which the I/O process verifies meanwhile."""
-        return map(io_protocol.unpack_run, filter(None, self._all(Kind.ALL_PAGES)))
+        try:
+            yield from map(io_protocol.unpack_run, filter(None, self._all(Kind.ALL_PAGES)))
+        except Broken as error:
+            raise OSError(f"the I/O process sent an invalid message: {error}") from error
 
     def _all(self, kind: Kind) -> Iterator[bytes]:
         try:

@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from disk_nodes import Pages
@@ -10,6 +12,7 @@ from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from node.disk import io_protocol
 from node.disk.index import DiskIndex
+from node.disk.io_process import ProcessRows, Timeouts
 from node.disk.page_table import PageTable
 from node.disk.rows import RUN_ROWS, PageRow, namespace_key, page_runs, parse_page_row
 from node.slab import SlotAllocator
@@ -70,6 +73,23 @@ def test_hashes_of_several_lengths_stay_apart() -> None:
     assert not table.restore(1, rows, 100)
     table.restored()
     assert {table.key(record)[1] for record in table.records()} == set(hashes)
+
+
+def test_run_that_is_cut_off_is_an_error_of_the_disk() -> None:
+    """Regression: it was no OSError, so the node did not start, instead of without its disk."""
+    run = next(page_runs(map(sound, keys(3))))
+    message = io_protocol.pack_run(run._replace(damaged=keys(2)))
+    for end in range(1, len(message)):
+        stream: Any = SimpleNamespace(stream=lambda *_, end=end: iter([message[:end], b""]))
+        directory: Any = SimpleNamespace(process=SimpleNamespace(orders=stream))
+        rows = ProcessRows(directory, Timeouts(60.0, lambda: None))
+        if len(message) - end == 21:  # without the last key
+            assert [len(run.damaged) for run in rows.all_pages()] == [1]
+        elif len(message) - end == 42:
+            assert [len(run.damaged) for run in rows.all_pages()] == [0]
+        else:
+            with pytest.raises(OSError, match="an invalid message"):
+                list(rows.all_pages())
 
 
 # ---- comparison with a model -----------------------------------------------------------------
