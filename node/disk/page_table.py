@@ -323,8 +323,12 @@ class PageTable:
         Keys of rows are distinct, so no search for the key is made. The pages can be found after
         `restored`. A start waits for a million of these: columns are copied as a whole.
         """
+        end = self.slots.region_nbytes
+        # Most rows of a disk that was made smaller: records of refused pages would stay unused
+        if beyond := {prefix_hash for prefix_hash, (offset, *_) in rows if offset >= end}:
+            rows = [row for row in rows if row[0] not in beyond]
         if not rows:
-            return set()
+            return beyond
         count, first = len(rows), self._consecutive(len(rows))
         new = slice(first, first + count)
         hashes, heads = zip(*rows, strict=True)
@@ -334,16 +338,13 @@ class PageTable:
         self._hashes.fill(first, hashes)
         self._mark[new] = array("I", [_mark(namespace, prefix_hash) for prefix_hash in hashes])
         self._namespace[new] = array("H", [namespace]) * count
-        places = [offset // SLOT_ALIGN_NBYTES for offset in offsets]
-        for position in refused:  # it may be too large
-            places[position] = 0
-        self._offset[new] = array("I", places)
+        self._offset[new] = array("I", [offset // SLOT_ALIGN_NBYTES for offset in offsets])
         self._used_s[new] = array("I", [min(used_s, now_s) for used_s in used])
         self._expiry_s[new] = array("I", expiry)
         sums = slice(2 * first, 2 * (first + count))
         self._checksum[sums] = array("Q", chain.from_iterable(zip(low, high, strict=True)))
         self.count += count - len(refused)
-        return {hashes[position] for position in refused}
+        return beyond.union(hashes[position] for position in refused)
 
     def restored(self) -> None:
         """Sort all restored records by last use, and make them available.

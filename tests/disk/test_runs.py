@@ -13,7 +13,7 @@ from kvstore.messages import namespace_message
 from node.disk import io_protocol
 from node.disk.index import DiskIndex
 from node.disk.io_process import ProcessRows, Timeouts
-from node.disk.page_table import PageTable
+from node.disk.page_table import BLOCK_COUNT, PageTable
 from node.disk.rows import RUN_ROWS, PageRow, namespace_key, page_runs, parse_page_row
 from node.slab import SlotAllocator
 
@@ -73,6 +73,23 @@ def test_hashes_of_several_lengths_stay_apart() -> None:
     assert not table.restore(1, rows, 100)
     table.restored()
     assert {table.key(record)[1] for record in table.records()} == set(hashes)
+
+
+def test_pages_beyond_the_end_of_a_smaller_disk_take_no_records() -> None:
+    """Regression: a disk of a tenth of its former size took the RAM of the former one."""
+    table = PageTable(EXTENT_NBYTES, EXTENT_NBYTES)
+    slots = EXTENT_NBYTES // 4096
+    offsets = [at * 4096 for at in range(10_000)]
+    rows = [(b"%032d" % at, (at, 4096, 0, 5, 0, 0, 0)) for at in reversed(offsets)]
+    refused = {
+        found
+        for at in range(0, len(rows), 100)
+        for found in table.restore(1, rows[at : at + 100], 9)
+    }
+    assert refused == {b"%032d" % at for at in offsets[slots:]}
+    table.restored()
+    assert table.check() == []
+    assert (table.count, table.number_end) == (slots, 1 + BLOCK_COUNT)
 
 
 def test_run_that_is_cut_off_is_an_error_of_the_disk() -> None:
