@@ -5,6 +5,7 @@ and over `extra_key` (a LoRA's id) and `cache_salt`. The rest is in the namespac
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,7 @@ def pool_namespace(
         kind=type(host).__name__,
         host_layout=host.layout,
         pool_dtype=host.dtype,
-        layers=_layers(host, layers),
+        layers=_layers(host, layers, engine.pp_size),
         format=getattr(host, "storage_format_tag", None),
         draft=facts["draft"] if packed or name.startswith("draft") else "",
         **_state_dtypes(host),
@@ -202,10 +203,13 @@ def pool_namespace(
     )
 
 
-def _layers(host: Any, shard: Shard | None) -> str:
-    """Return the layers of a pool's pages, counted from the model's first."""
+def _layers(host: Any, shard: Shard | None, stages: int) -> str:
+    """Return the layers of a pool's pages, counted from the model's first.
+
+    Pools of states do not have these numbers: there the stages' sizes tell, if they were given.
+    """
     if not hasattr(host, "start_layer"):
-        return ""
+        return os.environ.get("SGLANG_PP_LAYER_PARTITION", "") if stages > 1 else ""
     if shard is None:
         return f"{host.start_layer}-{host.end_layer}"
     return f"{host.start_layer + shard.first}-{host.start_layer + shard.end}"

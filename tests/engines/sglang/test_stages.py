@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import buffers, dsa, fill, indexer_transfer, mamba, mha, mla, parallel
 
+from gpu_agent.identity.sglang import _layers
 from gpu_agent.identity.sglang_shards import ModelShape, pool_shards
 from gpu_agent.identity.shards import ShardOptions
 from kvstore import ConfigError
@@ -263,3 +264,13 @@ def test_ranks_that_divide_tokens_are_not_taken_for_copies(engine: Any) -> None:
     model = ModelShape(LAYERS, {"kv": 1})
     with pytest.raises(ConfigError, match="1 KV heads on each of 2 ranks"):
         pool_shards("kv", pool.host, pool.view, ranks, ShardOptions(1), model)
+
+
+def test_states_of_stages_of_other_sizes_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stage 1 may have as many layers with states, and not the same ones."""
+    host = mamba().host_pool
+    names = []
+    for sizes in ("4,4,4", "5,4,3"):
+        monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", sizes)
+        names.append([_layers(host, None, stages) for stages in (1, 3)])
+    assert names == [["", "4,4,4"], ["", "5,4,3"]]
