@@ -11,7 +11,7 @@ from fleet import commit, counts, plant, view_of
 from fleet import tell as tell_all
 from known_pages import Pages
 from local_nodes import Connect, StartNode
-from sweeping import NUMBERS, of, sweep, there
+from sweeping import NUMBERS, of, sweep, sweep_all, there
 from sweeping import alone as alone
 from sweeping import fleet as fleet
 from sweeping import tell as tell
@@ -177,7 +177,7 @@ def test_sweep_subtracts_its_delay_from_times_to_live(
         return found
 
     monkeypatch.setattr(swept, "_missing_pages", long_ago)
-    report = sweep(fleet[0])
+    report = sweep_all(fleet[0])
     assert (report.missing, report.fetched) == (3, 2)
     lives = alone(fleet[0]).stat(pages.namespace, mine)
     assert [page.present for page in lives] == [True, True, False]
