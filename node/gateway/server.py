@@ -358,15 +358,19 @@ class Servicer:
 
     async def _put_whole(self, call: Call, messages: Messages) -> None:
         begin, data, commit = put_parts(await call.request(messages))
-        request = pb.PutRequest.FromString(bytes(begin))
-        count, page_nbytes = len(request.prefix_hashes), request.page_nbytes
         with self.upstream.lease(call.on_behalf) as connection:
             reply, _ = await connection.begin("put", begin, call.trace)
             verdicts = pb.PutReply.FromString(bytes(reply)).verdicts
             wanted = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
-            if wanted and data.nbytes != count * page_nbytes:
-                raise InvalidRequest(f"{data.nbytes} page bytes for {count} pages of {page_nbytes}")
             if wanted:
+                page_nbytes, count = (
+                    pb.PutRequest.FromString(bytes(begin)).page_nbytes,
+                    len(verdicts),
+                )
+                if data.nbytes != count * page_nbytes:
+                    raise InvalidRequest(
+                        f"{data.nbytes} page bytes for {count} pages of {page_nbytes}"
+                    )
                 if len(wanted) < count:
                     data, commit = chosen(wanted, page_nbytes, data, commit)
                 connection.add_payload(data)
