@@ -304,17 +304,18 @@ class DiskIndex:
         else:
             rows, refused = [], set()
             self._drop("of an unknown namespace", len(run.hashes))
-        gone = list(run.damaged)
+        for key in run.damaged:
+            self.gone.add(key)
         if refused or len(rows) < len(run.hashes):
             there = {prefix_hash for prefix_hash, _ in rows} - refused
-            gone += [page_key(run.namespace, one) for one in run.hashes if one not in there]
-        for key in gone:
-            self.gone.add(key)
+            for prefix_hash in run.hashes:
+                if prefix_hash not in there:
+                    self.gone.add(page_key(run.namespace, prefix_hash))
 
     def _is_usable(self, head: tuple[int, ...], now_s: int) -> bool:
         """Return whether a page's extent is there and its time to live is not over."""
         offset, _, stored_s, _, expiry_s, *_ = head
-        if self.empty_extents and offset // self.records.slots.extent_nbytes in self.empty_extents:
+        if offset // self.records.slots.extent_nbytes in self.empty_extents:
             self._drop("in an extent without blocks (the file system was full, or it is gone)")
             return False
         return not expiry_s or not is_expired(stored_s, expiry_s, now_s)

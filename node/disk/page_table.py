@@ -81,19 +81,15 @@ class RecordTable:
         self.mask = len(self.segments) - 1
 
     def fill(self, records: Iterable[int]) -> None:
-        """Insert many records: `insert` without calls, since a start waits for it."""
-        mark_of = self._mark_of
+        """Insert many records."""
+        mark_of, put = self._mark_of, self._put
         for record in records:
             mark = mark_of(record)
             segment = self.segments[mark & self.mask]
-            if segment.count >= FULL:
+            if segment.count < FULL:
+                put(segment, mark, record)
+            else:
                 self.insert(record)
-                continue
-            places, place = segment.places, mark >> PLACE_SHIFT
-            while places[place]:
-                place = (place + 1) & PLACE_MASK
-            places[place] = record
-            segment.count += 1
 
     def insert(self, record: int) -> None:
         """Insert a record that is not in the table."""
