@@ -119,10 +119,14 @@ class Ours(OurClient):
 
 
 class OurServer:
-    """One node with the flags that its users have: no disk, checksums on."""
+    """One node with the flags that its users have: no disk, checksums on.
+
+    They raise `grpc_threads` where more than a dozen processes of one host use gRPC.
+    """
 
     def __init__(self, ram_nbytes: int) -> None:
-        self._node = NodeProcess("--ram-bytes", str(ram_nbytes), "--log-level", "WARNING")
+        flags = ("--ram-bytes", str(ram_nbytes), "--grpc-threads", "256", "--log-level", "WARNING")
+        self._node = NodeProcess(*flags)
         self.address = self._node.address
         self.close = self._node.kill
 
