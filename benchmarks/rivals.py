@@ -317,7 +317,7 @@ def run_turn(store: str, clients: int, sizes: Sequence[int], limit_s: float) -> 
     nbytes = max(share, BATCH * max(sizes) << 10)
     with contextlib.ExitStack() as stack:
         try:
-            server = SERVERS[store]((clients * nbytes * 5 // 2) + (512 << 20))
+            server = SERVERS[store]((5 * clients * nbytes) + (512 << 20))
             stack.callback(server.close)
             crew = Crew(store, server.address, clients, nbytes, time.monotonic() + SETUP_S)
             stack.callback(crew.close)
