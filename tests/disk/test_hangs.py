@@ -148,6 +148,7 @@ def test_start_on_a_hanging_disk_fails_with_a_reason(
     arena.close()
 
 
+@pytest.mark.long
 def test_rows_that_hang_at_start_leave_a_ram_node(
     fault: Fault, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

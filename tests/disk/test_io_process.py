@@ -122,6 +122,7 @@ def test_suspended_io_process_does_not_slow_ram(
     assert len(list(client.list_pages(pages.namespace))) == client.scrub().intact == count
 
 
+@pytest.mark.long
 def test_calls_that_wait_for_a_hanging_disk_leave_the_breaker_closed(
     kept: Node, client: Client, pages: Pages
 ) -> None:

@@ -234,6 +234,7 @@ def test_waiter_for_another_load_ends_when_cancelled_or_disk_hangs(
     assert took_s < 15.0
 
 
+@pytest.mark.long
 def test_gets_from_a_hanging_disk_leave_transfers_free(
     hanging: tuple[Any, Any], nodes: Nodes, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:

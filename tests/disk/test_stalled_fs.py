@@ -144,7 +144,7 @@ def health(process: NodeProcess) -> int:
 @pytest.mark.parametrize(
     "operations",
     [
-        "write fsync rename create unlink open mkdir",
+        pytest.param("write fsync rename create unlink open mkdir", marks=pytest.mark.long),
         pytest.param("fsync", marks=pytest.mark.long),
         pytest.param("write", marks=pytest.mark.long),
     ],

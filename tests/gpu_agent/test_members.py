@@ -68,7 +68,7 @@ def test_save_with_a_hung_member_is_partial(fleet: list[NodeProcess], token_pool
         assert saved.reason == "members of the cluster do not answer"
 
 
-@pytest.mark.parametrize("what", ["load", "save"])
+@pytest.mark.parametrize("what", ["load", pytest.param("save", marks=pytest.mark.long)])
 def test_job_continues_with_the_owners_when_the_near_node_hangs(
     fleet: list[NodeProcess], token_pool: KVPool, what: str
 ) -> None:

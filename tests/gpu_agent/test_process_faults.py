@@ -120,6 +120,7 @@ def homes() -> Iterator[MakeHome]:
         assert home.check() == []
 
 
+@pytest.mark.long
 def test_process_killed_in_a_save_and_stopped_in_a_load(
     homes: MakeHome,
     shared_node: NodeProcess,
