@@ -13,9 +13,13 @@ import socket
 import ssl
 import sys
 
+from kvstore import programs
 from kvstore.config import load
 from kvstore.errors import ConfigError
-from node.config import NodeConfig
+
+programs.search()  # the image has the wheel
+
+from node.config import NodeConfig  # noqa: E402
 
 DEADLINE_S = 3.0  # below the 5 s after which Docker kills the check without a message
 

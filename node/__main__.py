@@ -1,4 +1,4 @@
-"""Start a node: the command `kvstore-node`, or `python -m node`."""
+"""Start a node: the command `kvstore-node`, or `python -m node` in a checkout."""
 
 import signal
 

@@ -1,6 +1,5 @@
 """Run a node in a child process, for `kvstore replay`, benchmarks, demos and tests."""
 
-import importlib.util
 import os
 import re
 import signal
@@ -10,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import IO
 
+from kvstore import programs
 from kvstore.errors import ConfigError, Unavailable
 
 _READY = re.compile(r"kvstore-node ready grpc=(\S+) bulk=(\d+) metrics=(\d+)")
@@ -27,13 +27,13 @@ class NodeProcess:
     def __init__(
         self, *flags: str, python: str = sys.executable, inside: Sequence[str] = ()
     ) -> None:
-        if python == sys.executable and importlib.util.find_spec("node") is None:
+        if python == sys.executable and not programs.installed():
             raise ConfigError(
                 "the node is not installed here; it comes with the extra node of kvstore-llm "
                 "(README, Install)"
             )
         ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
-        command = [*inside, python, "-m", "node", *ports, *flags]
+        command = [*inside, *programs.command("node.__main__", *ports, *flags, python=python)]
         # Not a pipe: it is not read while the node runs, and a full pipe would stop the node.
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `_close`
         self._last_words = ""

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 import node
 from kvstore.errors import ConfigError, Exhausted
+from kvstore.programs import command
 from node.disk import io_protocol
 from node.disk.data_dir import (
     allow_open_files,
@@ -89,7 +89,7 @@ class IoProcess:
                 orders_fd=its_order_end.fileno(), questions_fd=its_question_end.fileno()
             )
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "node.disk.io_worker", *task.arguments()],
+                command("node.disk.io_worker", *task.arguments()),
                 cwd=Path(
                     node.__file__
                 ).parent.parent,  # `-m` searches there first, wherever the node was started

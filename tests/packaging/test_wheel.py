@@ -7,6 +7,7 @@ installs them into an empty environment, too, and names its interpreter in KVSTO
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -66,6 +67,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     # Python ignores .pth files in a folder named by a .pth, so our editable install stays out
     (site,) = (work / "venv" / "lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # Somebody else's package of that name, as an engine's environment may have one
+    (site / "node").mkdir()
+    (site / "node" / "__init__.py").write_text("raise ImportError('this is another node')\n")
     yield str(python)
 
 
@@ -91,6 +95,18 @@ def test_node_and_cli_work_from_the_wheel(python: str, tmp_path: pathlib.Path) -
     assert (tmp_path / "back").read_bytes() == page
 
 
+def test_wheel_adds_no_package_that_is_called_node(python: str) -> None:
+    code = """
+import importlib.metadata as m
+files = {str(file) for file in m.files("kvstore-llm")}
+print(sorted({file.partition("/")[0] for file in files if ".." not in file}))
+print("kvstore/_programs/node/__main__.py" in files)
+"""
+    tops, apart = run(python, "-c", code).splitlines()
+    assert re.fullmatch(r"\['gpu_agent', 'kvstore', 'kvstore_llm-[\d.]+\.dist-info'\]", tops)
+    assert apart == "True"
+
+
 def test_engine_imports_its_adapter_from_the_wheel(python: str) -> None:
     """LightLLM can import its adapter: by its own name for it, from the folder that
     docs/engines/lightllm.md puts on the path.
@@ -114,7 +130,7 @@ def test_wheel_has_files_that_are_not_python(python: str) -> None:
         "'kvstore', "
         "'node'))"
     )
-    code = f"import importlib.util as i; print(*{where})"
+    code = f"import importlib.util as i, kvstore.programs as p; p.search(); print(*{where})"
     gpu_agent, kvstore, node = map(pathlib.Path, run(python, "-c", code).split())
     assert (gpu_agent / "kernels" / "transfer.cu").is_file()
     assert (kvstore / "pb" / "kvstore_pb2.pyi").is_file()
