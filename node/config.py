@@ -21,6 +21,7 @@ from kvstore.security.identities import TENANT
 from kvstore.transports.unix_sockets import check_path
 
 GIB = 1 << 30
+OFF = ("", "none")  # of an interface or a socket
 DISK_EXTENT_NBYTES = 64 << 20  # one open file each: a thousand for 64 GiB
 EXTENTS_WANTED = 64  # enough to follow a changing mix of page sizes, few enough to waste little
 
@@ -42,7 +43,8 @@ class NodeConfig:
 
     host: str = setting(
         "127.0.0.1",
-        "interface to listen on; any but loopback needs TLS and identities, or insecure",
+        "interface to listen on; any but loopback needs TLS and identities, or insecure; none: "
+        "the Unix socket only, without metrics and console",
         when="clients run on other hosts",
     )
     insecure: bool = setting(
@@ -368,6 +370,7 @@ class NodeConfig:
                 f"largest size (extent_nbytes={self.extent_nbytes}) and at most "
                 f"ram_nbytes={self.ram_nbytes}"
             )
+        self._check_host()
         self._check_access()
         self._check_disk()
         if not self.hand_over_queue_nbytes:
@@ -407,7 +410,20 @@ class NodeConfig:
     @property
     def _interfaces(self) -> list[str]:
         """Return all interfaces on which it listens: gRPC may have its own."""
-        return [self.host, *({self.grpc_host} - {"", "none", self.host})]
+        return [host for host in dict.fromkeys((self.host, self.grpc_host)) if host not in OFF]
+
+    def _check_host(self) -> None:
+        if self.host != "none":
+            return
+        if self.shm_socket in ("auto", *OFF):
+            raise ConfigError(
+                f"host=none leaves only the Unix socket, and shm_socket={self.shm_socket} names no "
+                "file; set its path"
+            )
+        if self.cluster or self.grpc_host not in OFF:
+            raise ConfigError(
+                "host=none is for a single node without TCP; leave cluster and grpc_host empty"
+            )
 
     def _check_access(self) -> None:
         if self.token and self.token_file:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import logging
 import os
 import re
@@ -241,11 +242,15 @@ class Reload:
         return {f"log level {self._level}": ""}
 
 
-def _node_class() -> "type[Node]":
+def _node_class(config: NodeConfig) -> "type[Node]":
     """Import the node.
 
-    Raises ConfigError if packages of the extra `node` are not installed.
+    Raises ConfigError if packages of the extra `node` are not installed, which it needs.
     """
+    secret = config.tls_cert or config.encrypt_key_file or config.encrypt_key_command
+    for package, wanted in (("rocksdict", config.data_dir), ("cryptography", secret)):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ConfigError(missing(package))
     try:
         from node.server import Node
     except ModuleNotFoundError as error:
@@ -266,7 +271,10 @@ def _listening(node: "Node") -> str:
     """Describe where a node listens, and how to open it if only this host reaches it."""
     config = node.config
     hosts = sorted({config.host, node.grpc.host} - {"none"})
-    ports = f"gRPC {node.grpc.port or 'off'}, bulk {node.bulk.port}, HTTP {node.metrics.port}"
+    if not hosts:
+        return f"listens on {config.shm_socket} only"
+    bulk, http = node.service.bulk_port, node.service.metrics_port
+    ports = f"gRPC {node.grpc.port or 'off'}, bulk {bulk}, HTTP {http}"
     text = f"listens on {' and '.join(hosts)} ({ports})"
     if node.shm is not None:
         text += f" and {node.shm.path}"
@@ -295,7 +303,7 @@ def _start(config: NodeConfig, notifier: Notifier) -> "Node":
         notifier.starting()
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    node = _node_class()(config, pulse, gateway_processes=True)
+    node = _node_class(config)(config, pulse, gateway_processes=True)
     SeldomCollections()
     node.start()
     return node
@@ -335,7 +343,7 @@ def main() -> None:
         )
         raise SystemExit(2) from error
     grpc = f"{_reachable(node.grpc.host)}:{node.grpc.port}" if node.grpc.port else "none"
-    ports = f"grpc={grpc} bulk={node.bulk.port} metrics={node.metrics.port}"
+    ports = f"grpc={grpc} bulk={node.service.bulk_port} metrics={node.service.metrics_port}"
     ports += f" shm={node.shm.path if node.shm else 'none'}"
     log.info("%s", _listening(node))
     print(f"kvstore-node ready {ports}", flush=True)

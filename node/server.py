@@ -165,7 +165,7 @@ class Node:
 
     def _open_console(self) -> tuple[Console | None, list[Callable[[], None]]]:
         """Return the console, None without one, and the functions to call periodically."""
-        if self.config.console == "off":
+        if self.config.console == "off" or self.config.host == "none":
             return None, []
         on_disk = self.disk.page_count if self.disk is not None else None
         history = History(
@@ -209,37 +209,48 @@ class Node:
         # A start that fails leaves no port and no file behind
         with contextlib.ExitStack() as opened:
             own = self.certificates
-            self.bulk = BulkServer(
-                config.host,
-                config.bulk_port,
-                self.service,
-                config.stall_s,
-                config.sessions_max,
-                own,
-            )
-            opened.callback(self.bulk.stop, 0.0)
+            self.bulk = self._open_bulk(config)
+            if self.bulk is not None:
+                opened.callback(self.bulk.stop, 0.0)
+                self.service.bulk_port = self.bulk.port
             self.grpc = Gateways(config, self.service, own, embedded=not self._gateway_processes)
             opened.callback(self.grpc.stop, 0.0)
             self.shm = self._open_shm()
             if self.shm is not None:
                 self.service.shm_status = self.shm.status
                 opened.callback(self.shm.stop, 0.0)
-            self.metrics = MetricsServer(
-                config.host,
-                config.metrics_port,
-                metrics_text(self.service),
-                lambda: self.grpc.serving,
-                own,
-                self.console.respond if self.console else None,
-                self._trusts_host,
-            )
+            self.metrics = self._open_metrics(config)
             opened.pop_all()
         self.service.gateway_status, self.service.gateway_ends = self.grpc.status, self.grpc.ends
-        self.service.bulk_port = self.bulk.port
-        self.membership.serve_frames(self.bulk.port)
-        self.service.metrics_port = self.metrics.port
+        if self.bulk is not None:
+            self.membership.serve_frames(self.bulk.port)
+        if self.metrics is not None:
+            self.service.metrics_port = self.metrics.port
         if own is not None:
             self.service.tls_status = own.status
+
+    def _open_bulk(self, config: NodeConfig) -> BulkServer | None:
+        """Listen on the bulk port; None for a node without TCP."""
+        if config.host == "none":
+            return None
+        certificates, sessions_max = self.certificates, config.sessions_max
+        return BulkServer(
+            config.host, config.bulk_port, self.service, config.stall_s, sessions_max, certificates
+        )
+
+    def _open_metrics(self, config: NodeConfig) -> MetricsServer | None:
+        """Serve metrics and the console; None for a node without TCP."""
+        if config.host == "none":
+            return None
+        return MetricsServer(
+            config.host,
+            config.metrics_port,
+            metrics_text(self.service),
+            lambda: self.grpc.serving,
+            self.certificates,
+            self.console.respond if self.console else None,
+            self._trusts_host,
+        )
 
     def _open_shm(self) -> ShmServer | None:
         """Open the Unix socket; by default a node that cannot have one runs without."""
@@ -248,7 +259,7 @@ class Node:
             return None
         try:
             path = (
-                default_path(self.grpc.port or self.bulk.port)
+                default_path(self.grpc.port or self.service.bulk_port)
                 if config.shm_socket == "auto"
                 else config.shm_socket
             )
@@ -346,7 +357,8 @@ class Node:
         self._watch.start()
         if self.shm is not None:
             self.shm.start()
-        self.bulk.start()
+        if self.bulk is not None:
+            self.bulk.start()
         self.grpc.start(self._pulse)
         self.peers.start()
         if self.registry is not None:
@@ -373,13 +385,13 @@ class Node:
         # without gRPC, or with gRPC for administrators only
         apart = config.grpc_host not in ("", config.host)
         at = (
-            (self.bulk.port, registry.addresses, BULK_SCHEME)
+            (self.service.bulk_port, registry.addresses, BULK_SCHEME)
             if apart
             else (self.grpc.port, registry.addresses)
         )
         address = advertised(config.advertise, config.host, *at)
         check_address(address, self.service.instance_id, self._pulse, peer_credentials(config))
-        instance, port = self.service.instance_id, self.bulk.port
+        instance, port = self.service.instance_id, self.service.bulk_port
         about = Registering(address, instance, config.weight, config.zone, State.JOINING, port)
         registry.join(about, self._pulse)
 
@@ -396,13 +408,15 @@ class Node:
         started = time.monotonic()
         if self.shm is not None:
             self.shm.stop(self.config.drain_s)
-        self.bulk.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
+        if self.bulk is not None:
+            self.bulk.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
         self.grpc.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
         self.peers.stop(max(0.0, self.config.drain_s - (time.monotonic() - started)))
         # after the replication of its pages: members accept them from members only
         if self.registry is not None:
             self.registry.close()
-        self.metrics.stop()
+        if self.metrics is not None:
+            self.metrics.stop()
         if self.console is not None:
             self.console.stop()
         if self.disk is not None and self._started:
@@ -460,12 +474,12 @@ class Node:
         if not self.tier.lock.acquire(timeout=timeout_s):
             return False
         self.tier.lock.release()
-        servers = [self.bulk, *([self.shm] if self.shm is not None else [])]
-        return all(server.accepts for server in servers) and http_answers(
-            self.config.host,
-            self.metrics.port,
-            self.certificates is not None,
-            timeout_s,
+        servers = [server for server in (self.bulk, self.shm) if server is not None]
+        if not all(server.accepts for server in servers):
+            return False
+        tls = self.certificates is not None
+        return self.metrics is None or http_answers(
+            self.config.host, self.metrics.port, tls, timeout_s
         )
 
     def check(self) -> list[str]:

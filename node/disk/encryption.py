@@ -34,11 +34,12 @@ import subprocess
 import time
 from typing import NamedTuple, Protocol
 
-from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.ciphers.algorithms import AES
-from cryptography.hazmat.primitives.ciphers.modes import XTS
+with contextlib.suppress(ModuleNotFoundError):  # a node without keys needs none
+    from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES
+    from cryptography.hazmat.primitives.ciphers.modes import XTS
 
 from kvstore.checksum import LEAF_NBYTES
 from kvstore.errors import ConfigError, InvalidRequest

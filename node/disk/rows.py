@@ -24,14 +24,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from rocksdict import (
-    BottommostLevelCompaction,
-    CompactOptions,
-    DBCompressionType,
-    Options,
-    Rdict,
-    WriteBatch,
-)
+with contextlib.suppress(ModuleNotFoundError):  # a node without a disk tier needs none
+    from rocksdict import (
+        BottommostLevelCompaction,
+        CompactOptions,
+        DBCompressionType,
+        Options,
+        Rdict,
+        WriteBatch,
+    )
 
 from kvstore.checksum import CHECKSUM_NBYTES, LEAF_SUM_NBYTES, row_checksum
 from kvstore.errors import ConfigError

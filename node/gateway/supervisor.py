@@ -55,7 +55,7 @@ PAUSE_S, PAUSE_S_MAX = 0.05, 0.5
 STREAK_S = 60.0
 CONNECTIONS_MAX = 4096
 # packages of the extra `node` that only a gateway imports
-PACKAGES = ("grpc_health", "grpc_reflection")
+PACKAGES = ("cryptography", "grpc_health", "grpc_reflection")
 # Why a gateway has ended, for log lines and as the label of a metric.
 MEMORY, HUNG, KILLED, FAILED = "memory", "hung", "killed", "failed"
 # Variables of the node's environment that a gateway's process gets: no setting of kvstore, and no
@@ -246,9 +246,6 @@ class Gateways:
 
         Raises OSError if the port is taken, ConfigError if a package is missing.
         """
-        for package in PACKAGES:
-            if importlib.util.find_spec(package) is None:
-                raise ConfigError(missing(package))
         self._config = config
         self._log_level = ""  # set since the start
         self._service = service
@@ -256,6 +253,9 @@ class Gateways:
         self.membership: Membership = service.membership
         self.embedded = embedded
         self.host = config.grpc_host or config.host
+        for package in PACKAGES if self.host != "none" else ():
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(missing(package))
         self._held = None if self.host == "none" else Port(self.host, config.port)
         self.port = self._held.number if self._held else 0  # 0: there is no gRPC
         self.calls = GatewayCalls(service, config.grpc_threads)

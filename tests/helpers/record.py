@@ -43,7 +43,7 @@ def names() -> None:
 
 def conversation() -> None:
     with _node() as node:
-        caller = Caller(node.bulk.port)
+        caller = Caller(node.service.bulk_port)
         exchanges = {}
         for name, request, data in requests():
             _, reply, _ = caller.ask(request, data)

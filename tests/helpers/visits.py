@@ -35,6 +35,7 @@ def history_of(node: Node) -> History:
 def nothing_is_left_at_the_console(node: Node) -> Iterator[None]:
     yield
     console, metrics = console_of(node), node.metrics
+    assert metrics is not None
     budgets = (console.watchers, console.calls, console.reads)
     wait_until(
         lambda: (
@@ -46,7 +47,7 @@ def nothing_is_left_at_the_console(node: Node) -> Iterator[None]:
 
 
 def connection(node: Node, tls: ssl.SSLContext | None = None) -> http.client.HTTPConnection:
-    port = node.metrics.port
+    port = node.service.metrics_port
     if tls is not None:
         return http.client.HTTPSConnection("127.0.0.1", port, timeout=30.0, context=tls)
     return http.client.HTTPConnection("127.0.0.1", port, timeout=30.0)

@@ -282,6 +282,7 @@ class QuietSocket:
 
 def test_after_a_slow_reply_an_idle_connection_waits_without_spinning(node: Node) -> None:
     quiet: Any = QuietSocket()
+    assert node.bulk is not None
     with pytest.raises(ConnectionResetError):
         BulkConnection(quiet, "nobody", Caller("nobody"), node.service, 5.0).serve(node.bulk)
     assert quiet.waits == [REQUEST_S_MAX, 5.0, 5.0, 5.0]

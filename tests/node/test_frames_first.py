@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from kvstore.deadline import Deadline
 from kvstore.transports.channel import NodeChannel
 from kvstore.transports.grpc_wire import GrpcWire
 from kvstore.transports.negotiation import member_name
+from node.config import NodeConfig
 from node.server import Node
 
 PATIENT: dict[str, Any] = {"timeout_s": 30.0, "connect_timeout_s": 20.0}
@@ -352,6 +354,33 @@ def test_member_with_private_grpc_registers_its_bulk_port(
     client = connect(node, "bulk", address=by_frames(node), near="none")
     pages.put(client, pages.keys(1))
     assert pages.get(client, pages.keys(1)) == [True]
+
+
+def test_node_without_tcp_serves_by_its_unix_socket_only(
+    start_node: StartNode, connect: Connect, pages: Pages, tmp_path: Path
+) -> None:
+    node = start_node(host="none", shm_socket=str(tmp_path / "socket"))
+    client = connect(node, "shm", address=f"unix:{tmp_path}/socket")
+    pages.put(client, pages.keys(1))
+    assert pages.get(client, pages.keys(1)) == [True]
+    assert (node.bulk, node.metrics, node.grpc.port) == (None, None, 0)
+    assert node.answers(60.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({}, "shm_socket=auto names no file"),
+        ({"shm_socket": "none"}, "shm_socket=none names no file"),
+        ({"shm_socket": "/s", "grpc_host": "127.0.0.1"}, "for a single node without TCP"),
+        ({"shm_socket": "/s", "cluster": "static:c/a=h:1"}, "for a single node without TCP"),
+    ],
+)
+def test_node_without_tcp_needs_a_socket_and_no_cluster(
+    settings: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        NodeConfig(host="none", **settings)
 
 
 # ---- processes without gRPC --------------------------------------------------------------

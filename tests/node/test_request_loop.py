@@ -144,6 +144,7 @@ def test_loop_never_waits_for_a_client_that_reads_no_replies(node: Node, stored:
         client.send_frame(pb.BulkRequest(hello=pb.HelloRequest()).SerializeToString())
         for _ in range(SMALL_RUN):
             client.send_frame(small)
+        assert node.bulk is not None
         assert deaf.serve(node.bulk)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         sent, what = SMALL_RUN, Ready.SERVED
