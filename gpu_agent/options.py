@@ -18,10 +18,14 @@ from typing import Any
 
 from kvstore.config import (
     CLIENT_VARIABLES,
+    LOCAL,
+    UNIX_SCHEME,
     ClientConfig,
     PageKeyConfig,
     check_settings,
+    in_environment,
     load,
+    local_file,
     reads_environment,
     setting,
     variables_of,
@@ -133,12 +137,20 @@ class Options:
     client: ClientConfig
     agent: AgentConfig
     own: Mapping[str, Any]
+    found: str = ""  # where the address was found
+
+    @property
+    def store(self) -> str:
+        """Return the store's address, with where it was found and what it means, for the log."""
+        local = LOCAL in self.client.addresses
+        what = f", {UNIX_SCHEME}{local_file('sock')}" if local else ""
+        return f"{self.client.address} ({self.found}{what})"
 
 
 def read_options(
     values: Mapping[str, Any], own: Collection[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> Options:
-    """Parse options; `defaults` are the adapter's.
+    """Parse options; `defaults` are the adapter's. The address `local` begins to have a node.
 
     Raises ConfigError naming an unknown option, or a value's range.
     """
@@ -159,12 +171,32 @@ def read_options(
         )
     known_variables = CLIENT_VARIABLES | variables_of(AgentConfig, "KVSTORE_AGENT")
     warn_unknown_variables(known_variables, "KVSTORE_AGENT_")
-    return Options(
+    client = load(ClientConfig, "KVSTORE", values, defaults=defaults)
+    options = Options(
         identity_of(values),
-        load(ClientConfig, "KVSTORE", values, defaults=defaults),
+        client,
         load(AgentConfig, "KVSTORE_AGENT", values, defaults=defaults),
         {name: values[name] for name in own if name in values},
+        _found(values),
     )
+    keep_local(client)
+    return options
+
+
+def _found(values: Mapping[str, Any]) -> str:
+    if values.get("address") is not None:
+        return "option address"
+    if "address" in in_environment(ClientConfig, "KVSTORE"):
+        return "KVSTORE_ADDRESS"
+    return "default: a node on this host"
+
+
+def keep_local(client: ClientConfig) -> None:
+    """Have a node on this host if the address asks for it."""
+    if LOCAL in client.addresses:
+        from kvstore.tools import local_node  # seldom needed
+
+        local_node.keep()
 
 
 def identity_of(values: Mapping[str, Any]) -> Identity:

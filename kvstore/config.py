@@ -26,6 +26,7 @@ METRICS_PORT = 7442
 # Schemes of addresses at which a client speaks frames from the first byte. For an address without a
 # scheme, the client's first request goes over gRPC.
 BULK_SCHEME, UNIX_SCHEME = "bulk://", "unix:"
+LOCAL = "local"  # the node that engines of this user start on their host
 # The kernel's sun_path has 108 bytes, one of them for the final zero.
 PATH_NBYTES_MAX = 107
 
@@ -239,6 +240,11 @@ def runtime_dir() -> str:
     return f"{base}/kvstore" if base else f"/tmp/kvstore-{os.geteuid()}"
 
 
+def local_file(name: str) -> str:
+    """Return the path of a file of the node that this user's engines share (`local`)."""
+    return f"{runtime_dir()}/local.{name}"
+
+
 def named_context() -> str:
     """Return the context that the environment names for the command line; empty for none."""
     return os.environ.get("KVSTORE_CONTEXT", "")
@@ -365,10 +371,12 @@ class Address(NamedTuple):
 
 
 def parse_address(address: str) -> Address:
-    """Parse 'host', 'host:port', '[v6]:port', 'bulk://host:port', 'unix:/path' or 'unix:///path'.
+    """Parse 'host', 'host:port', '[v6]:port', 'bulk://host:port', 'unix:/path' or 'local'.
 
     Raises ConfigError; for other URLs it says what to write instead.
     """
+    if address == LOCAL:
+        address = f"{UNIX_SCHEME}{local_file('sock')}"
     if address.startswith(UNIX_SCHEME):
         return Address("unix", path=_socket_path(address))
     frames = address.startswith(BULK_SCHEME)
@@ -480,8 +488,8 @@ class ClientConfig(PageKeyConfig):
 
     address: str = setting(
         f"localhost:{GRPC_PORT}",
-        "address of a node: host:port (gRPC), bulk://host:port (bulk wire) or unix:/path (socket "
-        "on this host); for a cluster one or more members: a,b,c",
+        "address of a node: host:port (gRPC), bulk://host:port (bulk wire), unix:/path (socket on "
+        "this host) or local (a node that engines start here); for a cluster members: a,b,c",
     )
     direct: bool = setting(False, "use the named node only, even if it is a member of a cluster")
     wire: str = setting(

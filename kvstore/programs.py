@@ -9,7 +9,10 @@ package.
 
 import importlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from kvstore.errors import ConfigError
 
 _APART = Path(__file__).with_name("_programs")
 
@@ -25,9 +28,21 @@ def search() -> None:
         sys.path.insert(0, str(_APART))
 
 
-def command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+def python() -> list[str]:
+    """Return the start of a command whose process finds modules as this one does.
+
+    The working directory is not searched first, unless this package is there.
+    """
+    if not sys.executable:
+        raise ConfigError("this interpreter does not know its own file (sys.executable)")
+    here = Path(__file__).resolve().parents[1]
+    safe = ["-P"] if sys.version_info >= (3, 11) and here != Path.cwd() else []
+    return [sys.executable, *safe]
+
+
+def command(module: str, *arguments: str, begin: Sequence[str] = (sys.executable,)) -> list[str]:
     """Return the command that runs a module of the node."""
-    return [python, "-m", "kvstore.programs", module, *arguments]
+    return [*begin, "-m", "kvstore.programs", module, *arguments]
 
 
 def run(module: str) -> None:

@@ -102,7 +102,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("console/",),
         ("server.py",),
         ("main.py",),
-        ("__main__.py",),
+        ("__main__.py", "local.py"),
     ),
     "gpu_agent": (
         ("*",),

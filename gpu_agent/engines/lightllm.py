@@ -27,7 +27,7 @@ import torch
 from gpu_agent.host.page_table_tier import PageTableTier, tier_config
 from gpu_agent.identity.lightllm import VARIABLES, namespace_of
 from gpu_agent.load_pipeline import LoadJob, SaveJob
-from gpu_agent.options import identity_of
+from gpu_agent.options import identity_of, keep_local
 from kvstore.client import Client
 from kvstore.config import client_config, engine_arguments, engine_variables
 from kvstore.errors import InvalidRequest
@@ -76,7 +76,9 @@ class PyLocalCacheService:
         self.namespace = namespace_of(
             arguments, engine_variables(*VARIABLES), identity, kvcache_tensor
         )
-        self._client = Client(client_config())
+        config = client_config()
+        keep_local(config)
+        self._client = Client(config)
         self._pages = PageTableTier(
             self._client, self.namespace, kvcache_tensor, tier_config(kvcache_tensor)
         )

@@ -1,9 +1,7 @@
 """Connect vLLM (0.30 and later) by its own connector interface, without a patch.
 
-    --kv-transfer-config '{"kv_connector": "KVStoreConnector",
-      "kv_connector_module_path": "gpu_agent.engines.vllm",
-      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-      "kv_connector_extra_config": {"address": "store:7440"}}'
+    KVSTORE_ADDRESS=store:7440 vllm serve MODEL --kv-transfer-config '{"kv_connector":
+      "KVStoreConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
 
     SCHEDULER   BlockScheduler: lookups, hits, which blocks to load and to save, pins
     WORKER      BlockRank: an agent per cache group, which moves them
@@ -348,8 +346,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             cost_model=None if options.own.get("slow_hits") == "take" else LoadCostModel(),
             full_hits=full_hits(self._all_caches),
         )
-        address = options.client.address
-        logger.info("kvstore: store at %s, %d ranks, %d cache groups", address, ranks, len(shards))
+        logger.info(
+            "kvstore: store at %s, %d ranks, %d cache groups", options.store, ranks, len(shards)
+        )
         if self._others.failed:
             self._stop_saving()
         for request in early.requests.values() if early else ():

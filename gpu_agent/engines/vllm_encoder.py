@@ -363,7 +363,7 @@ class _Scheduler:
         self._loads = TensorLoads(self._store, namespace, pool, self._options.agent.load_timeout_s)
         log.info(
             "encoder outputs: store at %s, %d ranks, %s",
-            *(self._options.client.address, self._ranks, namespace.salt),
+            *(self._options.store, self._ranks, namespace.salt),
         )
 
     def finished(self, request_id: str) -> None:

@@ -179,9 +179,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._lookups = LookupCache(self._agent.present, config.lookup_timeout_s)
         self._jobs: dict[int, _TierJob] = {}
         self._reported = AgentStats()  # counters that `get_stats` has returned
-        log.info(
-            "tier %s at %s, namespace %s", tier_type, options.client.address, namespace.digest.hex()
-        )
+        log.info("tier %s at %s, namespace %s", tier_type, options.store, namespace.digest.hex())
 
     # ---- lookups ---------------------------------------------------------------------------
 

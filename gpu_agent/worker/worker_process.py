@@ -10,10 +10,8 @@ engine's memory. For the same reason an overdue process (stopped, hung) is kille
 
 import logging
 import os
-import pathlib
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -23,7 +21,8 @@ from typing import Any, Protocol
 
 from gpu_agent.worker import frames
 from gpu_agent.worker.frames import EngineEnd, Kind
-from kvstore.errors import ConfigError, Exhausted, ProtocolError
+from kvstore import programs
+from kvstore.errors import Exhausted, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -337,12 +336,5 @@ class WorkerProcess:
 
 
 def _command() -> list[str]:
-    """Return the command of a worker process, which finds modules as the engine does.
-
-    The working directory is not searched first, unless this package is there.
-    """
-    if not sys.executable:
-        raise ConfigError("this interpreter does not know its own file (sys.executable)")
-    here = pathlib.Path(__file__).resolve().parents[2]
-    safe = ["-P"] if sys.version_info >= (3, 11) and here != pathlib.Path.cwd() else []
-    return [sys.executable, *safe, "-m", "gpu_agent.worker"]
+    """Return the command of a worker process."""
+    return [*programs.python(), "-m", "gpu_agent.worker"]

@@ -33,7 +33,7 @@ class NodeProcess:
                 "(README, Install)"
             )
         ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
-        command = [*inside, *programs.command("node.__main__", *ports, *flags, python=python)]
+        command = [*inside, *programs.command("node.__main__", *ports, *flags, begin=(python,))]
         # Not a pipe: it is not read while the node runs, and a full pipe would stop the node.
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by `_close`
         self._last_words = ""

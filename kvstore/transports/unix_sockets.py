@@ -3,10 +3,11 @@
 import array
 import os
 import socket
+import stat
 import struct
 from typing import NamedTuple
 
-from kvstore.config import PATH_NBYTES_MAX, PROTOCOL_VERSION
+from kvstore.config import PATH_NBYTES_MAX, PROTOCOL_VERSION, runtime_dir
 from kvstore.errors import ConfigError
 from kvstore.transports.frames import FrameSocket, pack_fixed, timeval
 
@@ -40,6 +41,23 @@ def check_path(path: str, setting: str) -> None:
         )
     if not os.path.isabs(path):
         raise ConfigError(f"{setting}={path!r} must be an absolute path")
+
+
+def private_directory() -> str:
+    """Return `runtime_dir()`, created if missing, where nobody but this user may write.
+
+    In /tmp another user could have created it to plant a socket. Raises OSError.
+    """
+    directory = runtime_dir()
+    try:
+        os.mkdir(directory, 0o700)
+    except FileExistsError:
+        found = os.lstat(directory)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise PermissionError(
+                f"{directory} is not a directory that only uid {os.geteuid()} may write to"
+            ) from None
+    return directory
 
 
 def connected(path: str, seconds: float) -> socket.socket:

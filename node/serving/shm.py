@@ -22,7 +22,7 @@ from kvstore.config import runtime_dir
 from kvstore.errors import ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.security.identities import Principal
-from kvstore.transports.unix_sockets import DescriptorSocket, check_path
+from kvstore.transports.unix_sockets import DescriptorSocket, check_path, private_directory
 from node.auth.access import Caller
 from node.memory.arena import Arena
 from node.serving.acceptor import BACKLOG, ConnectionServer
@@ -36,21 +36,10 @@ from node.serving.status import clamp_to_field
 
 
 def default_path(port: int) -> str:
-    """Return a socket path in a directory of this user alone, created if missing.
-
-    In /tmp another user could have created it to plant a socket. Raises OSError or ConfigError.
-    """
-    directory = runtime_dir()
-    path = f"{directory}/{port}.sock"
+    """Return a socket path in a directory of this user alone. Raises OSError or ConfigError."""
+    path = f"{runtime_dir()}/{port}.sock"
     check_path(path, "shm_socket=auto, which is")
-    try:
-        os.mkdir(directory, 0o700)
-    except FileExistsError:
-        found = os.lstat(directory)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise PermissionError(
-                f"{directory} is not a directory that only uid {os.geteuid()} may write to"
-            ) from None
+    private_directory()
     return path
 
 

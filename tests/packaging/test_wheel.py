@@ -8,21 +8,17 @@ installs them into an empty environment, too, and names its interpreter in KVSTO
 import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 
 import pytest
+from built_wheel import installed, run
 
 from kvstore.tools.node_process import NodeProcess
 from node.console.console import NAMES
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-# The files that pyproject.toml includes in a build, which runs on a copy of them
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "kvstore", "node", "gpu_agent")
-
 
 # A mock of torch, which takes seconds to import; with KVSTORE_DIST_PYTHON, the real torch is used
 STAND_IN = (
@@ -30,17 +26,6 @@ STAND_IN = (
     if os.environ.get("KVSTORE_DIST_PYTHON")
     else "import unittest.mock as m; sys.modules['torch'] = m.MagicMock()"
 )
-
-
-def run(*command: str | pathlib.Path, cwd: pathlib.Path | None = None) -> str:
-    # Let Python write bytecode, so that later commands start faster
-    unwanted = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
-    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +37,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         return
     pytest.importorskip("hatchling", reason="the wheel can not be built without an index")
     work = tmp_path_factory.mktemp("wheel")
-    for source in SOURCES:
-        copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy2
-        copy(ROOT / source, work / source)
-    # Call the build backend as pip would
-    build = "import hatchling.build as backend; backend.build_wheel('dist')"
-    run(sys.executable, "-c", build, cwd=work)
-    (wheel,) = (work / "dist").glob("*.whl")
-    assert wheel.name.startswith("kvstore_llm-")
-    run(sys.executable, "-m", "venv", "--without-pip", work / "venv")
-    python = work / "venv" / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python)
-    run(*pip, "install", "--quiet", "--no-compile", "--no-deps", "--no-index", wheel)
-    # Python ignores .pth files in a folder named by a .pth, so our editable install stays out
+    python = installed(work)
     (site,) = (work / "venv" / "lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     # Somebody else's package of that name, as an engine's environment may have one
     (site / "node").mkdir()
     (site / "node" / "__init__.py").write_text("raise ImportError('this is another node')\n")

@@ -1,0 +1,116 @@
+"""Keep a node on this host for its engines, which name it by the address `local`.
+
+    engine process   shares the lock of local.users as long as it lives; if nobody has the lock of
+                     local.lock, it starts a node
+    node             has the lock of local.lock until it ends, an hour after the last engine
+
+The files are in `runtime_dir()`, where only this user may write. The kernel releases the locks of a
+process that ends, however it does. So there is one node for all engines and ranks of a user, and
+none waits for another (docs/decisions/0056-one-line-start.md).
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import subprocess
+import time
+from pathlib import Path
+
+from kvstore import programs
+from kvstore.config import local_file
+from kvstore.errors import ConfigError
+from kvstore.sync import start_thread
+from kvstore.transports.unix_sockets import private_directory
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+RETRY_S = 10.0  # of all engines together: a node that can not start is not tried more often
+_CREATED = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_keeper = 0  # the process whose thread keeps the node; a child that is forked has no such thread
+
+
+def keep() -> None:
+    """Begin to keep a node, once in a process. It neither waits for the node nor raises."""
+    global _keeper
+    if _keeper == os.getpid():
+        return
+    _keeper = os.getpid()
+    try:
+        start_thread(_Keeper().run, "kvstore-local")
+    except RuntimeError as error:
+        log.warning("no node is started on this host, the engine recomputes: %s", error)
+
+
+class _Keeper:
+    """The part of one engine process, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.started = False  # the last one that this process started may still run
+        self._users = -1
+        self._problem = ""
+
+    def run(self) -> None:
+        """Look every other second, until the process ends."""
+        while True:
+            try:
+                problem = self.look()
+            except (ConfigError, OSError) as error:
+                problem = str(error)
+            if problem and problem != self._problem:
+                log.warning("no node on this host, the engine recomputes: %s", problem)
+                self._problem = problem
+            time.sleep(LOOK_S)
+
+    def look(self) -> str:
+        """Start a node if none has the lock. Return why the last one failed; empty if it runs.
+
+        Raises ConfigError and OSError.
+        """
+        private_directory()
+        if self._users < 0:
+            self._users = os.open(local_file("users"), os.O_RDWR | _CREATED, 0o600)
+        fcntl.flock(self._users, fcntl.LOCK_SH)  # a node holds it for microseconds
+        lock, problem = os.open(local_file("lock"), os.O_RDWR | _CREATED, 0o600), ""
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            about = os.fstat(lock)
+            if self.started and about.st_size:  # one that ends as it should makes it empty
+                problem = _last_words()
+            if not about.st_size or abs(time.time() - about.st_mtime) > RETRY_S:
+                self._start(lock)
+        except BlockingIOError:
+            self._problem = ""
+        finally:
+            os.close(lock)  # a node that was started has a copy
+        return problem
+
+    def _start(self, lock: int) -> None:
+        os.pwrite(lock, b"tried", 0)
+        path = local_file("log")
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(path, f"{path}.1")
+        said = os.open(path, os.O_WRONLY | os.O_APPEND | _CREATED, 0o600)
+        try:
+            # It leaves a child behind, which no end of an engine reaches: vLLM kills all processes
+            # below its own, and Ctrl-C those of its session.
+            subprocess.run(
+                programs.command("node.local", "--lock-fd", str(lock), begin=programs.python()),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                pass_fds=(lock,),
+                start_new_session=True,
+                check=False,
+            )
+        finally:
+            os.close(said)
+        self.started = True
+
+
+def _last_words() -> str:
+    path = local_file("log")
+    lines = Path(path).read_text(errors="replace").split("\n")
+    words = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+    return f"{words} ({path})"

@@ -1,0 +1,75 @@
+"""Run the node of a host's engines, which one of them starts (`kvstore.tools.local_node`).
+
+It serves its user by a Unix socket alone. Variables set what else it has: KVSTORE_NODE_RAM_BYTES,
+KVSTORE_NODE_DATA_DIR.
+"""
+
+import argparse
+import fcntl
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+
+from kvstore.config import in_environment, local_file
+from node.config import NodeConfig
+from node.main import STOP_SIGNALS
+from node.main import main as run
+from node.memory.arena import available_nbytes
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 3600.0  # an engine that is restarted finds its pages
+LOOK_S = 2.0
+# Of the memory that is free at the start. Models are loaded after that, and into GPUs.
+RAM_SHARE = 4
+RAM_NBYTES_MIN, RAM_NBYTES_MAX = 64 << 20, 64 << 30
+
+
+def main() -> None:
+    """Run the node until a signal, or until no engine has used it for `--idle-s`."""
+    parser = argparse.ArgumentParser("node.local")
+    parser.add_argument("--lock-fd", type=int, required=True, help="inherited from an engine")
+    parser.add_argument("--idle-s", type=float, default=IDLE_S)
+    parser.add_argument("--stay", action="store_true", help="as a child of its starter")
+    arguments = parser.parse_args()
+    if not arguments.stay and os.fork():
+        os._exit(0)
+    # As the node does, and before the thread starts, which must not take one of them
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
+    threading.Thread(
+        target=_end_unused, args=(arguments.lock_fd, arguments.idle_s), daemon=True
+    ).start()
+    sys.argv = ["kvstore-node", "--host", "none", "--shm-socket", local_file("sock")]
+    if "ram_nbytes" not in in_environment(NodeConfig, "KVSTORE_NODE"):
+        free = available_nbytes() // RAM_SHARE
+        sys.argv += ["--ram-bytes", str(max(RAM_NBYTES_MIN, min(free, RAM_NBYTES_MAX)))]
+    run()
+
+
+def _end_unused(lock: int, idle_s: float) -> None:
+    """End this node when it was unused for so long, or when somebody removed its files."""
+    users, used_at = os.open(local_file("users"), os.O_RDWR | os.O_CLOEXEC), time.monotonic()
+    while time.monotonic() - used_at < idle_s and _is_there("lock", lock):
+        time.sleep(min(LOOK_S, idle_s / 4))
+        try:
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(users, fcntl.LOCK_UN)
+        except BlockingIOError:
+            used_at = time.monotonic()
+    log.info("no engine has used this node for %g s, or its files are gone: it ends", idle_s)
+    os.ftruncate(lock, 0)  # the next engine may start a node at once
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_there(name: str, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(local_file(name)), os.fstat(fd))
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

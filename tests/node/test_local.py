@@ -1,0 +1,254 @@
+"""The node of a host's engines: one for all of a user, whoever starts it and whoever ends."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from waiting import wait_until
+
+from gpu_agent.options import read_options
+from kvstore import Client, ClientConfig, KVStoreError, Namespace, PutOutcome, opaque_layout
+from kvstore.config import local_file
+from kvstore.tools import local_node
+from kvstore.tools.local_node import _Keeper
+
+SPACE = Namespace("local", opaque_layout(4096))
+KEY, PAGE = b"k" * 32, bytes(range(256)) * 16
+PATIENT: dict[str, Any] = {"timeout_s": 30.0, "connect_timeout_s": 20.0, "backoff_s_max": 0.1}
+# Some engines of one host, of which none waits for another
+RANKS = """
+import os, sys
+from kvstore.tools.local_node import _Keeper
+for _ in range(7):
+    if not os.fork():
+        break
+keeper = _Keeper()
+keeper.look()
+print(keeper.started, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give this test a runtime directory, and end the node in it afterwards."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("KVSTORE_NODE_RAM_BYTES", "16MiB")
+    monkeypatch.setenv("KVSTORE_NODE_EXTENT_BYTES", "1MiB")
+    yield tmp_path / "kvstore"
+    for pid in nodes():
+        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def nodes() -> list[int]:
+    """Return the processes of nodes that have the lock of this test's directory."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if b"node.local" in (folder / "cmdline").read_bytes() and any(
+                os.readlink(fd).startswith(local_file("lock")) for fd in (folder / "fd").iterdir()
+            ):
+                found.append(int(folder.name))
+    return found
+
+
+def is_free() -> bool:
+    """Return whether no node has the lock."""
+    with open(local_file("lock")) as lock, contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def parents(pid: int) -> Iterator[int]:
+    """Yield the processes above one."""
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        yield pid
+
+
+@pytest.fixture
+def keeper(runtime: Path) -> Iterator[_Keeper]:
+    made = _Keeper()
+    yield made
+    with contextlib.suppress(OSError):
+        os.close(made._users)
+
+
+def serves() -> bool:
+    with Client(ClientConfig(address="local", **PATIENT)) as client:
+        try:
+            return client.put(SPACE, [KEY], [PAGE])[0] in (PutOutcome.STORED, PutOutcome.EXISTS)
+        except KVStoreError:
+            return False
+
+
+def test_engines_that_start_together_have_one_private_node(runtime: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", RANKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as ranks:
+        assert ranks.stdin is not None
+        assert ranks.stdout is not None
+        started = sorted(ranks.stdout.readline() for _ in range(8))
+        wait_until(serves)
+        (node,) = nodes()
+        assert started == ["False\n"] * 7 + ["True\n"]
+        modes = {path.name: path.stat().st_mode & 0o777 for path in runtime.iterdir()}
+        assert modes == dict.fromkeys(
+            ("local.lock", "local.log", "local.sock", "local.users"), 0o600
+        )
+        assert runtime.stat().st_mode & 0o777 == 0o700
+        assert os.getsid(node) != os.getsid(0)
+        assert all(pid != ranks.pid for pid in parents(node)), "vLLM kills what is below it"
+        ranks.stdin.close()
+    assert serves(), "the node outlives its engines"
+
+
+def test_killed_node_is_started_again(
+    runtime: Path, keeper: _Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_node, "RETRY_S", 3600.0)
+    keeper.look()
+    wait_until(serves)
+    (node,) = nodes()
+    keeper.look()
+    assert nodes() == [node]
+    os.kill(node, signal.SIGKILL)
+    wait_until(keeper.look)
+    assert nodes() == [], "it was started just now, and may not be able to run"
+    os.utime(local_file("lock"), (0.0, 0.0))
+    keeper.look()
+    wait_until(serves)
+    assert nodes() != [node]
+
+
+@pytest.mark.parametrize("way", ["unused", "removed"])
+def test_node_ends_when_unused_or_when_its_files_are_gone(runtime: Path, way: str) -> None:
+    runtime.mkdir(0o700)
+    with open(local_file("users"), "w") as users, open(local_file("lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("tried")
+        lock.flush()
+        fcntl.flock(users, fcntl.LOCK_SH)
+        idle_s = "0.2" if way == "unused" else "3600"
+        command = [
+            "-m",
+            "kvstore.programs",
+            "node.local",
+            "--stay",
+            "--lock-fd",
+            str(lock.fileno()),
+        ]
+        with subprocess.Popen(
+            [sys.executable, *command, "--idle-s", idle_s],
+            pass_fds=[lock.fileno()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as node:
+            assert node.stdout is not None
+            assert b"ready" in node.stdout.readline()
+            if way == "unused":
+                time.sleep(0.5)
+                assert node.poll() is None
+                users.close()
+            else:
+                os.unlink(local_file("lock"))
+            assert node.wait(60) == 0
+            assert os.fstat(lock.fileno()).st_size == 0
+    assert not os.path.exists(local_file("sock"))
+
+
+def test_node_that_can_not_start_is_one_warning_and_tried_by_one_engine(
+    runtime: Path,
+    keeper: _Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("KVSTORE_NODE_RAM_BYTES", "much")
+    looks = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            raise KeyboardInterrupt
+        wait_until(is_free)
+        os.utime(local_file("lock"), (0.0, 0.0))
+
+    monkeypatch.setattr(local_node, "time", SimpleNamespace(sleep=sleep, time=time.time))
+    with pytest.raises(KeyboardInterrupt):
+        keeper.run()
+    (warning,) = (entry.getMessage() for entry in caplog.records)
+    assert warning.startswith("no node on this host, the engine recomputes: kvstore-node: KVSTORE")
+    assert warning.endswith(f" ({local_file('log')})")
+    assert Path(local_file("log") + ".1").exists()
+    other = _Keeper()
+    other.look()
+    assert not other.started
+    os.close(other._users)
+
+
+def test_directory_of_another_user_is_a_warning_and_not_used(
+    runtime: Path,
+    keeper: _Keeper,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runtime.mkdir()
+    runtime.chmod(0o777)
+
+    def sleep(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_node, "time", SimpleNamespace(sleep=sleep, time=time.time))
+    with pytest.raises(KeyboardInterrupt):
+        keeper.run()
+    (warning,) = (entry.getMessage() for entry in caplog.records)
+    assert warning == (
+        f"no node on this host, the engine recomputes: {runtime} is not a directory that only "
+        f"uid {os.geteuid()} may write to"
+    )
+    assert list(runtime.iterdir()) == []
+
+
+def test_options_begin_to_keep_a_node_once_and_say_where_the_address_was_found(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(local_node, "_keeper", 0)
+    monkeypatch.setattr(local_node, "start_thread", lambda work, name: begun.append(name))
+    here = "localhost:7440 (default: a node on this host)"
+    assert read_options({}).store == here
+    monkeypatch.setenv("KVSTORE_ADDRESS", "store:7440")
+    assert read_options({}).store == "store:7440 (KVSTORE_ADDRESS)"
+    assert read_options({"address": "other:1"}).store == "other:1 (option address)"
+    assert begun == []
+    monkeypatch.setenv("KVSTORE_ADDRESS", "local")
+    where = f"local (KVSTORE_ADDRESS, unix:{runtime}/local.sock)"
+    assert [read_options({}).store for _ in range(2)] == [where] * 2
+    assert begun == ["kvstore-local"]
+
+
+def test_process_without_a_thread_for_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(local_node, "_keeper", 0)
+    monkeypatch.setattr(local_node, "start_thread", refuse)
+    with caplog.at_level(logging.WARNING):
+        local_node.keep()
+    assert "can't start new thread" in caplog.text
