@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 3600.0  # an engine that is restarted finds its pages
 LOOK_S = 2.0
+STARTED_S = 60.0  # a node that has run for so long counts as a try that did not fail
 # Of the memory that is free at the start. Models are loaded after that, and into GPUs.
 RAM_SHARE = 4
 RAM_NBYTES_MIN, RAM_NBYTES_MAX = 64 << 20, 64 << 30
@@ -51,9 +52,12 @@ def main() -> None:
 
 def _end_unused(lock: int, idle_s: float) -> None:
     """End this node when it was unused for so long, or when somebody removed its files."""
-    users, used_at = os.open(local_file("users"), os.O_RDWR | os.O_CLOEXEC), time.monotonic()
+    users, began = os.open(local_file("users"), os.O_RDWR | os.O_CLOEXEC), time.monotonic()
+    used_at = began
     while time.monotonic() - used_at < idle_s and _is_there("lock", lock):
         time.sleep(min(LOOK_S, idle_s / 4))
+        if time.monotonic() - began > STARTED_S and os.fstat(lock).st_size > 1:
+            os.ftruncate(lock, 1)
         try:
             fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(users, fcntl.LOCK_UN)

@@ -26,7 +26,8 @@ from kvstore.transports.unix_sockets import private_directory
 log = logging.getLogger(__name__)
 
 LOOK_S = 2.0
-RETRY_S = 10.0  # of all engines together: a node that can not start is not tried more often
+# Between two tries of all engines together, twice as long after each that failed
+RETRY_S, RETRY_S_MAX = 10.0, 600.0
 _CREATED = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _keeper = 0  # the process whose thread keeps the node; a child that is forked has no such thread
 
@@ -58,7 +59,7 @@ class _Keeper:
                 problem = self.look()
             except (ConfigError, OSError) as error:
                 problem = str(error)
-            if problem and problem != self._problem:
+            if problem and not self._problem:
                 log.warning("no node on this host, the engine recomputes: %s", problem)
                 self._problem = problem
             time.sleep(LOOK_S)
@@ -76,9 +77,12 @@ class _Keeper:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             about = os.fstat(lock)
-            if self.started and about.st_size:  # one that ends as it should makes it empty
+            tries = about.st_size  # a node that ends as it should makes the file empty
+            if self.started and tries:
                 problem = _last_words()
-            if not about.st_size or abs(time.time() - about.st_mtime) > RETRY_S:
+            wait_s = min(RETRY_S * 2 ** min(tries - 1, 10), RETRY_S_MAX) if tries else 0.0
+            if abs(time.time() - about.st_mtime) >= wait_s:
+                os.pwrite(lock, b".", tries)
                 self._start(lock)
         except BlockingIOError:
             self._problem = ""
@@ -87,7 +91,6 @@ class _Keeper:
         return problem
 
     def _start(self, lock: int) -> None:
-        os.pwrite(lock, b"tried", 0)
         path = local_file("log")
         with contextlib.suppress(FileNotFoundError):
             os.replace(path, f"{path}.1")

@@ -119,7 +119,7 @@ def test_engines_that_start_together_have_one_private_node(runtime: Path) -> Non
 def test_killed_node_is_started_again(
     runtime: Path, keeper: _Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_node, "RETRY_S", 3600.0)
+    monkeypatch.setattr(local_node, "RETRY_S", 600.0)
     keeper.look()
     wait_until(serves)
     (node,) = nodes()
@@ -177,6 +177,8 @@ def test_node_that_can_not_start_is_one_warning_and_tried_by_one_engine(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("KVSTORE_NODE_RAM_BYTES", "much")
+    monkeypatch.setattr(local_node, "RETRY_S", 1000.0)
+    monkeypatch.setattr(local_node, "RETRY_S_MAX", 1e6)
     looks = 0
 
     def sleep(seconds: float) -> None:
@@ -185,6 +187,7 @@ def test_node_that_can_not_start_is_one_warning_and_tried_by_one_engine(
         if looks == 3:
             raise KeyboardInterrupt
         wait_until(is_free)
+        assert os.stat(local_file("lock")).st_size == looks
         os.utime(local_file("lock"), (0.0, 0.0))
 
     monkeypatch.setattr(local_node, "time", SimpleNamespace(sleep=sleep, time=time.time))
@@ -194,9 +197,13 @@ def test_node_that_can_not_start_is_one_warning_and_tried_by_one_engine(
     assert warning.startswith("no node on this host, the engine recomputes: kvstore-node: KVSTORE")
     assert warning.endswith(f" ({local_file('log')})")
     assert Path(local_file("log") + ".1").exists()
-    other = _Keeper()
-    other.look()
-    assert not other.started
+    wait_until(is_free)
+    three_tries, other = 3 * b".", _Keeper()
+    assert Path(local_file("lock")).read_bytes() == three_tries
+    for age_s, tries in ((3000.0, False), (4001.0, True)):
+        os.utime(local_file("lock"), (0.0, time.time() - age_s))
+        other.look()
+        assert other.started == tries
     os.close(other._users)
 
 
