@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,11 +100,17 @@ class Answer:
 class Server:
     """A server on a free port of the loopback interface.
 
-    `flags` are vLLM's own, without the dashes.
+    `flags` are vLLM's own, without the dashes. `python`: an interpreter with vLLM and our wheel;
+    empty: this one, with our sources. `variables` are added to its environment.
     """
 
     def __init__(
-        self, model: Path | str, store: dict[str, Any] | None = None, **flags: Any
+        self,
+        model: Path | str,
+        store: dict[str, Any] | None = None,
+        python: str = "",
+        variables: Mapping[str, str] | None = None,
+        **flags: Any,
     ) -> None:
         port = free_port()
         self._base = f"http://127.0.0.1:{port}"
@@ -118,7 +124,7 @@ class Server:
         if store is not None:
             values["kv-transfer-config"] = json.dumps(store)
         command = [
-            sys.executable,
+            python or sys.executable,
             "-m",
             "vllm.entrypoints.openai.api_server",
             "--host",
@@ -132,7 +138,10 @@ class Server:
             for word in (f"--{name.replace('_', '-')}", str(value))
         ]
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 -- closed by `close`
-        env = environment(VLLM_SERVER_DEV_MODE="1")  # enables /reset_prefix_cache
+        # VLLM_SERVER_DEV_MODE enables /reset_prefix_cache
+        env = environment(VLLM_SERVER_DEV_MODE="1", **(variables or {}))
+        if python:  # and nothing of the working directory
+            env = {**env, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
         self._process = subprocess.Popen(
             command, stdout=self._said, stderr=subprocess.STDOUT, env=env
         )
