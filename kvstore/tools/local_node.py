@@ -75,7 +75,9 @@ class _Keeper:
         fcntl.flock(self._users, fcntl.LOCK_SH)  # a node holds it for microseconds
         lock, problem = os.open(local_file("lock"), os.O_RDWR | _CREATED, 0o600), ""
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _taken(lock):
+                self._problem = ""
+                return ""
             about = os.fstat(lock)
             tries = about.st_size  # a node that ends as it should makes the file empty
             if self.started and tries:
@@ -84,8 +86,6 @@ class _Keeper:
             if abs(time.time() - about.st_mtime) >= wait_s:
                 os.pwrite(lock, b".", tries)
                 self._start(lock)
-        except BlockingIOError:
-            self._problem = ""
         finally:
             os.close(lock)  # a node that was started has a copy
         return problem
@@ -110,6 +110,15 @@ class _Keeper:
         finally:
             os.close(said)
         self.started = True
+
+
+def _taken(lock: int) -> bool:
+    """Take the lock, and return whether no node has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _last_words() -> str:
