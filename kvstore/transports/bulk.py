@@ -37,6 +37,7 @@ from kvstore.transports.view_stream import FrameViews
 Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
 Result = TypeVar("Result")
 Good = Callable[[bytes, bytes], bool]
+Took = Callable[[int, "Arrived"], None]
 
 
 class BulkConnector:
@@ -278,17 +279,22 @@ class BulkWire:
         seeds: Sequence[int],
         deadline: Deadline,
         seals: PageHmacs | None = None,
+        took: Took | None = None,
     ) -> list[Arrived | None]:
-        """Read pages and return, for each found one, its leaves and expiry; None for misses."""
+        """Read pages and return, for each found one, its leaves and expiry; None for misses.
+
+        `took` is called, by any thread, with the place in the batch of each found one as soon as it
+        is here.
+        """
         parts = self._streams(buffers)
         if len(parts) == 1:
-            return self._get(request, buffers, seeds, deadline, seals)
-        found = self._parallel(
-            request,
-            parts,
-            lambda one, part: self._get(one, buffers[part], seeds[part], deadline, seals),
-            deadline,
-        )
+            return self._get(request, buffers, seeds, deadline, seals, took)
+
+        def get(one: pb.GetRequest, part: slice) -> list[Arrived | None]:
+            placed = took and (lambda place, page: took(part.start + place, page))
+            return self._get(one, buffers[part], seeds[part], deadline, seals, placed)
+
+        found = self._parallel(request, parts, get, deadline)
         arrived: list[Arrived | None] = []
         for said in found:
             if isinstance(said, KVStoreError):
@@ -333,10 +339,12 @@ class BulkWire:
         seeds: Sequence[int],
         deadline: Deadline,
         seals: PageHmacs | None,
+        took: Took | None,
     ) -> list[Arrived | None]:
         while True:
             with self._pool.attempt(deadline) as connection:
-                return run(get_steps(PageStream(connection), request, buffers, seeds, seals))
+                stream = PageStream(connection)
+                return run(get_steps(stream, request, buffers, seeds, seals, took))
 
     def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
         """Return the cluster's views from now on, for so many seconds.
@@ -441,8 +449,12 @@ def get_steps(
     buffers: Sequence[Pieces],
     seeds: Sequence[int],
     seals: PageHmacs | None,
+    took: Took | None = None,
 ) -> Steps[list[Arrived | None]]:
-    """Get pages on one connection into the buffers and verify them; `stream` as in `put_steps`."""
+    """Get pages on one connection into the buffers and verify them; `stream` as in `put_steps`.
+
+    `took` as in `BulkWire.fetch`.
+    """
     reply, payload_nbytes = yield stream.exchange("get", request)
     hits = list(reply.hits)
     found = [i for i, hit in enumerate(hits) if hit]
@@ -462,7 +474,9 @@ def get_steps(
         if not (intact and seals) or seals.verify(
             request.prefix_hashes[i], target[:-1], target[-1]
         ):
-            arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)
+            page = arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)
+            if took:
+                took(i, page)
     return arrived
 
 

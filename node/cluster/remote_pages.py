@@ -231,6 +231,10 @@ class RemotePages(LowerTier):
         step = max(1, FETCHED_NBYTES // namespace.stored_nbytes)
         done: set[int] = set()
 
+        def took(place: int) -> None:
+            done.add(place)
+            arrived(loads[place].page)
+
         def ask(member: str, places: list[int], limit: Deadline) -> list[bool]:
             def call(link: NodeConnection, limit: Deadline) -> None:
                 # The channel may be a new one
@@ -240,9 +244,7 @@ class RemotePages(LowerTier):
                     if gone():
                         raise Unavailable("the caller no longer waits for these pages")
                     batch = {place: loads[place].page for place in left[start : start + some]}
-                    for place, page in self._receive(link, namespace, batch, limit):
-                        done.add(place)
-                        arrived(page)
+                    self._receive(link, namespace, batch, took, limit)
 
             try:
                 self._links.link(member).run(call, namespace, limit)
@@ -266,16 +268,29 @@ class RemotePages(LowerTier):
             self.pages_fetch_failed += len(loads) - len(done)
 
     def _receive(
-        self, link: NodeConnection, namespace: Namespace, pages: Mapping[int, Page], limit: Deadline
-    ) -> list[tuple[int, Page]]:
-        """Return those of the pages that arrived.
+        self,
+        link: NodeConnection,
+        namespace: Namespace,
+        pages: Mapping[int, Page],
+        took: Callable[[int], None],
+        limit: Deadline,
+    ) -> None:
+        """Call `took` with the place of each page that arrives.
 
         Corrupt ones are reported to the member.
         """
+        places = list(pages)
         hashes = [page.prefix_hash for page in pages.values()]
         slots = [(self._view(page.offset, namespace.stored_nbytes),) for page in pages.values()]
         request = pb.GetRequest(namespace=namespace.digest, prefix_hashes=hashes)
-        came = cast(BulkWire, link.wire).fetch(request, slots, key_seeds(namespace, hashes), limit)
+
+        def take(number: int, got: Arrived) -> None:
+            place = places[number]
+            if self._take(pages[place], got):
+                took(place)
+
+        seeds = key_seeds(namespace, hashes)
+        came = cast(BulkWire, link.wire).fetch(request, slots, seeds, limit, took=take)
         if corrupt := [
             h for h, page in zip(hashes, came, strict=True) if page is not None and not page.leaves
         ]:
@@ -285,8 +300,6 @@ class RemotePages(LowerTier):
             verify = pb.VerifyRequest(namespace=namespace.digest, prefix_hashes=corrupt)
             with contextlib.suppress(KVStoreError):
                 link.wire.call("verify", verify, limit)
-        both = zip(pages.items(), came, strict=True)
-        return [(place, page) for (place, page), got in both if got and self._take(page, got)]
 
     def _take(self, page: Page, arrived: Arrived) -> bool:
         """Return whether the page may be used.

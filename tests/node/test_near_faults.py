@@ -187,11 +187,11 @@ class Slow:
         self.count = 0
         fetch = BulkWire.fetch
 
-        def slow(wire: BulkWire, *arguments: Any) -> list[Arrived | None]:
+        def slow(wire: BulkWire, *arguments: Any, **named: Any) -> list[Arrived | None]:
             self.count += 1
             self.waiting.release()
             assert self.go_on.wait(60.0)
-            return fetch(wire, *arguments)
+            return fetch(wire, *arguments, **named)
 
         monkeypatch.setattr(BulkWire, "fetch", slow)
 
