@@ -332,6 +332,7 @@ def _get(
             prefix_only=options.prefix,
             near=options.near,
             wait_ms=near_wait_ms(deadline) if options.near else 0,
+            in_parts=len(hashes) > 1,
         )
         seeds = key_seeds(namespace, hashes)
         found, damaged = yield link.wire.get(request, pages[part], seeds, deadline, asked.seals)

@@ -412,32 +412,36 @@ class ByteRange(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("namespace", "prefix_hashes", "ranges", "prefix_only", "near", "wait_ms")
+    __slots__ = ("namespace", "prefix_hashes", "ranges", "prefix_only", "near", "wait_ms", "in_parts")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_ONLY_FIELD_NUMBER: _ClassVar[int]
     NEAR_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    IN_PARTS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     ranges: _containers.RepeatedCompositeFieldContainer[ByteRange]
     prefix_only: bool
     near: bool
     wait_ms: int
-    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., ranges: _Optional[_Iterable[_Union[ByteRange, _Mapping]]] = ..., prefix_only: bool = ..., near: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    in_parts: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., ranges: _Optional[_Iterable[_Union[ByteRange, _Mapping]]] = ..., prefix_only: bool = ..., near: bool = ..., wait_ms: _Optional[int] = ..., in_parts: bool = ...) -> None: ...
 
 class GetReply(_message.Message):
-    __slots__ = ("hits", "checksums", "offsets", "ttls_ms")
+    __slots__ = ("hits", "checksums", "offsets", "ttls_ms", "more")
     HITS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     TTLS_MS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     hits: _containers.RepeatedScalarFieldContainer[bool]
     checksums: _containers.RepeatedScalarFieldContainer[bytes]
     offsets: _containers.RepeatedScalarFieldContainer[int]
     ttls_ms: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, hits: _Optional[_Iterable[bool]] = ..., checksums: _Optional[_Iterable[bytes]] = ..., offsets: _Optional[_Iterable[int]] = ..., ttls_ms: _Optional[_Iterable[int]] = ...) -> None: ...
+    more: bool
+    def __init__(self, hits: _Optional[_Iterable[bool]] = ..., checksums: _Optional[_Iterable[bytes]] = ..., offsets: _Optional[_Iterable[int]] = ..., ttls_ms: _Optional[_Iterable[int]] = ..., more: bool = ...) -> None: ...
 
 class GetFrame(_message.Message):
     __slots__ = ("begin", "chunk")

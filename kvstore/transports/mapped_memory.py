@@ -227,7 +227,8 @@ class AcquiredSlots(_Slots):
 
     `hits`: a bool per key. `pages`, `checksums`, `offsets`: of the hits, in order: a read-only view
     each, the checksum that its bytes must have, and its offset in `arena`. For a request with
-    ranges `pages` and `offsets` have each range of each hit.
+    ranges `pages` and `offsets` have each range of each hit. Of a reply in parts, only the keys of
+    this part, after `done` others.
     """
 
     def __init__(
@@ -237,23 +238,33 @@ class AcquiredSlots(_Slots):
         request: pb.GetRequest,
         reply: pb.GetReply,
         page_nbytes: int,
+        done: int = 0,
     ) -> None:
         self.hits = reply.hits[:]
         self.checksums = reply.checksums[:]
+        left = len(request.prefix_hashes) - done
+        self._may_hold = done > 0
         offsets = reply.offsets[:]
         sizes = [part.nbytes for part in request.ranges] or [page_nbytes]
         count = self.hits.count(True)
-        fits = len(self.hits) == len(request.prefix_hashes) and len(self.checksums) == count
-        if not fits or len(offsets) != count * len(sizes):
+        if reply.more:
+            fits = request.in_parts and 0 < len(self.hits) < left
+        else:
+            fits = len(self.hits) == left
+        if not fits or len(self.checksums) != count or len(offsets) != count * len(sizes):
             raise ProtocolError("the reply to a get does not fit its request")
         super().__init__(lease, arena, offsets, sizes * count, writable=False)
 
+    def drop(self) -> None:
+        """Drop the views; the node holds the pages until the last part's end."""
+        self._drop()
+
     def end(self) -> None:
-        """Allow the node to evict the pages again."""
+        """Allow the node to evict the pages again, those of earlier parts, too."""
         try:
             self._drop()
         finally:
-            if self.offsets:
+            if self.offsets or self._may_hold:
                 release(self._lease)
 
 

@@ -237,12 +237,18 @@ class ShmWire:
         deadline: Deadline,
         seals: PageHmacs | None = None,
     ) -> tuple[list[bool], list[int]]:
-        """Copy pages out of the mapped slots and verify the copies; see `Wire.get`."""
+        """Copy pages out of the mapped slots and verify the copies; see `Wire.get`.
+
+        Pages that the node has are copied while it reads others from the disk or from members.
+        """
         nbytes = (segments_nbytes(buffers[0]) if buffers else 0) + (seals.nbytes if seals else 0)
         count = max(1, len(request.ranges))  # parts of each hit
-        with self.acquiring(request, nbytes, deadline) as acquired:
-            hits = acquired.hits
-            found = [i for i, hit in enumerate(hits) if hit]
+        hits: list[bool] = []
+        corrupt: list[int] = []
+
+        def take(acquired: AcquiredSlots) -> None:
+            found = [i for i, hit in enumerate(acquired.hits, len(hits)) if hit]
+            hits.extend(acquired.hits)
 
             def read(number: int) -> bool:
                 i, parts = found[number], acquired.pages[number * count : (number + 1) * count]
@@ -257,10 +263,24 @@ class ShmWire:
                 return intact
 
             intact = self._each(read, len(found), nbytes, deadline)
-            corrupt = [i for i, good in zip(found, intact, strict=True) if not good]
-            for i in corrupt:
-                hits[i] = False
-            return hits, corrupt
+            for i, good in zip(found, intact, strict=True):
+                if not good:
+                    hits[i] = False
+                    corrupt.append(i)
+
+        def last(lease: Lease[DescriptorSocket], reply: pb.GetReply) -> AcquiredSlots:
+            while True:
+                slots = AcquiredSlots(lease, self.arena, request, reply, nbytes, len(hits))
+                if not reply.more:
+                    return slots
+                take(slots)
+                slots.drop()
+                header = lease.connection.recv_frame(MESSAGE_NBYTES_MAX)[0]
+                reply = parse_reply("get", header)
+
+        with self._slots("get", request, last, deadline) as acquired:
+            take(acquired)
+        return hits, corrupt
 
     def _each(
         self, work: Callable[[int], T], count: int, nbytes: int, deadline: Deadline

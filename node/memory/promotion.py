@@ -94,6 +94,9 @@ LOAD_S_MAX = 10.0
 LOOK_S = 0.2
 
 
+SomeReady = Callable[[list[Page | None]], None]
+
+
 @dataclass(slots=True)
 class Acquired:
     """Requested keys, and the pages that the caller holds.
@@ -183,10 +186,16 @@ class Promotion:
                     del left[prefix_hash]
         return set(prefix_hashes) - left.keys()
 
-    def read(self, acquired: Acquired, gone: Callable[[], bool]) -> list[Page | None]:
+    def read(
+        self,
+        acquired: Acquired,
+        gone: Callable[[], bool],
+        some_ready: SomeReady | None = None,
+    ) -> list[Page | None]:
         """Read the pages that this caller must read, and wait for those that others read.
 
-        Return the pages whose bytes may be used.
+        Return the pages whose bytes may be used. `some_ready` is called, by any thread, with
+        `acquired.pages` whenever one more of them has a checksum: its bytes may be used already.
         """
         unread = {load.page: load for load in acquired.loads}
         missing = set(unread)
@@ -194,6 +203,8 @@ class Promotion:
         def arrived(page: Page) -> None:
             missing.discard(page)
             self.end(page, intact=True)
+            if some_ready:
+                some_ready(acquired.pages)
 
         near = acquired.near
         deadline = near or Deadline(LOAD_S_MAX)

@@ -520,12 +520,29 @@ class Connection(abc.ABC):
 
     def send(self, op: str, reply: Any) -> None:
         """Send a reply."""
-        header = delimited(_REPLIES[op], reply.SerializeToString())  # copied once less
+        frame = self._frame(op, reply)
         if self._in_loop:
-            self._unsent += self.socket.send_now(self.socket.begun(header, 0))
+            self._unsent += self.socket.send_now(frame)
             return
         self.socket.arm(self.stall_s)
-        self.socket.send_frame(header)
+        if self._unsent:
+            frame, self._unsent = self._unsent + frame, b""
+        self.socket.send(frame)
+
+    def send_soon(self, op: str, reply: Any) -> None:
+        """Send what the client takes at once, and the rest with the next reply.
+
+        For other threads than the connection's, which waits for them.
+        """
+        frame = self._frame(op, reply)
+        if not self._unsent:
+            with contextlib.suppress(OSError):  # the next reply meets it again
+                frame = self.socket.send_now(frame)
+        self._unsent += frame
+
+    def _frame(self, op: str, reply: Any) -> bytes:
+        header = delimited(_REPLIES[op], reply.SerializeToString())  # copied once less
+        return self.socket.begun(header, 0)
 
     def send_error(self, error: KVStoreError, last: bool = False) -> None:
         """Send an error.

@@ -46,7 +46,7 @@ from node.serving.limits import (
     make_limit,
 )
 from node.serving.recorder import Recorder
-from node.serving.session import Content, Session, Sessions, offsets_of, ttls_ms
+from node.serving.session import Content, ReadyRun, Session, Sessions, offsets_of, ttls_ms
 from node.serving.status import Status, redact_for_tenant
 from node.serving.write_acks import WriteAcks
 
@@ -222,11 +222,16 @@ class Service:
             return pb.CommitReply(stored=stored)
 
     def begin_get(
-        self, session: Session, request: pb.GetRequest
+        self,
+        session: Session,
+        request: pb.GetRequest,
+        part: Callable[[pb.GetReply], None] | None = None,
     ) -> tuple[int, pb.GetReply, Iterator[memoryview]]:
         """Hold the pages until `session.release`.
 
-        Return how many bytes to send, the reply, and the memory.
+        Return how many bytes to send, the reply, and the memory. `part` is called, by any thread,
+        with replies about the first keys while pages of others are read; the last reply is about
+        the rest.
         """
         with _Edge("get", session.release):
             began_ns = monotonic_ns()
@@ -253,8 +258,15 @@ class Service:
             parts = parts_wanted(space, ranges)
             near = _near_deadline(request) if request.near else None
             session.tenant, session.charge = principal.tenant, self.tenants.charge(principal)
+            ready = ReadyRun(part, page_nbytes, self._tier.clock_s) if part and not ranges else None
             pages = session.acquire(
-                request.namespace, hashes, request.prefix_only, wanted_nbytes, parts, near
+                request.namespace,
+                hashes,
+                request.prefix_only,
+                wanted_nbytes,
+                parts,
+                near,
+                ready.some_ready if ready else None,
             )
             found = [page for page in pages if page is not None]
             if ranges:
@@ -272,6 +284,8 @@ class Service:
                 session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns
             )
             if session.maps_arena:
+                if ready and ready.count:
+                    return 0, ready.reply(pages[ready.count :]), iter(())
                 reply.offsets.extend(offsets_of(found, ranges))
                 return 0, reply, iter(())
             return len(found) * wanted_nbytes, reply, self.content.views(found, ranges)

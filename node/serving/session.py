@@ -19,13 +19,14 @@ from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, UnknownNamespace
 from kvstore.keys import NAMESPACE_DIGEST_NBYTES, PREFIX_HASH_NBYTES_MAX
 from kvstore.layout import SLOT_ALIGN_NBYTES
+from kvstore.messages import get_reply
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.tracing import span
 from node.auth.access import Caller
 from node.disk.durability import Wait
 from node.memory.arena import Arena
 from node.memory.page import Page, Reservation
-from node.memory.promotion import Acquired, PartialPage, Range
+from node.memory.promotion import Acquired, PartialPage, Range, SomeReady
 from node.memory.tier import RamTier
 from node.serving.limits import NO_CHARGE, Budget, Charge, make_limit
 from node.serving.request_metrics import DISK, PEER, RAM, RequestMetrics, Subject
@@ -35,6 +36,8 @@ from node.serving.tenants import Tenants
 TTL_S_MAX = 10 * 366 * 24 * 3600
 # Processes may hold the same pages, so their sum may exceed the RAM.
 HOLDERS_MAX = 64
+# Page bytes of a reply in parts at least: each one wakes the client up
+PART_NBYTES = 2 << 20
 
 
 class Content:
@@ -138,6 +141,51 @@ def ttls_ms(pages: Sequence[Page], clock_s: Callable[[], int]) -> list[int]:
         return []
     now_s = clock_s()
     return [max(1, expiry_s - now_s) * 1000 if expiry_s else 0 for expiry_s in expiries_s]
+
+
+class ReadyRun:
+    """Report the leading keys of a get whose pages may be read, while others are still loaded.
+
+        keys          0 1 2 3 | 4 5 | 6 7 8
+        have arrived  x x x x   x x   . x .    from other members or the disk, in any order
+        replies       part      part  the last one
+
+    Clients in shared memory copy and verify these meanwhile. Thread-safe.
+    """
+
+    def __init__(
+        self, send: Callable[[pb.GetReply], None], page_nbytes: int, clock_s: Callable[[], int]
+    ) -> None:
+        self._send = send
+        self._pages_min = -(-PART_NBYTES // page_nbytes)
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+        self.count = 0  # keys that were reported
+
+    def some_ready(self, pages: Sequence[Page | None]) -> None:
+        """Report the next keys if they have enough pages; the last key is left for the last reply.
+
+        A page gets its checksum when its bytes are here and verified.
+        """
+        with self._lock:
+            end = self.count
+            while end < len(pages) - 1 and ((page := pages[end]) is None or page.checksum):
+                end += 1
+            if end - self.count >= self._pages_min:
+                part = self.reply(pages[self.count : end])
+                part.more = True
+                self.count = end
+                self._send(part)
+
+    def reply(self, pages: Sequence[Page | None]) -> pb.GetReply:
+        """Return the reply about the next keys, whose pages these are."""
+        found = [page for page in pages if page is not None]
+        checksums = [page.checksum for page in found]
+        reply = get_reply(
+            [page is not None for page in pages], checksums, ttls_ms(found, self._clock_s)
+        )
+        reply.offsets.extend([page.offset for page in found])
+        return reply
 
 
 class Session:
@@ -257,8 +305,9 @@ class Session:
         wanted_nbytes: int,
         parts: PartialPage | None = None,
         near: Deadline | None = None,
+        some_ready: SomeReady | None = None,
     ) -> list[Page | None]:
-        """See `RamTier.acquire`; pages of lower tiers are read.
+        """See `RamTier.acquire`; pages of lower tiers are read. `some_ready`: see `Promotion.read`.
 
         Raises Exhausted if this process holds too much: where clients map the arena, a hold has no
         time limit.
@@ -275,13 +324,13 @@ class Session:
         if all(page.checksum for page in self._held):
             self.tier = RAM
             return acquired.pages
-        pages = self._load(acquired)
+        pages = self._load(acquired, some_ready)
         lost_count = pages.count(None) - acquired.pages.count(None)
         if lost_count:
             self._tier.count_lost(digest, lost_count, wanted_nbytes)
         return pages
 
-    def _load(self, acquired: Acquired) -> list[Page | None]:
+    def _load(self, acquired: Acquired, some_ready: SomeReady | None) -> list[Page | None]:
         """Read pages of lower tiers, and wait for those that other sessions read."""
         promotion = self._tier.promotion
         with contextlib.ExitStack() as stack:
@@ -297,7 +346,7 @@ class Session:
             except BaseException:  # otherwise others would wait for these pages
                 promotion.cancel(acquired)
                 raise
-            pages = promotion.read(acquired, self.gone)
+            pages = promotion.read(acquired, self.gone, some_ready)
         # They arrived in any order: the chain's end must be evicted before its head
         if self.tier == PEER and acquired.loads:
             self._tier.lookup(acquired.digest, acquired.prefix_hashes, touch=True)

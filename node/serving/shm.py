@@ -223,13 +223,21 @@ class ShmConnection(Connection):
     def _get(self, session: Session, request: pb.GetRequest) -> None:
         if session.held:
             raise ProtocolError("a get while the previous one is not released")
-        _, reply, _ = self.service.begin_get(session, request)
+        parts = 0
+
+        def send_part(reply: pb.GetReply) -> None:
+            nonlocal parts
+            parts += 1
+            self.send_soon("get", reply)
+
+        part = send_part if request.in_parts else None
+        _, reply, _ = self.service.begin_get(session, request, part)
         try:
             self.send("get", reply)
         except OSError:
             session.release()
             raise
-        if not reply.offsets:
+        if not (reply.offsets or parts):
             session.release()
 
     def unfinished(self, session: Session) -> bool:

@@ -46,6 +46,7 @@ PAGE = 4096
 KEYS = [b"a" * 32, b"b" * 32]
 PUT = pb.PutRequest(namespace=b"n" * 16, prefix_hashes=KEYS, page_nbytes=PAGE)
 GET = pb.GetRequest(namespace=b"n" * 16, prefix_hashes=KEYS)
+PARTS = pb.GetRequest(namespace=b"n" * 16, prefix_hashes=KEYS, in_parts=True)
 NAMESPACE = Namespace("shm", opaque_layout(PAGE))
 
 
@@ -200,6 +201,15 @@ WRONG: dict[str, tuple[str, pb.BulkReply]] = {
         pb.BulkReply(get=pb.GetReply(hits=[True, False], offsets=[0])),
     ),
     "one hit for two": ("get", pb.BulkReply(get=pb.GetReply(hits=[False]))),
+    "a part of a reply that was to be whole": (
+        "get",
+        pb.BulkReply(get=pb.GetReply(hits=[False], more=True)),
+    ),
+    "a part about no key": ("parts", pb.BulkReply(get=pb.GetReply(more=True))),
+    "a part about all keys": (
+        "parts",
+        pb.BulkReply(get=pb.GetReply(hits=[False, False], more=True)),
+    ),
 }
 
 
@@ -208,9 +218,10 @@ def test_invalid_answer_touches_nothing_and_releases(unix_node: ServeShm, what: 
     op, answer = WRONG[what]
     node, wire = unix_node(answer)
     pages = [(memoryview(bytearray(b"1" * PAGE)),) for _ in KEYS]
+    get = PARTS if op == "parts" else GET
     with pytest.raises(ProtocolError):
         wire.put(PUT, pages, Deadline(20)) if op == "put" else wire.get(
-            GET, pages, [0, 1], Deadline(20)
+            get, pages, [0, 1], Deadline(20)
         )
     while "release" not in node.received:
         threading.Event().wait(0.03)
