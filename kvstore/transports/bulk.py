@@ -34,6 +34,10 @@ from kvstore.transports.parallel import ParallelTransfer, split, stream_count
 from kvstore.transports.tls import ClientTls, TlsFrameSocket, client_tls, means_no_place
 from kvstore.transports.view_stream import FrameViews
 
+# Bytes of a page that one system call sends: sixteen calls of 256 KiB cost more than hashing 4 MiB
+# that have left the cache (docs/decisions/0003).
+SENT_NBYTES = 4 << 20
+
 Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
 Result = TypeVar("Result")
 Good = Callable[[bytes, bytes], bool]
@@ -428,8 +432,7 @@ def put_steps(
     wanted = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
     if not wanted:
         return verdicts
-    # The leaves follow the bytes, in the commit: each chunk is hashed right after it was sent,
-    # while it is in the cache.
+    # The leaves follow the bytes, in the commit.
     yield stream.begin_payload(sum(segments_nbytes(pages[i]) + _nbytes(seals) for i in wanted))
     leaves = []
     for i in wanted:
@@ -503,7 +506,7 @@ def _nbytes(seals: PageHmacs | None) -> int:
 def _send_page(connection: FrameSocket, page: Pieces) -> bytes:
     """Send a page; return the leaves of the sent bytes."""
     running = Leaves(segments_nbytes(page))
-    for chunk in chunks(page, itertools.repeat(CHUNK_NBYTES)):
+    for chunk in chunks(page, itertools.repeat(SENT_NBYTES)):
         if len(chunk) == 1:  # the usual case, and faster for small pages
             connection.send(chunk[0])
         else:

@@ -3,7 +3,10 @@
 The connection is not used again.
 """
 
+import contextlib
 import itertools
+import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +26,7 @@ from kvstore.checksum import checksum, leaves
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.transports import bulk
 from kvstore.transports.bulk import BulkWire
 from kvstore.transports.frames import FrameSocket, pack_fixed
 
@@ -280,3 +284,16 @@ def test_connection_with_unexpected_bytes_is_not_reused(
         assert list(call(wire, "lookup").present) == [True, False]
     assert len(port.accepted) == 2
     wire.close()
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (999, 1000, 1001), (4000,)])
+def test_large_page_is_sent_by_several_calls(
+    monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(bulk, "SENT_NBYTES", 1000)
+    page, (one, other) = os.urandom(5001), socket.socketpair()
+    pieces = [memoryview(page)[a:b] for a, b in itertools.pairwise((0, *cuts, len(page)))]
+    with contextlib.closing(FrameSocket(one)) as sender, other:
+        sender.arm(60.0)
+        assert bulk._send_page(sender, tuple(pieces)) == leaves(page)
+        assert other.recv(len(page), socket.MSG_WAITALL) == page
