@@ -29,11 +29,13 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
+    Medium,
     OffloadingCounterMetadata,
     RequestOffloadingContext,
     get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from gpu_agent.agent import Agent, AgentStats
 from gpu_agent.engines.vllm_identity import (
@@ -147,6 +149,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     some releases of vLLM's base class have, and the options, flat. Raises ConfigError for a wrong
     option; the node need not run.
     """
+
+    medium = Medium.STORAGE  # for requests that name the tiers they load from
+    cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's word for a remote store
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, **values: Any

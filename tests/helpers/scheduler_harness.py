@@ -17,6 +17,7 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     ParallelConfig,
@@ -75,7 +76,7 @@ class Engine:
 
     `options`: of the tier. `window`: half of the layers have a sliding window of so many tokens.
     `groups`: KV cache groups to use instead. `batch_tokens`: of a step. `cache`: fields of vLLM's
-    CacheConfig. `extra`: options of the connector.
+    CacheConfig. `extra`: options of the connector. `events`: vLLM publishes KV events.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Engine:
         batch_tokens: int = 512,
         cache: dict[str, Any] | None = None,
         extra: dict[str, Any] | None = None,
+        events: bool = False,
     ) -> None:
         groups = groups or _groups(window)
         row_nbytes = sum(groups[0].kv_cache_spec.page_size_bytes for _ in groups[0].layer_names)
@@ -109,6 +111,10 @@ class Engine:
             **({"kv_connector": connector} if connector else ours),
         )
         self.config = _vllm_config(model, transfer, gpu_blocks, batch_tokens, cache or {})
+        if events:
+            self.config.kv_events_config = KVEventsConfig(
+                enable_kv_cache_events=True, publisher="null"
+            )
         self._hash = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(self._hash)
         caches = _kv_cache_config(groups, gpu_blocks)
@@ -139,12 +145,18 @@ class Engine:
         ] = {}  # of each request, tokens that need no computation when first scheduled
 
     def submit(
-        self, name: str, tokens: list[int], cache_salt: str | None = None, max_tokens: int = 2
+        self,
+        name: str,
+        tokens: list[int],
+        cache_salt: str | None = None,
+        max_tokens: int = 2,
+        transfer: dict[str, Any] | None = None,
     ) -> Request:
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         sampling.update_from_generation_config({}, 2)
         hasher = get_request_block_hasher(self.hash_tokens, self._hash)
         request = Request(name, tokens, sampling, None, cache_salt=cache_salt, block_hasher=hasher)
+        request.kv_transfer_params = transfer
         self.scheduler.add_request(request)
         return request
 
