@@ -148,6 +148,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     `primary_kv_view`: the CPU tier's memory, `[chunks, row_nbytes]`. `values`: arguments that only
     some releases of vLLM's base class have, and the options, flat. Raises ConfigError for a wrong
     option; the node need not run.
+
+    It has no `take_events`: an engine does not learn what the node evicts
+    (docs/decisions/0055-router-events.md).
     """
 
     medium = Medium.STORAGE  # for requests that name the tiers they load from

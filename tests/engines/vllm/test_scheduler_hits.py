@@ -259,30 +259,6 @@ def test_engine_reports_its_counts_before_it_becomes_idle(
     assert engine.ranks[0].connector._rank.counts.pages_saved == 0, "some counts were not reported"
 
 
-def test_kv_events_name_only_the_engines_cache(
-    make: Engines, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A router would weigh blocks in the store like those on the GPU, and miss their eviction."""
-    with caplog.at_level("INFO", "vllm.kvstore"):
-        engine = make(ranks=2, events=True)
-    assert caplog.text.count("the store sends none") == 1
-    published: list[Any] = []
-    publish = engine.scheduler.kv_event_publisher.publish
-    engine.scheduler.kv_event_publisher.publish = lambda batch: (
-        published.extend(batch.events),
-        publish(batch),
-    )
-    assert engine.generate(P, name="computed") == answer(P, 8)
-    engine.step()  # saves were in progress when the last block was read
-    assert engine.scheduler.reset_prefix_cache()
-    assert engine.generate(P, name="loaded") == answer(P, 8)
-    engine.step()
-    assert engine.cached == {"computed": 0, "loaded": 48}
-    assert published, "the engine published no events"
-    assert {event.medium for event in published if hasattr(event, "medium")} == {"GPU"}
-    assert list(engine.connector.take_events()) == []
-
-
 def test_long_prompt_at_the_head_of_the_queue_gets_its_blocks(
     make: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:

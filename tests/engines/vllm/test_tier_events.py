@@ -1,4 +1,4 @@
-"""Requests that name the tiers they load from."""
+"""KV events of an engine with the tier, and requests that name the tiers they load from."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,7 +11,8 @@ from kvstore.tools.node_process import NodeProcess
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # from vLLM's imports
-    from scheduler_harness import Engine, model_directory, prompt
+    from routed_events import Router
+    from scheduler_harness import BLOCK_TOKENS, Engine, model_directory, prompt
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -31,6 +32,24 @@ def start(tmp_path: Path, node: NodeProcess) -> Iterator[Callable[..., Engine]]:
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_events_name_the_engines_own_tiers_only(
+    start: Callable[..., Engine], described: bool
+) -> None:
+    """What the store has is said by nobody, neither after a save nor after a load from it."""
+    extra = {"self_describing_kv_events": described}
+    first, second = (start(events=True, extra=extra) for _ in range(2))
+    routers = [Router(engine.scheduler, BLOCK_TOKENS) for engine in (first, second)]
+    assert first.serve("cold", prompt(60)) == 0
+    assert second.serve("warm", prompt(60)) == 48
+    for engine, router in zip((first, second), routers, strict=True):
+        router.check()
+        assert router.score(prompt(60)) == 3.0
+        assert {event.medium for event in router.events} == {"GPU", "CPU"}
+        assert {getattr(event, "ownership", None) for event in router.events} == {None}
+        assert list(engine.tier.take_events()) == []
 
 
 def test_request_for_the_cpu_tier_loads_nothing_from_the_store(
