@@ -184,6 +184,15 @@ class LoadCostModel:
         self._slow = (self._slow + 1) % PROBED
         return self._slow == 0
 
+    def computing_s(self, start: int, end: int) -> float:
+        """Return how long these tokens of a prompt take to compute, at least.
+
+        0 as long as too few prompts were computed to tell.
+        """
+        if self._computing.samples < SAMPLES_MIN:
+            return 0.0
+        return self._computing.at(end - start, (end - start) * (start + end) / 2)[0]
+
 
 # If lookups are answered but loads are not, each request would wait for one. A load that fails
 # sooner hit a missing page.
@@ -194,11 +203,13 @@ PAUSE_S_MAX = 60.0
 class HitPolicy:
     """Decide which hits are accepted: those worth their load, and none while loads hang.
 
-    Not thread-safe. Without a `cost_model`, a hit is accepted even if computing is faster.
+    Not thread-safe. Without a `cost_model`, or if it `takes_slow` ones, a hit is accepted even if
+    computing is faster.
     """
 
-    def __init__(self, cost_model: LoadCostModel | None) -> None:
+    def __init__(self, cost_model: LoadCostModel | None, takes_slow: bool = False) -> None:
         self._cost_model = cost_model
+        self._takes_slow = takes_slow
         self._hangs = CircuitBreaker("loads", PAUSE_S_MAX, chance=lambda: 0.0)
         self._hung = 0  # failed loads since the last success
         self._unavailable_ranks = 0  # ranks that can not load now
@@ -206,7 +217,9 @@ class HitPolicy:
     def accepts(self, start: int, end: int, alone: bool, granted: bool) -> bool:
         """Return whether to load these tokens; `granted`: the request was accepted before."""
         if self._unavailable_ranks or (
-            self._cost_model and not self._cost_model.is_load_faster(start, end, alone)
+            self._cost_model
+            and not self._takes_slow
+            and not self._cost_model.is_load_faster(start, end, alone)
         ):
             return False
         return granted or self._loads_end()
@@ -229,6 +242,10 @@ class HitPolicy:
         self.succeeded()
         if self._cost_model:
             self._cost_model.loads_ended(loads, tokens, began_at, now)
+
+    def computing_s(self, start: int, end: int) -> float:
+        """See `LoadCostModel.computing_s`."""
+        return self._cost_model.computing_s(start, end) if self._cost_model else 0.0
 
     def succeeded(self) -> None:
         """Note that a load has succeeded."""

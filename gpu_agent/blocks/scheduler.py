@@ -48,11 +48,14 @@ class MatchCounts:
     """Count requested and loaded tokens, hits, declined hits and dropped pages.
 
     A declined hit would have been slower than computing. A dropped page was evicted from the
-    engine's cache before there was room to save it.
+    engine's cache before there was room to save it. `prefill_seconds_saved`: what computing the
+    tokens of completed loads would have taken, by the prompts that this engine computed; 0 until it
+    has computed a few.
     """
 
     queried_tokens: int = 0
     hit_tokens: int = 0
+    prefill_seconds_saved: float = 0.0
     hits: int = 0
     hits_declined: int = 0
     pages_dropped: int = 0
@@ -75,7 +78,8 @@ class BlockScheduler:
 
     `shards`: for each group the namespaces of all shards, each once. `hash_tokens`: tokens of one
     of the engine's hashes. `step_tokens`: lengths of hits are multiples of it. A hit of fewer than
-    `min_tokens` tokens is ignored; with a `cost_model`, so is one slower than computing.
+    `min_tokens` tokens is ignored; with a `cost_model`, so is one slower than computing, unless it
+    `takes_slow` ones.
     `full_hits`: a hit may cover the last token, which the engine then computes again. It never
     does with recurrent states, because the token would be added to them twice.
 
@@ -93,6 +97,7 @@ class BlockScheduler:
         plan: SavePlan,
         min_tokens: int = 1,
         cost_model: LoadCostModel | None = None,
+        takes_slow: bool = False,
         full_hits: bool = True,
     ) -> None:
         self._counts = MatchCounts()
@@ -104,7 +109,7 @@ class BlockScheduler:
         self._lookups = lookups
         self._plan = plan
         self._min_tokens = max(1, min_tokens)
-        self._hit_policy = HitPolicy(cost_model)
+        self._hit_policy = HitPolicy(cost_model, takes_slow)
         self._has_untracked = False  # the newest step has requests without a lookup
         # A hit was reported since the newest step, so only blocks can keep its request from running
         self._hit_reported = False
@@ -380,6 +385,8 @@ class BlockScheduler:
                     loads.append(tracked)
         if loads:
             tokens = sum(tracked.hit[1] - tracked.hit[0] for tracked in loads)
+            saved_s = sum(self._hit_policy.computing_s(*tracked.hit) for tracked in loads)
+            self._counts.prefill_seconds_saved += saved_s
             self._hit_policy.loads_ended(
                 len(loads), tokens, min(tracked.load_began_at for tracked in loads), self._seen_at
             )

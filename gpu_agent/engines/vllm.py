@@ -343,7 +343,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._lookups,
             plan,
             min_tokens=options.own["min_tokens"],
-            cost_model=None if options.own.get("slow_hits") == "take" else LoadCostModel(),
+            cost_model=LoadCostModel(),
+            takes_slow=options.own.get("slow_hits") == "take",
             full_hits=full_hits(self._all_caches),
         )
         logger.info(

@@ -15,6 +15,8 @@ COUNTERS = {
     "hits": "requests with a hit in the store",
     "hits_declined": "requests with a hit that would have been slower than computing",
     "hit_tokens": "tokens that loads were ordered for",
+    "prefill_seconds_saved": "seconds that computing the loaded tokens would have taken, estimated "
+    "from this engine's prompts",
     "loads": "loads, on all ranks",
     "loads_failed": "incomplete loads, on all ranks",
     "load_seconds": "time from order to end, summed over loads on all ranks",

@@ -77,11 +77,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def scheduler_of(worth: LoadCostModel | None = None, clock: Clock | None = None) -> BlockScheduler:
+def scheduler_of(
+    worth: LoadCostModel | None = None, clock: Clock | None = None, takes_slow: bool = False
+) -> BlockScheduler:
     answers: Any = Answers()
     plan = SavePlan(1, 1 << 20, 64, lambda blocks: None, lambda blocks: None)
     scheduler = BlockScheduler(
-        [BlockGroup(BLOCK)], [[]], BLOCK, BLOCK, answers, plan, cost_model=worth
+        [BlockGroup(BLOCK)],
+        [[]],
+        BLOCK,
+        BLOCK,
+        answers,
+        plan,
+        cost_model=worth,
+        takes_slow=takes_slow,
     )
     if clock:
         scheduler._hit_policy._hangs = CircuitBreaker("loads", PAUSE_S_MAX, clock.monotonic)
@@ -219,6 +228,22 @@ def test_trial_load_happens_although_the_request_waits(polls: int) -> None:
         scheduler.finished(request, request.tables)
     assert loads > 300, "loads were not noticed to be fast now"
     assert scheduler.take_counts().hits_declined == 600 - loads
+
+
+def test_saved_prefill_is_counted_when_a_load_has_succeeded() -> None:
+    """Also where slow hits are taken: then the model only measures."""
+    scheduler = scheduler_of(trained_cost_model(load_s=10.0), takes_slow=True)
+    saved_s = []
+    for number, failed in enumerate((False, True)):
+        request = Request(number, 60)
+        offered = look_up(scheduler, request)
+        assert offered == 60 * BLOCK
+        step = admit(scheduler, request, offered)
+        saved_s.append(scheduler.take_counts().prefill_seconds_saved)
+        name = request.request_id
+        scheduler.ran(Report(step, finished={name: 1}, failed={name} if failed else set()))
+        saved_s.append(scheduler.take_counts().prefill_seconds_saved)
+    assert saved_s == [0.0, pytest.approx(60 * BLOCK * 1e-3, rel=0.05), 0.0, 0.0]
 
 
 def test_longer_hit_of_the_same_request_is_decided_again() -> None:

@@ -93,6 +93,14 @@ def test_short_prompts_are_computed_and_long_ones_loaded(tokens: int, taken: boo
     assert engine.worth.is_load_faster(0, tokens, alone=True) == taken
 
 
+def test_seconds_to_compute_are_told_once_they_are_known() -> None:
+    assert LoadCostModel().computing_s(0, 8000) == 0.0
+    engine = h200()
+    for start, end in ((0, 1000), (0, 8000), (4000, 8000)):
+        expected_s = engine.computed_s(start, end)
+        assert engine.worth.computing_s(start, end) == pytest.approx(expected_s, rel=0.1)
+
+
 def test_hit_benefit_excludes_tokens_that_are_computed_anyway() -> None:
     """The last tokens are computed in a step that costs most of what a short prompt costs.
 

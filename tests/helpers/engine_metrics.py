@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-TOKENS_PER_S = {"hit_tokens": 30_000.0, "queried_tokens": 40_000.0}
+PER_S = {"hit_tokens": 30_000.0, "queried_tokens": 40_000.0, "prefill_seconds_saved": 3.0}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -19,7 +19,7 @@ class _Handler(BaseHTTPRequestHandler):
         seconds = time.monotonic() - self.started
         lines = [
             f'vllm:kvstore_{name}_total{{model_name="llama", engine="0"}} {rate * seconds}\n'
-            for name, rate in TOKENS_PER_S.items()
+            for name, rate in PER_S.items()
         ]
         self.send_response(200)
         self.send_header("Content-Type", "text/plain; version=0.0.4")
