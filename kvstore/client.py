@@ -26,6 +26,7 @@ from kvstore.cluster.calls import (
     get_pages,
     leading,
     look_up,
+    lookup_result,
     near_wait_ms,
     put_pages,
     put_request,
@@ -57,7 +58,7 @@ from kvstore.transports.shm import ShmWire
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
-Presence = Steps[list[bool]]  # made once: it takes ten microseconds
+Presence = Steps[list[int]]  # made once: it takes ten microseconds
 # outcomes after which the page is as safe as the put's options require
 PROMISED = (PutOutcome.STORED, PutOutcome.EXISTS)
 
@@ -163,7 +164,7 @@ class Client(Admin):
         present = self._fan_out.near(partial(ask, near=True), namespace, prefix_hashes, deadline)
         if present is None:
             present = self._fan_out.route(ask, namespace, prefix_hashes, deadline, not_, False)
-        return LookupResult(leading(present), tuple(present))
+        return lookup_result(present)
 
     def put(
         self,

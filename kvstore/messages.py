@@ -84,8 +84,8 @@ def layout_value(message: pb.PageLayout) -> PageLayout:
     return PageLayout(message.page_tokens, groups)
 
 
-def lookup_reply(present: list[bool]) -> pb.LookupReply:
-    """Build the reply to a lookup from presence per key.
+def lookup_reply(present: list[bool], tiers: bytes = b"") -> pb.LookupReply:
+    """Build the reply to a lookup from presence per key; without `tiers` all pages are in RAM.
 
     It is made from its wire form, a byte per key: protobuf's own assignment takes 0.2 µs per bool,
     for 64 keys as much as everything else in a lookup.
@@ -93,7 +93,10 @@ def lookup_reply(present: list[bool]) -> pb.LookupReply:
     count = len(present)
     prefix_pages = present.index(False) if False in present else count
     data = (_PREFIX_PAGES_TAG, _varint(prefix_pages), _PRESENT_TAG, _varint(count), bytes(present))
-    return pb.LookupReply.FromString(b"".join(data))
+    reply = pb.LookupReply.FromString(b"".join(data))
+    if tiers:
+        reply.tiers = tiers
+    return reply
 
 
 def get_reply(hits: list[bool], checksums: list[bytes], ttls_ms: list[int]) -> pb.GetReply:

@@ -23,8 +23,8 @@ from kvstore.cluster.calls import (
     GetResult,
     check_lengths,
     get_pages,
-    leading,
     look_up,
+    lookup_result,
     put_pages,
 )
 from kvstore.cluster.routing import Away
@@ -151,12 +151,12 @@ class Client:
         if channel is None:
             return await self._thread(deadline, self.sync.lookup, namespace, prefix_hashes, touch)
 
-        async def ask(link: NodeConnection) -> list[bool]:
+        async def ask(link: NodeConnection) -> list[int]:
             steps = look_up.steps(link, namespace, prefix_hashes, touch, deadline)
             return await run_async(steps)
 
         present = await self._run(channel, ask, namespace, deadline)
-        return LookupResult(leading(present), tuple(present))
+        return lookup_result(present)
 
     async def put(
         self,

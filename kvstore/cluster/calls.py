@@ -9,7 +9,7 @@ head.
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from kvstore.buffers import Pieces, copy_segments
 from kvstore.checksum import hashed_nbytes, key_seed
@@ -20,7 +20,7 @@ from kvstore.keys import Namespace
 from kvstore.layout import ByteRange, check_ranges
 from kvstore.page_hmac import PageHmacs, SignedRanges
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.results import ACK_ALL, Keep, PutOutcome
+from kvstore.results import ACK_ALL, Keep, LookupResult, PutOutcome, Tier
 from kvstore.steps import Steps, Stepwise
 from kvstore.transports.channel import NodeConnection
 
@@ -28,6 +28,9 @@ from kvstore.transports.channel import NodeConnection
 WAIT_MARGIN_S = 0.05
 # A dict, because calling the enum takes ten times as long.
 _OUTCOMES = {outcome.value: outcome for outcome in PutOutcome}
+# Tiers that a newer node may tell are as far away as any; and whether a page is in one
+_TIERS = bytes(min(number, Tier.PEER) for number in range(256))
+_PRESENT = bytes(number > 0 for number in range(256))
 NEAR_SHARE = 0.8  # share of the remaining time that a near node may spend on calls to other nodes
 # bytes of temporary memory for signed parts, from which the requested ranges are copied
 SCRATCH_NBYTES = 64 << 20
@@ -41,13 +44,15 @@ def look_up(
     touch: bool,
     deadline: Deadline,
     near: bool = False,
-) -> Steps[list[bool]]:
-    """Return whether each page is stored; `near`: at this node or, if it is near, at others.
+) -> Steps[list[int]]:
+    """Return the `Tier` of each page, or a false value if it is not stored.
+
+    `near`: it may be stored at this node or, if this one is near, at others.
 
     Several batches go tail first: touching must end with the head, and after a transfer in batches
     this restores the whole chain's order.
     """
-    found: list[list[bool]] = []
+    found: list[list[int]] = []
     step = link.limits.batch_keys_max
     for start in reversed(range(0, len(prefix_hashes), step)):
         hashes = prefix_hashes[start : start + step]
@@ -60,8 +65,19 @@ def look_up(
             raise ProtocolError(
                 f"the node answered a lookup of {len(hashes)} keys for {len(present)}"
             )
+        if tiers := reply.tiers.translate(_TIERS):
+            if tiers.translate(_PRESENT) != bytes(present):
+                raise ProtocolError("the node's tiers of pages do not fit its answer to a lookup")
+            present = list(tiers)
         found.append(present)
     return list(itertools.chain.from_iterable(reversed(found)))
+
+
+def lookup_result(tiers: Sequence[int]) -> LookupResult:
+    """Return the result of a lookup from what `look_up` told of each key."""
+    if max(tiers, default=0) <= Tier.RAM:
+        return LookupResult(leading(tiers), tuple(cast("Sequence[bool]", tiers)))
+    return LookupResult(leading(tiers), tuple(map(bool, tiers)), bytes(tiers))
 
 
 @Stepwise
@@ -159,8 +175,8 @@ def check_goes_on(request: pb.ListRequest, reply: pb.ListReply) -> None:
         raise ProtocolError("the node's list of pages makes no progress")
 
 
-def leading(present: Sequence[bool]) -> int:
-    """Return the length of the leading run of True."""
+def leading(present: Sequence[int]) -> int:
+    """Return the length of the leading run of true values."""
     return present.index(False) if False in present else len(present)
 
 

@@ -258,7 +258,7 @@ class NamespaceInfo(_message.Message):
     def __init__(self, digest: _Optional[bytes] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., page_nbytes: _Optional[int] = ..., page_count: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., disk_page_count: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("pages_asked", "prefix_hits", "pages_hit", "miss_absent", "miss_evicted", "miss_writing", "miss_removed", "miss_corrupt", "pages_put", "pages_put_exists", "pages_put_busy", "pages_put_full", "pages_put_aborted", "pages_got", "pages_get_missed", "pages_evicted", "nbytes_put", "nbytes_got", "miss_expired")
+    __slots__ = ("pages_asked", "prefix_hits", "pages_hit", "miss_absent", "miss_evicted", "miss_writing", "miss_removed", "miss_corrupt", "pages_put", "pages_put_exists", "pages_put_busy", "pages_put_full", "pages_put_aborted", "pages_got", "pages_get_missed", "pages_evicted", "nbytes_put", "nbytes_got", "miss_expired", "pages_hit_disk", "pages_hit_peer")
     PAGES_ASKED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
     PAGES_HIT_FIELD_NUMBER: _ClassVar[int]
@@ -278,6 +278,8 @@ class Counters(_message.Message):
     NBYTES_PUT_FIELD_NUMBER: _ClassVar[int]
     NBYTES_GOT_FIELD_NUMBER: _ClassVar[int]
     MISS_EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_HIT_DISK_FIELD_NUMBER: _ClassVar[int]
+    PAGES_HIT_PEER_FIELD_NUMBER: _ClassVar[int]
     pages_asked: int
     prefix_hits: int
     pages_hit: int
@@ -297,7 +299,9 @@ class Counters(_message.Message):
     nbytes_put: int
     nbytes_got: int
     miss_expired: int
-    def __init__(self, pages_asked: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., pages_hit: _Optional[int] = ..., miss_absent: _Optional[int] = ..., miss_evicted: _Optional[int] = ..., miss_writing: _Optional[int] = ..., miss_removed: _Optional[int] = ..., miss_corrupt: _Optional[int] = ..., pages_put: _Optional[int] = ..., pages_put_exists: _Optional[int] = ..., pages_put_busy: _Optional[int] = ..., pages_put_full: _Optional[int] = ..., pages_put_aborted: _Optional[int] = ..., pages_got: _Optional[int] = ..., pages_get_missed: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., nbytes_put: _Optional[int] = ..., nbytes_got: _Optional[int] = ..., miss_expired: _Optional[int] = ...) -> None: ...
+    pages_hit_disk: int
+    pages_hit_peer: int
+    def __init__(self, pages_asked: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., pages_hit: _Optional[int] = ..., miss_absent: _Optional[int] = ..., miss_evicted: _Optional[int] = ..., miss_writing: _Optional[int] = ..., miss_removed: _Optional[int] = ..., miss_corrupt: _Optional[int] = ..., pages_put: _Optional[int] = ..., pages_put_exists: _Optional[int] = ..., pages_put_busy: _Optional[int] = ..., pages_put_full: _Optional[int] = ..., pages_put_aborted: _Optional[int] = ..., pages_got: _Optional[int] = ..., pages_get_missed: _Optional[int] = ..., pages_evicted: _Optional[int] = ..., nbytes_put: _Optional[int] = ..., nbytes_got: _Optional[int] = ..., miss_expired: _Optional[int] = ..., pages_hit_disk: _Optional[int] = ..., pages_hit_peer: _Optional[int] = ...) -> None: ...
 
 class ListNamespacesReply(_message.Message):
     __slots__ = ("namespaces",)
@@ -320,12 +324,14 @@ class LookupRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., touch: bool = ..., near: bool = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
-    __slots__ = ("prefix_pages", "present")
+    __slots__ = ("prefix_pages", "present", "tiers")
     PREFIX_PAGES_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     prefix_pages: int
     present: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, prefix_pages: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ...) -> None: ...
+    tiers: bytes
+    def __init__(self, prefix_pages: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ..., tiers: _Optional[bytes] = ...) -> None: ...
 
 class PutRequest(_message.Message):
     __slots__ = ("namespace", "prefix_hashes", "page_nbytes", "ttl_ms", "durable", "wait_ms", "forwarded_by", "ack_all", "pages_missed")

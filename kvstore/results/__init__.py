@@ -32,15 +32,25 @@ class PutOutcome(enum.Enum):
         return self in (PutOutcome.STORED, PutOutcome.EXISTS, PutOutcome.BUSY)
 
 
+class Tier(enum.IntEnum):
+    """Where a lookup found a page; `PEER`: a near node found it at another member."""
+
+    RAM = 1
+    DISK = 2
+    PEER = 3
+
+
 @dataclass(frozen=True)
 class LookupResult:
     """Result of a lookup. `prefix_pages`: number of leading keys that are stored.
 
-    `present`: one bool per key.
+    `present`: one bool per key. `tiers`: one byte per key, a `Tier`, or 0 if it is not stored;
+    empty if all pages are in RAM.
     """
 
     prefix_pages: int
     present: tuple[bool, ...]
+    tiers: bytes = b""
 
 
 ACK_ONE, ACK_ALL = "one", "all"

@@ -54,7 +54,8 @@ class PageStat(Reply):
 class Counters(Reply):
     """Requested pages and bytes, and the reasons of misses.
 
-    `prefix_hits`: leading pages that lookups found; `pages_hit`: all pages that they found.
+    `prefix_hits`: leading pages that lookups found; `pages_hit`: all pages that they found here, of
+    which `pages_hit_disk` were on disk only. `pages_hit_peer`: found at other members.
     `miss_absent`: never stored, or removed too long ago to know the reason. `miss_writing`: not
     committed yet.
     """
@@ -78,6 +79,8 @@ class Counters(Reply):
     nbytes_put: int = 0
     nbytes_got: int = 0
     miss_expired: int = 0
+    pages_hit_disk: int = 0
+    pages_hit_peer: int = 0
 
     def __add__(self, other: "Counters") -> "Counters":
         return Counters(

@@ -201,7 +201,7 @@ class RemotePages(LowerTier):
             def ask(member: str, places: list[int], limit: Deadline) -> list[str]:
                 wanted = [hashes[place] for place in places]
 
-                def call(link: NodeConnection, limit: Deadline) -> list[bool]:
+                def call(link: NodeConnection, limit: Deadline) -> list[int]:
                     return look_up(link, namespace, wanted, query.touch, limit)
 
                 present = self._links.link(member).run(call, namespace, limit)

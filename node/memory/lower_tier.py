@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from kvstore.deadline import Deadline
 from kvstore.keys import Namespace
-from node.memory.page import Page
+from node.memory.page import NamespaceIndex, Page, State
 
 
 class Query(NamedTuple):
@@ -201,3 +201,31 @@ class LocalTier(LowerTier):
         Raises Exhausted, and pins none, if too much would be pinned.
         """
         return [False] * len(prefix_hashes)
+
+
+def add_below(
+    tier: LocalTier,
+    live: Callable[[NamespaceIndex, bytes], Page | None],
+    index: NamespaceIndex,
+    prefix_hashes: Sequence[bytes],
+    pages: list[Page | None],
+    present: list[bool],
+) -> list[int]:
+    """Correct `present` for pages with a time to live, or in the local tier.
+
+    Return the positions of those that are in the local tier only. `pages`: those that RAM has in
+    any state; pages that are found to be over are taken out.
+    """
+    missing = [i for i, here in enumerate(present) if not here]
+    found = tier.present(index.digest, [prefix_hashes[i] for i in missing])
+    only = []
+    for i, is_below in zip(missing, found, strict=True):
+        page = pages[i]
+        if is_below:
+            present[i] = True
+            if page is None or page.state is not State.VISIBLE:
+                only.append(i)
+        elif page is not None:
+            present[i] = live(index, prefix_hashes[i]) is not None
+            pages[i] = index.pages.get(prefix_hashes[i])
+    return only

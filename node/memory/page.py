@@ -80,6 +80,8 @@ class Counters:
     pages_evicted: int = 0
     nbytes_put: int = 0
     nbytes_got: int = 0
+    pages_hit_disk: int = 0
+    pages_hit_peer: int = 0
 
     def as_dict(self) -> dict[str, int]:
         """Return the counters by name."""

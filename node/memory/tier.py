@@ -22,7 +22,7 @@ from kvstore.keys import Namespace
 from node.clock import unix_s
 from node.memory.eviction import Eviction
 from node.memory.lock_slices import STEPS, SlicedWork, Work, run_in_slices, split_in_slices
-from node.memory.lower_tier import LocalTier, LowerTier
+from node.memory.lower_tier import LocalTier, LowerTier, add_below
 from node.memory.page import (
     MissReasons,
     NamespaceIndex,
@@ -118,10 +118,17 @@ class RamTier:
 
     # ---- lookup --------------------------------------------------------------------------
 
-    def lookup(self, digest: bytes, prefix_hashes: Sequence[bytes], touch: bool) -> list[bool]:
+    def lookup(
+        self,
+        digest: bytes,
+        prefix_hashes: Sequence[bytes],
+        touch: bool,
+        below: list[int] | None = None,
+    ) -> list[bool]:
         """Return presence per key, in RAM or below.
 
         With `touch`, the lookup updates the LRU order and does not count as hits or misses.
+        Otherwise `below` gets the positions of pages that are not in RAM.
         """
         if touch:  # the tail first, with other threads in between
 
@@ -130,14 +137,23 @@ class RamTier:
 
             return split_in_slices(self.lock, look_up, prefix_hashes[::-1])[::-1]
         with self.lock:
-            return self._lookup(digest, prefix_hashes, touch)
+            return self._lookup(digest, prefix_hashes, touch, below)
 
-    def _lookup(self, digest: bytes, prefix_hashes: Sequence[bytes], touch: bool) -> list[bool]:
+    def _lookup(
+        self,
+        digest: bytes,
+        prefix_hashes: Sequence[bytes],
+        touch: bool,
+        below: list[int] | None = None,
+    ) -> list[bool]:
         index, visible = self.namespaces.find(digest), State.VISIBLE
         pages = list(map(index.pages.get, prefix_hashes))
         present = [p is not None and p.state is visible and not p.expiry_s for p in pages]
         if False in present:
-            self._refine_presence(index, prefix_hashes, pages, present)
+            only_below = add_below(self.below, self.live, index, prefix_hashes, pages, present)
+            if below is not None:
+                below += only_below
+                index.counters.pages_hit_disk += len(only_below)
         if touch:
             self._order.touch(reversed(pages), self.clock_ms())
             self.below.touch(digest, prefix_hashes)
@@ -146,23 +162,6 @@ class RamTier:
             absent = [h for h, here, page in there if not here and page is None]
             index.count_lookup(present, absent, self.miss_reasons)
         return present
-
-    def _refine_presence(
-        self,
-        index: NamespaceIndex,
-        prefix_hashes: Sequence[bytes],
-        pages: list[Page | None],
-        present: list[bool],
-    ) -> None:
-        """Correct `present` for pages with a time to live, or in the local lower tier."""
-        missing = [i for i, here in enumerate(present) if not here]
-        below = self.below.present(index.digest, [prefix_hashes[i] for i in missing])
-        for i, is_below in zip(missing, below, strict=True):
-            if is_below:
-                present[i] = True
-            elif pages[i] is not None:
-                present[i] = self.live(index, prefix_hashes[i]) is not None
-                pages[i] = index.pages.get(prefix_hashes[i])
 
     def live_all(self, index: NamespaceIndex, prefix_hashes: Sequence[bytes]) -> list[Page | None]:
         """Return `live` of each."""

@@ -41,6 +41,9 @@ _PUTS = {
 _PLAIN = {
     "lookup_pages": "pages_asked",
     "lookup_prefix_hits": "prefix_hits",
+    "lookup_hits": "pages_hit",
+    "lookup_disk_hits": "pages_hit_disk",
+    "lookup_peer_hits": "pages_hit_peer",
     "get_pages": "pages_got",
     "get_misses": "pages_get_missed",
     "evicted_pages": "pages_evicted",

@@ -108,6 +108,9 @@ SECTIONS: dict[str, dict[str, str]] = {
         "kvstore_namespace_pages": "Pages in RAM",
         "kvstore_lookup_pages_total": "Pages that lookups requested",
         "kvstore_lookup_prefix_hits_total": "Leading pages that lookups found",
+        "kvstore_lookup_hits_total": "All pages that they found here",
+        "kvstore_lookup_disk_hits_total": "Those on disk only",
+        "kvstore_lookup_peer_hits_total": "Pages that they found at other members",
         "kvstore_lookup_misses_total": "Pages that lookups missed: absent, evicted, writing, "
         "removed, expired or corrupt",
         "kvstore_get_pages_total": "Pages sent to readers",

@@ -20,6 +20,7 @@ from kvstore.keys import check_prefix_hashes, check_removal
 from kvstore.layout import check_ranges
 from kvstore.messages import get_reply, lookup_reply, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import Tier
 from kvstore.tracing import current, named, within
 from node.auth.access import EVERYBODY, THE_NODE, Caller
 from node.auth.authorizer import Authorizer
@@ -349,19 +350,25 @@ class Service:
         digest, touch = request.namespace, request.touch
         prefix_hashes = request.prefix_hashes[:]  # a list is faster to iterate
         check_prefix_hashes(prefix_hashes, self._config.batch_keys_max, distinct=False)
-        present = self._tier.lookup(digest, prefix_hashes, touch)
+        below: list[int] = []
+        present = self._tier.lookup(digest, prefix_hashes, touch, below)
+        tiers = _tiers(present, below, Tier.DISK) if below else b""
         if self.recorder.on:
             self.recorder.note(digest, prefix_hashes, touch)
         if request.near and caller.may_wait and False in present:
-            self._look_further(request, prefix_hashes, present)
+            further = self._look_further(request, prefix_hashes, present)
+            if further and not touch:
+                tiers = _tiers(tiers or present, further, Tier.PEER)
+                with self._tier.lock:
+                    self._tier.namespace(digest).counters.pages_hit_peer += len(further)
         if not touch:
             self.hot_prefixes.observe(digest, prefix_hashes, present)
-        return lookup_reply(present)
+        return lookup_reply(present, tiers)
 
     def _look_further(
         self, request: pb.LookupRequest, prefix_hashes: Sequence[bytes], present: list[bool]
-    ) -> None:
-        """Add the pages that other members have."""
+    ) -> list[int]:
+        """Add the pages that other members have; return their positions."""
         missing = list(
             dict.fromkeys(h for h, there in zip(prefix_hashes, present, strict=True) if not there)
         )
@@ -369,8 +376,14 @@ class Service:
         found = self._tier.promotion.lookup(
             namespace, missing, request.touch, _near_deadline(request)
         )
-        for place, prefix_hash in enumerate(prefix_hashes):
-            present[place] = present[place] or prefix_hash in found
+        further = [
+            place
+            for place, prefix_hash in enumerate(prefix_hashes)
+            if not present[place] and prefix_hash in found
+        ]
+        for place in further:
+            present[place] = True
+        return further
 
     def _verify(self, request: pb.VerifyRequest, caller: Caller) -> pb.VerifyReply:
         hashes = list(request.prefix_hashes)
@@ -463,6 +476,14 @@ def _limits(config: NodeConfig) -> pb.Limits:
         message_nbytes_max=MESSAGE_NBYTES_MAX,
         pin_ttl_ms_max=config.pin_ttl_ms_max,
     )
+
+
+def _tiers(known: Sequence[int], places: Sequence[int], tier: Tier) -> bytes:
+    """Return the tier of each key, with `tier` at these places."""
+    told = bytearray(known)
+    for place in places:
+        told[place] = tier
+    return bytes(told)
 
 
 def _near_deadline(request: pb.GetRequest | pb.LookupRequest) -> Deadline:

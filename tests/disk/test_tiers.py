@@ -11,6 +11,7 @@ from disk_nodes import Clock, FaultyLayer, Nodes, Pages
 from kvstore import PutOutcome
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.layout import ByteRange
+from kvstore.results import Tier
 
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
 
@@ -101,6 +102,34 @@ def test_range_read_of_a_page_on_disk_returns_the_ranges(
     for key, buffer in zip(keys, buffers, strict=False):
         content = pages.content(key)
         assert buffer == content[10:20] + content[8000:8020]
+
+
+@pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
+def test_lookup_tells_which_pages_are_on_disk_only(nodes: Nodes, pages: Pages, wire: str) -> None:
+    node = nodes.start()
+    client = nodes.connect(node, wire)
+    keys = pages.keys(1, 2, 3, 4)
+    pages.put(client, keys[:3], durable=True)
+    found = client.lookup(pages.namespace, keys)
+    assert (found.present, found.tiers) == ((True, True, True, False), b"")
+    pages.drop_from_ram(node)
+    assert pages.get(client, keys[1:2]) == [True]  # into RAM again
+    found = client.lookup(pages.namespace, keys)
+    assert (found.present, found.prefix_pages) == ((True, True, True, False), 3)
+    assert found.tiers == bytes((Tier.DISK, Tier.RAM, Tier.DISK, 0))
+    client.lookup(pages.namespace, keys, touch=True)  # a use is no question
+    counters = client.node_status().totals
+    assert (counters.pages_hit, counters.pages_hit_disk) == (6, 2)
+
+
+def test_page_in_ram_with_a_time_to_live_is_not_told_as_on_disk(nodes: Nodes, pages: Pages) -> None:
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(1)
+    pages.put(client, keys, durable=True, ttl_s=600.0)
+    assert client.lookup(pages.namespace, keys).tiers == b""
+    pages.drop_from_ram(node)
+    assert client.lookup(pages.namespace, keys).tiers == bytes((Tier.DISK,))
 
 
 def test_get_larger_than_free_ram_reads_every_page(nodes: Nodes, pages: Pages) -> None:

@@ -13,6 +13,7 @@ from waiting import wait_until
 from kvstore import ByteRange, InvalidRequest, Keep, PutOutcome
 from kvstore.cluster.view import Member, State, View
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results import Tier
 from kvstore.transports.bulk import BulkWire
 from node.auth.access import THE_NODE, Caller
 from node.server import Node
@@ -28,8 +29,14 @@ def test_near_miss_is_fetched_once(
     pages.put(far(cluster), keys)
     mine = owned(view, pages, keys, "n0")
     client = connect(cluster[0], wire, near="n0")
-    assert client.lookup(pages.namespace, keys).prefix_pages == len(keys)
+    before = counters_of(cluster[0])
+    found = client.lookup(pages.namespace, keys)
+    assert found.prefix_pages == len(keys)
+    assert found.tiers == bytes(Tier.RAM if key in mine else Tier.PEER for key in keys)
     assert copies(cluster[0])[0] == 0  # a lookup fetches nothing
+    now = counters_of(cluster[0])
+    assert now.pages_hit - before.pages_hit == len(mine)
+    assert now.pages_hit_peer - before.pages_hit_peer == len(keys) - len(mine)
     for _ in range(2):
         assert pages.get(client, keys) == [True] * len(keys)
         assert copies(cluster[0])[0] == len(keys) - len(mine)
@@ -38,6 +45,10 @@ def test_near_miss_is_fetched_once(
     assert (status.copy_count, status.pages_fetched) == (len(keys) - len(mine),) * 2
     assert (status.pages_fetch_failed, status.view_number) == (0, 1)
     assert [node.peers.remote_pages.pages_fetched for node in cluster[1:]] == [0, 0]
+
+
+def counters_of(node: Node) -> Any:
+    return node.service.call("node_status", pb.NodeStatusRequest(), THE_NODE).totals
 
 
 def test_page_missing_everywhere_is_a_miss_and_ends_a_prefix(
