@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gpu_agent.blocks.lookups import Answer
+from gpu_agent.blocks.lookups import Answer, beyond_ram
+from kvstore.results import Tier
 
 NULL_BLOCK = 0  # entry of a block table that a window has left behind; never read or written
 # blocks of an answer saved together while it is generated: as much work as for one
@@ -191,6 +192,27 @@ def loaded_blocks(group: BlockGroup, local_tokens: int, end_tokens: int) -> rang
     return range(_first(group, local_tokens, end_tokens), end_tokens // group.block_tokens)
 
 
+def tokens_by_tier(
+    groups: Sequence[BlockGroup], tiers: Answer, loaded: Sequence[Sequence[int]], tokens: int
+) -> dict[Tier, int]:
+    """Divide the tokens of a load by the tiers of its blocks, `loaded` of each group.
+
+    A token has a block in each group, and windows leave most of theirs out: so each tier gets its
+    share of the blocks, weighted with their tokens.
+    """
+    if not any(map(beyond_ram, tiers)):
+        return {Tier.RAM: tokens}
+    parts = dict.fromkeys(Tier, 0)
+    for group, some, blocks in zip(groups, tiers, loaded, strict=True):
+        found = [some[block] for block in blocks]
+        for tier in Tier:
+            parts[tier] += found.count(tier) * group.block_tokens
+    whole = max(1, sum(parts.values()))
+    shares = {tier: tokens * part // whole for tier, part in parts.items()}
+    shares[Tier.RAM] += tokens - sum(shares.values())
+    return shares
+
+
 def _first(group: BlockGroup, local_tokens: int, end_tokens: int) -> int:
     return max(group.first_block(end_tokens), local_tokens // group.block_tokens)
 
@@ -219,6 +241,7 @@ class TrackedRequest:
     next_tokens: int = 0
     due_tokens: int = 0
     present: Answer = ()
+    tiers: Answer = ()  # of these blocks
     hit: tuple[int, int] = (0, 0)  # tokens in the engine, tokens after a load
     loading: int = 0  # ranks that have not ended its load
     polled: bool = False  # the engine polled for the answer at least once

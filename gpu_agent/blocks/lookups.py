@@ -23,6 +23,7 @@ from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.keys import Namespace
+from kvstore.results import Tier
 from kvstore.sync import Future
 from kvstore.threads import ThreadPool
 from kvstore.tracing import NamesRequest, carried, request
@@ -33,9 +34,12 @@ Result = TypeVar("Result")
 
 # For each group of layers: the namespaces of all shards, and the keys of the blocks.
 Question: TypeAlias = Sequence[tuple[Sequence[Namespace], Sequence[bytes]]]
-# For each group of layers a byte per key: 1 for a block that every shard has.
+# For each group of layers a byte per key: 0 unless every shard has the block. What lookups answer
+# are the farthest tiers of blocks (`kvstore.results.Tier`); `presence` has 1 for each.
 Answer: TypeAlias = tuple[bytes, ...]
 
+_PRESENT = bytes(tier > 0 for tier in range(256))
+_DISK, _PEER = int(Tier.DISK), int(Tier.PEER)
 THREADS = 4
 _PAUSE_S = 0.0002
 PENDING_MAX = 1024  # requests that wait for an answer; further ones get "nothing stored"
@@ -121,7 +125,7 @@ class ThreadLookups:
 
 
 def look_up_all_shards(client: Client, question: Question, deadline: Deadline) -> Answer:
-    """Return which pages all shards have.
+    """Return the farthest tiers of pages that all shards have.
 
     Raises Exhausted if it began too late, which says nothing about the node.
     """
@@ -129,15 +133,33 @@ def look_up_all_shards(client: Client, question: Question, deadline: Deadline) -
         raise Exhausted(f"too many lookups at a time: one had no thread in {deadline.seconds:g} s")
     answer = []
     for namespaces, keys in question:
-        there = bytes((True,)) * len(keys)
+        there = bytes((Tier.RAM,)) * len(keys)
         for namespace in namespaces:
             left = list(itertools.compress(keys, there))  # what all shards before it have
             if not left:
                 break
-            found = iter(client.lookup(namespace, left, timeout_s=deadline.remaining()).present)
-            there = bytes(has and next(found) for has in there)
+            result = client.lookup(namespace, left, timeout_s=deadline.remaining())
+            found = iter(result.tiers or result.present)
+            if result.tiers or beyond_ram(there):
+                there = bytes(has and _farther(has, next(found)) for has in there)
+            else:
+                there = bytes(has and next(found) for has in there)
         answer.append(there)
     return tuple(answer)
+
+
+def _farther(tier: int, other: int) -> int:
+    return max(tier, other) if other else 0
+
+
+def beyond_ram(tiers: bytes) -> bool:
+    """Return whether any of these is farther than RAM; prompts have thousands of blocks."""
+    return _DISK in tiers or _PEER in tiers
+
+
+def presence(answer: Answer) -> Answer:
+    """Return 1 for each block in any tier."""
+    return tuple(tiers.translate(_PRESENT) if beyond_ram(tiers) else tiers for tiers in answer)
 
 
 def touch_all_shards(client: Client, question: Question, deadline: Deadline) -> None:

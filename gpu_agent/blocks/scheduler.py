@@ -25,10 +25,12 @@ from gpu_agent.blocks.groups import (
     by_end,
     loaded_blocks,
     longest_prefix,
+    tokens_by_tier,
 )
-from gpu_agent.blocks.lookups import Answer, Lookups
+from gpu_agent.blocks.lookups import Answer, Lookups, presence
 from gpu_agent.blocks.save_plan import GroupBlocks, LoadOrder, Report, SavePlan, StepOrders
 from kvstore.keys import Namespace
+from kvstore.results import Tier
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ DROP_LOG_PAUSE_S = 10.0  # between two log lines with the same reason
 class MatchCounts:
     """Count requested and loaded tokens, hits, declined hits and dropped pages.
 
+    Loaded tokens are counted in all, and by the tiers in which the lookup found their blocks.
     A declined hit would have been slower than computing. A dropped page was evicted from the
     engine's cache before there was room to save it. `prefill_seconds_saved`: what computing the
     tokens of completed loads would have taken, by the prompts that this engine computed; 0 until it
@@ -55,6 +58,9 @@ class MatchCounts:
 
     queried_tokens: int = 0
     hit_tokens: int = 0
+    hit_tokens_ram: int = 0
+    hit_tokens_disk: int = 0
+    hit_tokens_peer: int = 0
     prefill_seconds_saved: float = 0.0
     hits: int = 0
     hits_declined: int = 0
@@ -173,6 +179,7 @@ class BlockScheduler:
             )
         if answer is None:
             return None
+        tracked.tiers, answer = answer, presence(answer)
         limit, end = request.num_tokens - self._last_tokens, local_tokens
         if answer:
             end = longest_prefix(self._groups, answer, local_tokens, limit, self._step_tokens)
@@ -198,17 +205,22 @@ class BlockScheduler:
         if not tokens:
             return
         local, end = tracked.hit[0], tracked.hit[0] + tokens
-        parts = []
+        parts, loaded = [], []
         for number, group in enumerate(self._groups):
             wanted = [
                 i for i in loaded_blocks(group, local, end) if tables[number][i] != NULL_BLOCK
             ]
             keys = group.keys_of(request.block_hashes, self._hash_tokens, wanted)
             parts.append(GroupBlocks(number, keys, [tables[number][i] for i in wanted]))
+            loaded.append(wanted)
         self._loads.append(LoadOrder(request.request_id, parts))
         tracked.loading, tracked.load_began_at = self._plan.ranks, time.monotonic()
+        shares = tokens_by_tier(self._groups, tracked.tiers, loaded, tokens)
         self._counts.hits += 1
         self._counts.hit_tokens += tokens
+        self._counts.hit_tokens_ram += shares.get(Tier.RAM, 0)
+        self._counts.hit_tokens_disk += shares.get(Tier.DISK, 0)
+        self._counts.hit_tokens_peer += shares.get(Tier.PEER, 0)
 
     def step(
         self,

@@ -15,6 +15,9 @@ COUNTERS = {
     "hits": "requests with a hit in the store",
     "hits_declined": "requests with a hit that would have been slower than computing",
     "hit_tokens": "tokens that loads were ordered for",
+    "hit_tokens_ram": "those that lookups found in nodes' RAM",
+    "hit_tokens_disk": "those on nodes' disks",
+    "hit_tokens_peer": "those that a near node found at other members",
     "prefill_seconds_saved": "seconds that computing the loaded tokens would have taken, estimated "
     "from this engine's prompts",
     "loads": "loads, on all ranks",

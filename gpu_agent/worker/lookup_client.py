@@ -19,12 +19,14 @@ from kvstore.config import ClientConfig
 from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
+from kvstore.results import Tier
 from kvstore.sync import Future
 from kvstore.tracing import packed_now
 from kvstore.transports.status import from_status
 
 # Registered with one process: a shard of each group, again after each change of the epoch
 NAMESPACES_MAX = 1 << 14
+_TIERS = bytes((0, *Tier))  # of a key
 NAMED = 64  # of the newest ones, registered with a new process at its start; others on demand
 
 
@@ -164,7 +166,7 @@ class ProcessLookups:
             raise ProtocolError(
                 f"an answer for {tuple(map(len, answer.groups))} keys to a question for {counts}"
             )
-        if any(there.strip(b"\0\1") for there in answer.groups):
+        if any(there.strip(_TIERS) for there in answer.groups):
             raise ProtocolError("an answer with an invalid byte for a key")
         done = self._end(answer.question)
         if answer.status:

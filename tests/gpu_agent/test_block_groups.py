@@ -1,6 +1,7 @@
 """Which blocks a prefix needs, compared with a direct implementation of the definition."""
 
 import random
+from typing import Any, cast
 
 import pytest
 
@@ -10,8 +11,13 @@ from gpu_agent.blocks.groups import (
     by_end,
     loaded_blocks,
     longest_prefix,
+    tokens_by_tier,
     unsaved_blocks,
 )
+from gpu_agent.blocks.lookups import look_up_all_shards, presence
+from kvstore import Client, LookupResult
+from kvstore.deadline import Deadline
+from kvstore.results import Tier
 
 
 def test_full_group_needs_every_block() -> None:
@@ -130,6 +136,37 @@ def test_load_with_too_few_blocks_takes_a_shorter_prefix() -> None:
             del ends[:count]
         assert not ends
     assert next(by_end([BlockGroup(16)], [range(3, 9)], 2)) == [range(3, 5)]
+
+
+def test_tokens_of_a_load_are_divided_by_the_tiers_of_its_blocks() -> None:
+    groups = [BlockGroup(16), BlockGroup(32, window_tokens=40)]
+    tiers = (bytes((1, 2, 2, 3, 0)), bytes((0, 1)))
+    shares = tokens_by_tier(groups, tiers, [range(1, 4), [1]], 48)
+    # 16 tokens of RAM in a block of 32, 32 on disk, 16 of a peer: 80 in all
+    assert shares == {Tier.RAM: 20, Tier.DISK: 19, Tier.PEER: 9}
+    assert tokens_by_tier(groups, (bytes((1, 1)), b""), [range(2), []], 32) == {Tier.RAM: 32}
+
+
+def test_lookup_of_several_shards_finds_the_farthest_tier() -> None:
+    found = {
+        "near": LookupResult(4, (True,) * 4),
+        "disk": LookupResult(3, (True, True, True, False), bytes((2, 1, 2, 0))),
+        "peer": LookupResult(2, (True, True, False), bytes((3, 1, 0))),
+    }
+
+    class Nodes:
+        def lookup(self, namespace: str, keys: Any, timeout_s: float) -> LookupResult:
+            return found[namespace]
+
+    for names, tiers in (
+        (["near"], b"\1\1\1\1"),
+        (["disk", "peer"], b"\3\1\0\0"),
+        (["near", "disk"], b"\2\1\2\0"),
+    ):
+        question: Any = [(names, [b"a", b"b", b"c", b"d"])]
+        answer = look_up_all_shards(cast("Client", Nodes()), question, Deadline(60.0))
+        assert answer == (tiers,)
+        assert presence(answer) == (bytes(tier > 0 for tier in tiers),)
 
 
 def test_keys_of_a_range_equal_keys_of_single_blocks() -> None:

@@ -150,7 +150,7 @@ def test_process_without_due_answers_is_not_polled(
     assert listens == 5
 
 
-@pytest.mark.parametrize("there", [b"\2", b"\1\0x", b"x\1\0"])
+@pytest.mark.parametrize("there", [b"\4", b"\3\0x", b"x\1\0"])
 def test_invalid_answer_raises_a_protocol_error(fake_process: FakeProcess, there: bytes) -> None:
     asker, sock = fake_process
     asker.open([NAMESPACE], 5.0)

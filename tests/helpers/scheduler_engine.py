@@ -562,9 +562,9 @@ class Engines:
             engine.close()
 
 
-def start_node() -> NodeProcess:
+def start_node(*flags: str) -> NodeProcess:
     """Start a node with the Python of the development environment."""
     return NodeProcess(
-        *("--ram-bytes", "256MiB", "--extent-bytes", "16MiB"),
+        *("--ram-bytes", "256MiB", "--extent-bytes", "16MiB", *flags),
         python=os.environ.get("KVSTORE_NODE_PYTHON", sys.executable),
     )

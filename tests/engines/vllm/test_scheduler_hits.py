@@ -1,11 +1,12 @@
 """vLLM's own scheduler from the official wheel, with our connector and a real node: hits."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from asking import traces_of_calls
-from scheduler_engine import BLOCK, Engines, adapter, answer, tokens
+from scheduler_engine import BLOCK, Engines, adapter, answer, start_node, tokens
 
 from gpu_agent.blocks import scheduler
 from kvstore.client import Client
@@ -241,6 +242,19 @@ def test_counts_appear_in_vllms_statistics(make: Engines) -> None:
         ]
         == 96
     )
+
+
+def test_hit_tokens_are_counted_by_tier(make: Engines, tmp_path: Path) -> None:
+    """A node that was restarted has its pages on disk only; those that were read are in RAM."""
+    flags = ("--data-dir", str(tmp_path / "data"), "--disk-bytes", "128MiB")
+    with start_node(*flags) as node:
+        make.save(P, store={"address": node.address})
+    with start_node(*flags) as node:
+        for name, tier in (("first", "disk"), ("second", "ram")):
+            engine = make(store={"address": node.address})
+            assert engine.generate(P, name=name) == answer(P, 8)
+            counts = {key: n for key, n in engine.stats.data.items() if "hit_tokens" in key}
+            assert counts == {"hit_tokens": 48, f"hit_tokens_{tier}": 48}
 
 
 def test_engine_reports_its_counts_before_it_becomes_idle(
