@@ -42,6 +42,20 @@ def test_rates_are_differences_divided_by_time() -> None:
     assert values["totals"]["put_nbytes_per_s"] == 500.0
 
 
+def test_found_tokens_are_shown_by_tier() -> None:
+    now = state(pages_asked=20, prefix_hits=10, pages_hit=10, pages_hit_disk=4, pages_hit_peer=6)
+    values = sample(state(), now, 2.0)
+    board = board_of(Sample({"address": "a", **values}))
+    tokens = SPACE.layout.page_tokens
+    found = dict(zip(board.columns, board.rows[0], strict=True))
+    assert [found[f">{tier} TOK/s"].value for tier in ("RAM", "DISK", "PEER")] == [
+        3.0 * tokens,
+        2.0 * tokens,
+        3.0 * tokens,
+    ]
+    assert board.total[-3:] == ["-"] * 3  # namespaces of one model have the same tokens
+
+
 def test_restarted_node_counts_from_zero() -> None:
     values = sample(state(b"old", pages_asked=1000), state(b"new", pages_asked=6), 2.0)
     assert values["restarted"]

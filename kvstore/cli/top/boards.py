@@ -31,6 +31,9 @@ NODE_COLUMNS = (
     ">EVICTED/s",
     ">PUT",
     ">GOT",
+    ">RAM TOK/s",
+    ">DISK TOK/s",
+    ">PEER TOK/s",
 )
 CLUSTER_COLUMNS = (
     "MEMBER",
@@ -53,6 +56,8 @@ CLUSTER_COLUMNS = (
     ">PUT",
     ">ASKED/s",
     ">EVICTED/s",
+    ">ON DISK",
+    ">AT PEERS",
 )
 SILENT = ("hello", "node_status")  # operations that `top` itself makes
 NONE = Cell("-")
@@ -102,7 +107,17 @@ def _namespace_row(
         _per_s(rates["evicted_per_s"]),
         _nbytes_per_s(rates["put_nbytes_per_s"]),
         _nbytes_per_s(rates["got_nbytes_per_s"]),
+        *_hit_tokens(rates),
     )
+
+
+def _hit_tokens(rates: Mapping[str, float]) -> tuple[Cell, ...]:
+    """Return the tokens of found pages by tier; none of all namespaces, which share tokens."""
+    if "page_tokens" not in rates:
+        return (NONE,) * 3
+    disk, peer = rates["hits_disk_per_s"], rates["hits_peer_per_s"]
+    found = (max(0.0, rates["hits_per_s"] - disk), disk, peer)
+    return tuple(_per_s(rate * rates["page_tokens"]) for rate in found)
 
 
 def _of_cluster(values: Mapping[str, Any], view: View, statuses: Statuses) -> Board:
@@ -143,7 +158,7 @@ def _member_row(member: Member, statuses: Statuses, told: Mapping[str, Any]) -> 
     about = (Cell(member.id, member.id), Cell(state, state))
     zone = Cell(member.zone or "-", member.zone or None)
     if not isinstance(status, NodeStatus):
-        return (*about, *(NONE,) * 9, zone, *(NONE,) * 8)
+        return (*about, *(NONE,) * 9, zone, *(NONE,) * 10)
     return (
         *about,
         *_use([status], told),
@@ -210,6 +225,8 @@ def _volume(rates: Mapping[str, float]) -> tuple[Cell, ...]:
         _nbytes_per_s(rates["put_nbytes_per_s"]),
         _per_s(rates["asked_per_s"]),
         _per_s(rates["evicted_per_s"]),
+        _share(rates["hits_disk_per_s"], rates["hits_per_s"] + rates["hits_peer_per_s"]),
+        _share(rates["hits_peer_per_s"], rates["hits_per_s"] + rates["hits_peer_per_s"]),
     )
 
 

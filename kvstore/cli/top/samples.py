@@ -20,6 +20,9 @@ LOOK_S = 2.0  # time limit for members to answer; a late one is marked, and dela
 RATES = {
     "asked_per_s": "pages_asked",
     "prefix_hits_per_s": "prefix_hits",
+    "hits_per_s": "pages_hit",
+    "hits_disk_per_s": "pages_hit_disk",
+    "hits_peer_per_s": "pages_hit_peer",
     "put_per_s": "pages_put",
     "got_per_s": "pages_got",
     "evicted_per_s": "pages_evicted",
@@ -72,6 +75,7 @@ def sample(before: NodeStatus, now: NodeStatus, seconds: float) -> dict[str, Any
             "digest": info.digest.hex(),
             "model": info.namespace.model,
             "page_count": info.page_count,
+            "page_tokens": info.namespace.layout.page_tokens,
             **rates(base.get(info.digest, zero), info.counters, seconds),
         }
         for info in now.namespaces
