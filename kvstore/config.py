@@ -34,6 +34,7 @@ PATH_NBYTES_MAX = 107
 # raises it. A peer that speaks the version before or after works with this one in the older version
 # of both, so that the nodes of a cluster can be upgraded one by one.
 PROTOCOL_VERSION = 4
+FEED_WAIT_S_MAX = 20.0  # that a call waits for something to tell
 # Nodes with an older version ignore the fields that involve other members: `near`, `ack_all`.
 MEMBERS_VERSION = 4
 

@@ -10,6 +10,7 @@ Byte-exact definitions: docs/FORMAT.md, "Keys".
 """
 
 import hashlib
+import math
 import re
 import struct
 import sys
@@ -17,6 +18,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import NamedTuple
 
 from kvstore.errors import InvalidRequest, UnknownNamespace
 from kvstore.layout import PageLayout
@@ -98,6 +100,49 @@ class Namespace:
                 struct.pack("<I", len(name)) + name.encode() + struct.pack("<I", len(data)) + data
             )
         return sha.digest()[:NAMESPACE_DIGEST_NBYTES]
+
+
+_PART = re.compile(r"(?:^| )part=([0-9a-f]{16})\.(\d{1,4})/([1-9]\d{0,3})(?: |\Z)")
+
+
+class BlockPart(NamedTuple):
+    """What a namespace has of the blocks of one engine's KV.
+
+    A block is complete when all ranks of all groups have a page of its hash. `id` names the KV, and
+    is equal for all parts of it.
+    """
+
+    id: bytes
+    group: int
+    groups: int
+    rank: int
+    ranks: int  # of this group
+
+
+def part_text(common: str, group: int, groups: int) -> str:
+    """Return the words of a salt that say which of an engine's groups a namespace has.
+
+    `common`: text that is equal for the groups and ranks of this KV only.
+    """
+    return f"part={hashlib.sha256(common.encode()).hexdigest()[:16]}.{group}/{groups}"
+
+
+def block_part(value: Namespace) -> BlockPart:
+    """Return which part of which KV a namespace has.
+
+    Without such words in the salt, namespaces that differ in their ranks only are one KV.
+    """
+    sizes = (value.tp_size, value.pp_size, value.cp_size)
+    match = _PART.search(value.salt)
+    group, groups = (int(match[2]), int(match[3])) if match else (0, 1)
+    own = [match[1].encode()] if match else [value.salt.encode(), value.layout.fingerprint]
+    own += [] if match else [str(size).encode() for size in sizes]
+    names = (value.tenant, value.model, value.revision, str(value.epoch), value.key_id)
+    sha = hashlib.sha256(b"kvstore-blocks-1\0")
+    for data in (*(name.encode() for name in names), *own):
+        sha.update(struct.pack("<I", len(data)) + data)
+    rank = (value.tp_rank * value.pp_size + value.pp_rank) * value.cp_size + value.cp_rank
+    return BlockPart(sha.digest()[:NAMESPACE_DIGEST_NBYTES], group, groups, rank, math.prod(sizes))
 
 
 def shown(digest: bytes) -> str:

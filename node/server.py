@@ -120,7 +120,12 @@ class Node:
         self._own_hosts = self._host_names()
         self.console, looks = self._open_console()
         self._watch = FileReloader(
-            [self.access.poll, *([self._look_at_certificates] if self.certificates else []), *looks]
+            [
+                self.access.poll,
+                self.service.feed.look,
+                *([self._look_at_certificates] if self.certificates else []),
+                *looks,
+            ]
         )
         with contextlib.ExitStack() as undo:
             if self.disk is not None:
@@ -367,6 +372,7 @@ class Node:
 
     def _on_disk_health(self, healthy: bool) -> None:
         assert self.disk is not None
+        self.service.feed.forget()
         self.grpc.set_disk_healthy(healthy)
         if healthy:
             self.events.add(Kind.DISK_RECOVERED, "", "the disk tier serves again")

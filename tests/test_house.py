@@ -96,7 +96,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
         ("auth/",),
         ("memory/",),
-        ("disk/", "cluster/", "events.py"),
+        ("disk/", "cluster/", "feed/", "events.py"),
         ("serving/",),
         ("gateway/",),
         ("console/",),

@@ -70,6 +70,7 @@ COMMANDS = {
     "lookup": "pages.lookup",
     "get": "payload.get",
     "put": "payload.put",
+    "feed": "feed.feed",
     "rm": "pages.rm",
     "pin": "pages.pin",
     "unpin": "pages.unpin",

@@ -1093,6 +1093,72 @@ class EventsReply(_message.Message):
     kept: bool
     def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., member_id: _Optional[str] = ..., kept: bool = ...) -> None: ...
 
+class FeedRequest(_message.Message):
+    __slots__ = ("model", "cursor", "wait_ms", "member")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    cursor: bytes
+    wait_ms: int
+    member: bool
+    def __init__(self, model: _Optional[str] = ..., cursor: _Optional[bytes] = ..., wait_ms: _Optional[int] = ..., member: bool = ...) -> None: ...
+
+class FeedModel(_message.Message):
+    __slots__ = ("id", "tenant", "model", "revision", "epoch", "page_tokens", "namespaces", "blocks", "group", "groups", "rank", "ranks")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    id: bytes
+    tenant: str
+    model: str
+    revision: str
+    epoch: int
+    page_tokens: int
+    namespaces: _containers.RepeatedScalarFieldContainer[bytes]
+    blocks: bytes
+    group: int
+    groups: int
+    rank: int
+    ranks: int
+    def __init__(self, id: _Optional[bytes] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., epoch: _Optional[int] = ..., page_tokens: _Optional[int] = ..., namespaces: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[bytes] = ..., group: _Optional[int] = ..., groups: _Optional[int] = ..., rank: _Optional[int] = ..., ranks: _Optional[int] = ...) -> None: ...
+
+class FeedChange(_message.Message):
+    __slots__ = ("model", "sequence", "removed", "prefix_hashes")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    model: bytes
+    sequence: int
+    removed: bool
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, model: _Optional[bytes] = ..., sequence: _Optional[int] = ..., removed: bool = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class FeedReply(_message.Message):
+    __slots__ = ("cursor", "begin", "snapshot", "models", "changes")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    cursor: bytes
+    begin: bool
+    snapshot: bool
+    models: _containers.RepeatedCompositeFieldContainer[FeedModel]
+    changes: _containers.RepeatedCompositeFieldContainer[FeedChange]
+    def __init__(self, cursor: _Optional[bytes] = ..., begin: bool = ..., snapshot: bool = ..., models: _Optional[_Iterable[_Union[FeedModel, _Mapping]]] = ..., changes: _Optional[_Iterable[_Union[FeedChange, _Mapping]]] = ...) -> None: ...
+
 class PushIdentitiesRequest(_message.Message):
     __slots__ = ("content", "force", "check")
     CONTENT_FIELD_NUMBER: _ClassVar[int]
@@ -1140,7 +1206,7 @@ class AdmitReply(_message.Message):
     def __init__(self) -> None: ...
 
 class BulkRequest(_message.Message):
-    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "remove_namespace", "flush", "scrub", "recover", "release", "drain", "sweep", "forget", "record", "follow", "admit", "on_behalf", "events", "push_identities", "trace")
+    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "remove_namespace", "flush", "scrub", "recover", "release", "drain", "sweep", "forget", "record", "follow", "admit", "on_behalf", "events", "push_identities", "feed", "trace")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LIST_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
@@ -1169,6 +1235,7 @@ class BulkRequest(_message.Message):
     ON_BEHALF_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     PUSH_IDENTITIES_FIELD_NUMBER: _ClassVar[int]
+    FEED_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     hello: HelloRequest
     open_namespace: OpenNamespaceRequest
@@ -1198,8 +1265,9 @@ class BulkRequest(_message.Message):
     on_behalf: OnBehalfRequest
     events: EventsRequest
     push_identities: PushIdentitiesRequest
+    feed: FeedRequest
     trace: bytes
-    def __init__(self, hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesRequest, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., verify: _Optional[_Union[VerifyRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., list: _Optional[_Union[ListRequest, _Mapping]] = ..., stat: _Optional[_Union[StatRequest, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusRequest, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceRequest, _Mapping]] = ..., flush: _Optional[_Union[FlushRequest, _Mapping]] = ..., scrub: _Optional[_Union[ScrubRequest, _Mapping]] = ..., recover: _Optional[_Union[RecoverRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., drain: _Optional[_Union[DrainRequest, _Mapping]] = ..., sweep: _Optional[_Union[SweepRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., record: _Optional[_Union[RecordRequest, _Mapping]] = ..., follow: _Optional[_Union[FollowRequest, _Mapping]] = ..., admit: _Optional[_Union[AdmitRequest, _Mapping]] = ..., on_behalf: _Optional[_Union[OnBehalfRequest, _Mapping]] = ..., events: _Optional[_Union[EventsRequest, _Mapping]] = ..., push_identities: _Optional[_Union[PushIdentitiesRequest, _Mapping]] = ..., trace: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesRequest, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., verify: _Optional[_Union[VerifyRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., list: _Optional[_Union[ListRequest, _Mapping]] = ..., stat: _Optional[_Union[StatRequest, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusRequest, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceRequest, _Mapping]] = ..., flush: _Optional[_Union[FlushRequest, _Mapping]] = ..., scrub: _Optional[_Union[ScrubRequest, _Mapping]] = ..., recover: _Optional[_Union[RecoverRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., drain: _Optional[_Union[DrainRequest, _Mapping]] = ..., sweep: _Optional[_Union[SweepRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., record: _Optional[_Union[RecordRequest, _Mapping]] = ..., follow: _Optional[_Union[FollowRequest, _Mapping]] = ..., admit: _Optional[_Union[AdmitRequest, _Mapping]] = ..., on_behalf: _Optional[_Union[OnBehalfRequest, _Mapping]] = ..., events: _Optional[_Union[EventsRequest, _Mapping]] = ..., push_identities: _Optional[_Union[PushIdentitiesRequest, _Mapping]] = ..., feed: _Optional[_Union[FeedRequest, _Mapping]] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "last")
@@ -1212,7 +1280,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., last: bool = ...) -> None: ...
 
 class BulkReply(_message.Message):
-    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "error", "remove_namespace", "flush", "scrub", "recover", "drain", "sweep", "forget", "record", "follow", "admit", "events", "push_identities")
+    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "error", "remove_namespace", "flush", "scrub", "recover", "drain", "sweep", "forget", "record", "follow", "admit", "events", "push_identities", "feed")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LIST_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
@@ -1240,6 +1308,7 @@ class BulkReply(_message.Message):
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     PUSH_IDENTITIES_FIELD_NUMBER: _ClassVar[int]
+    FEED_FIELD_NUMBER: _ClassVar[int]
     hello: HelloReply
     open_namespace: OpenNamespaceReply
     list_namespaces: ListNamespacesReply
@@ -1267,4 +1336,5 @@ class BulkReply(_message.Message):
     admit: AdmitReply
     events: EventsReply
     push_identities: PushIdentitiesReply
-    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesReply, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., put: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., get: _Optional[_Union[GetReply, _Mapping]] = ..., verify: _Optional[_Union[VerifyReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., list: _Optional[_Union[ListReply, _Mapping]] = ..., stat: _Optional[_Union[StatReply, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceReply, _Mapping]] = ..., flush: _Optional[_Union[FlushReply, _Mapping]] = ..., scrub: _Optional[_Union[ScrubReply, _Mapping]] = ..., recover: _Optional[_Union[RecoverReply, _Mapping]] = ..., drain: _Optional[_Union[DrainReply, _Mapping]] = ..., sweep: _Optional[_Union[SweepReply, _Mapping]] = ..., forget: _Optional[_Union[ForgetReply, _Mapping]] = ..., record: _Optional[_Union[RecordReply, _Mapping]] = ..., follow: _Optional[_Union[View, _Mapping]] = ..., admit: _Optional[_Union[AdmitReply, _Mapping]] = ..., events: _Optional[_Union[EventsReply, _Mapping]] = ..., push_identities: _Optional[_Union[PushIdentitiesReply, _Mapping]] = ...) -> None: ...
+    feed: FeedReply
+    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesReply, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., put: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., get: _Optional[_Union[GetReply, _Mapping]] = ..., verify: _Optional[_Union[VerifyReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., list: _Optional[_Union[ListReply, _Mapping]] = ..., stat: _Optional[_Union[StatReply, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceReply, _Mapping]] = ..., flush: _Optional[_Union[FlushReply, _Mapping]] = ..., scrub: _Optional[_Union[ScrubReply, _Mapping]] = ..., recover: _Optional[_Union[RecoverReply, _Mapping]] = ..., drain: _Optional[_Union[DrainReply, _Mapping]] = ..., sweep: _Optional[_Union[SweepReply, _Mapping]] = ..., forget: _Optional[_Union[ForgetReply, _Mapping]] = ..., record: _Optional[_Union[RecordReply, _Mapping]] = ..., follow: _Optional[_Union[View, _Mapping]] = ..., admit: _Optional[_Union[AdmitReply, _Mapping]] = ..., events: _Optional[_Union[EventsReply, _Mapping]] = ..., push_identities: _Optional[_Union[PushIdentitiesReply, _Mapping]] = ..., feed: _Optional[_Union[FeedReply, _Mapping]] = ...) -> None: ...

@@ -139,6 +139,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.EventsRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.EventsReply.FromString,
                 )
+        self.Feed = channel.unary_stream(
+                '/kvstore.KVStore/Feed',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.FeedRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.FeedReply.FromString,
+                )
         self.PushIdentities = channel.unary_unary(
                 '/kvstore.KVStore/PushIdentities',
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.PushIdentitiesRequest.SerializeToString,
@@ -318,6 +323,13 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Feed(self, request, context):
+        """Blocks that are stored: a snapshot, then changes. Older nodes do not have it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PushIdentities(self, request, context):
         """Replace the node's identities file; for administrators of all tenants, if the node allows it.
         """
@@ -452,6 +464,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Events,
                     request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.EventsRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_kvstore__pb2.EventsReply.SerializeToString,
+            ),
+            'Feed': grpc.unary_stream_rpc_method_handler(
+                    servicer.Feed,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.FeedRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.FeedReply.SerializeToString,
             ),
             'PushIdentities': grpc.unary_unary_rpc_method_handler(
                     servicer.PushIdentities,
@@ -890,6 +907,23 @@ class KVStore(object):
         return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Events',
             kvstore_dot_pb_dot_kvstore__pb2.EventsRequest.SerializeToString,
             kvstore_dot_pb_dot_kvstore__pb2.EventsReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Feed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(request, target, '/kvstore.KVStore/Feed',
+            kvstore_dot_pb_dot_kvstore__pb2.FeedRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.FeedReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -19,6 +19,8 @@ from kvstore.results.replies import (
     DrainProgress,
     Event,
     Events,
+    FeedEvent,
+    FeedModel,
     ForgetResult,
     GatewayEnd,
     GatewayStatus,
@@ -63,6 +65,7 @@ RESULTS: dict[str, type[Any]] = {
         Counters,
         DiskStatus,
         Event,
+        FeedModel,
         GatewayEnd,
         GatewayStatus,
         IdentitiesStatus,
@@ -81,7 +84,10 @@ RESULTS: dict[str, type[Any]] = {
         TlsStatus,
     )
 }
-_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in RESULTS.values()}
+# FeedEvent has no message
+_FIELDS = {
+    kind: tuple(field.name for field in fields(kind)) for kind in (*RESULTS.values(), FeedEvent)
+}
 _SIMPLE = (bool, int, float, str, bytes)
 
 

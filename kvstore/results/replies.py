@@ -478,6 +478,45 @@ class Events(Reply):
 
 
 @dataclass(frozen=True)
+class FeedModel(Reply):
+    """The namespaces of one engine's KV; a block is stored when all of them have it.
+
+    `id`: 16 bytes, equal in all nodes. From `blocks` on, of a single member's feed: which part of
+    which KV its one namespace is.
+    """
+
+    id: bytes = b""
+    tenant: str = ""
+    model: str = ""
+    revision: str = ""
+    epoch: int = 0
+    page_tokens: int = 0
+    namespaces: tuple[bytes, ...] = ()
+    blocks: bytes = b""
+    group: int = 0
+    groups: int = 0
+    rank: int = 0
+    ranks: int = 0
+
+
+@dataclass(frozen=True)
+class FeedEvent(Reply):
+    """Event of the feed.
+
+    `kind`: "reset": nothing that was told before holds, a snapshot begins; "stored" and "removed":
+    blocks of a model; "ready": the snapshot is complete; "idle": nothing has changed for a while;
+    "away": the node, or the member that `text` names, can not be reached, and what it told may be
+    old. `sequence` rises with each change of one node; 0 in a snapshot, and in a cluster.
+    """
+
+    kind: str = ""
+    model: FeedModel = FeedModel()
+    prefix_hashes: tuple[bytes, ...] = ()
+    sequence: int = 0
+    text: str = ""
+
+
+@dataclass(frozen=True)
 class RecordedUse(Reply):
     """Pages of one recorded request, by ids of this recording.
 

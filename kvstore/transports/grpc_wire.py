@@ -85,6 +85,7 @@ _METHODS = {
     "pin": "Pin",
     "unpin": "Unpin",
     "list": "List",
+    "feed": "Feed",
     "stat": "Stat",
     "node_status": "NodeStatus",
     "remove_namespace": "RemoveNamespace",
@@ -174,10 +175,28 @@ class GrpcWire:
         """Send one request and return its reply."""
         check_process(self._pid)
         told, call = self._call_metadata, getattr(self._stub, _METHODS[op])
+        if op == "feed":  # a stream; with `wait_ms`, of one reply
+            return self._first(call, request, told, deadline)
         try:
             return self._run(lambda: call(request, timeout=deadline.remaining(), metadata=told))
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
+
+    def _first(self, call: Any, request: Any, told: _Metadata, deadline: Deadline) -> Any:
+        """Return the first reply of a stream."""
+        stream = _Stream()
+
+        def first() -> Any:
+            replies = call(request, timeout=deadline.remaining(), metadata=told)
+            with stream.whole(replies):
+                return next(replies)
+
+        try:
+            return self._run(first, stream.stop)
+        except (grpc.RpcError, ValueError) as error:
+            raise _translated(error) from error
+        except StopIteration as error:
+            raise ProtocolError("the node ended a feed without an answer") from error
 
     def put(
         self,

@@ -342,6 +342,11 @@ class Membership:
                 f"{known}; say which of them this node is (--member)"
             )
 
+    @property
+    def in_cluster(self) -> bool:
+        """Return whether the node is a member, or joins."""
+        return self.joining or self.view is not None
+
     def become(self, view: View, member: str = "") -> None:
         """Set a new view, and perhaps this node's member id, and notify the listeners."""
         with self._lock:

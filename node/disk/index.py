@@ -21,6 +21,7 @@ from node.disk.encryption import PLAIN, DiskLocation, Vault, disk_location
 from node.disk.extents import Slot
 from node.disk.page_table import DiskCounters, PageTable
 from node.disk.rows import PageRow, PageRun, is_expired, is_page_key, namespace_key, page_key
+from node.memory.changes import ChangeRing
 from node.memory.lower_tier import LowerTierInfo
 from node.memory.page import Page, State
 from node.memory.tenant_usage import TenantAccount
@@ -281,6 +282,7 @@ class DiskIndex:
         self._dropped: Counter[str] = Counter()  # rows at the start, by cause
         self.medium = SyncTracker()
         self.empty_extents: frozenset[int] = frozenset()  # at the start
+        self.changes: ChangeRing | None = None  # with readers of the feed
 
     # ---- start ---------------------------------------------------------------------------
 
@@ -426,6 +428,8 @@ class DiskIndex:
         self.gone.add(page_key(number, prefix_hash))
         self.spaces.counts[number] -= 1
         self.records.remove(record)
+        if self.changes is not None:
+            self.changes.went(self.spaces.values[number].digest, prefix_hash)
 
     def make_room_for_spaces(self) -> None:
         """Drop empty namespaces if there are too many."""

@@ -30,6 +30,7 @@ from node.disk.reads import Reading
 from node.disk.rows import Shortages, hashes_of, is_full, is_shortage, page_key
 from node.disk.space import SpaceLimit
 from node.disk.writer import DiskWriter
+from node.memory.changes import ChangeRing
 from node.memory.lower_tier import Load, LocalTier, LowerTierInfo, Query, Source
 from node.memory.page import Page, Space, State
 from node.memory.promotion import PartialPage
@@ -159,6 +160,11 @@ class DiskTier(LocalTier):
         with self._lock:
             record = self._find(digest, prefix_hash)
             return self._index.info(record, self._clock_s()) if record else None
+
+    def watch(self, changes: ChangeRing | None) -> None:
+        """Note in this ring which pages go; None: no longer."""
+        with self._lock:
+            self._index.changes = changes
 
     def list_hashes(self, digest: bytes, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
         """Yield prefix hashes in order; pages that were just forgotten are left out."""

@@ -33,6 +33,8 @@ from kvstore.transports.status import status_code
 from node.gateway.call import Call
 from node.gateway.upstream import NodeConnection, Refused, Upstream
 from node.serving.limits import (
+    FEED_S_MAX,
+    FEEDS_MAX,
     FOLLOW_S_MAX,
     FOLLOWERS_MAX,
     HEALTH_CALLS_MAX,
@@ -65,6 +67,7 @@ HealthRequest = health_pb2.HealthCheckRequest
 HealthReply = health_pb2.HealthCheckResponse
 # a node sends heartbeats several times a second; one that is silent for so long hangs
 SILENT_S_MAX = 10.0
+FEED_WAIT_S = 10.0  # without news, a sign of life
 
 Result = TypeVar("Result")
 Messages = AsyncIterator[Any]
@@ -195,10 +198,14 @@ class Servicer:
         self._followers = ConnectionLimiter(
             make_limit("followers of views", FOLLOWERS_MAX, "make fewer clients, and share them")
         )
+        self._feeds = ConnectionLimiter(make_limit("feeds", FEEDS_MAX, "share one among readers"))
         self._reflections = ConnectionLimiter(
             make_limit("reflection streams", REFLECTION_STREAMS_MAX, remedy)
         )
-        self.places = (self._calls, self._health_calls, self._followers, self._reflections)
+        self.places = (
+            *(self._calls, self._health_calls, self._followers, self._feeds),
+            self._reflections,
+        )
         self._admitting = asyncio.Semaphore(ADMITTED_MAX)
         self._reflection = reflection.ReflectionServicer(
             (SERVICE_NAME, HEALTH_NAME, reflection.SERVICE_NAME)
@@ -223,6 +230,7 @@ class Servicer:
             "Get": self._handler(self._get, self._calls),
             "PutWhole": self._handler(self._put_whole, self._calls),
             "GetWhole": self._handler(self._get_whole, self._calls),
+            "Feed": self._handler(self._feed, self._feeds),
             "Follow": self._handler(
                 self._follow,
                 self._followers,
@@ -424,6 +432,24 @@ class Servicer:
         call.limit(FOLLOW_S_MAX, f"a view is followed for at most {FOLLOW_S_MAX:g} s; follow again")
         async for view in self._state.watch_views(known):
             await call.write(view)
+
+    async def _feed(self, call: Call, messages: Messages) -> None:
+        """Poll the node, one reply after another; a caller that does not read is not waited for."""
+        call.stay_idle()
+        request = pb.FeedRequest.FromString(await call.request(messages))
+        call.stay_idle()
+        is_poll = request.wait_ms > 0
+        if not is_poll:
+            request.wait_ms = round(1000 * FEED_WAIT_S)
+            call.limit(FEED_S_MAX, f"a feed lasts {FEED_S_MAX:g} s; continue from its last cursor")
+        while True:
+            with self.upstream.lease(call.on_behalf) as connection:
+                asked = request.SerializeToString()
+                reply = bytes(await connection.exchange("feed", asked, call.trace))
+            await call.write(reply)
+            if is_poll:
+                return
+            request.cursor = pb.FeedReply.FromString(reply).cursor
 
     async def _check(self, call: Call, messages: Messages) -> None:
         name = (await call.request(messages)).service

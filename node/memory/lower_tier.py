@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from kvstore.deadline import Deadline
 from kvstore.keys import Namespace
+from node.memory.changes import ChangeRing
 from node.memory.page import NamespaceIndex, Page, State
 
 
@@ -171,6 +172,10 @@ class LocalTier(LowerTier):
     def info(self, digest: bytes, prefix_hash: bytes) -> LowerTierInfo | None:
         """Return None: no page is here."""
         return None
+
+    # Nothing is here to watch.
+    def watch(self, changes: ChangeRing | None) -> None:
+        """Note in this ring which pages go; None: no longer."""
 
     def list_hashes(self, digest: bytes, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
         """Yield prefix hashes in order.

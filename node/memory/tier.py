@@ -20,6 +20,7 @@ from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, LayoutMismatch
 from kvstore.keys import Namespace
 from node.clock import unix_s
+from node.memory.changes import ChangeRing
 from node.memory.eviction import Eviction
 from node.memory.lock_slices import STEPS, SlicedWork, Work, run_in_slices, split_in_slices
 from node.memory.lower_tier import LocalTier, LowerTier, add_below
@@ -59,8 +60,8 @@ class RamTier:
     ) -> None:
         self.slots = slots
         self.below = LocalTier()
-        # Asked in this order for pages that are neither in RAM nor in the local lower tier.
-        self.remote: tuple[LowerTier, ...] = ()
+        self.changes: ChangeRing | None = None  # with readers of the feed
+        self.remote: tuple[LowerTier, ...] = ()  # asked in this order for what is not here
         self.clock_s = clock_s
         self.namespaces = namespaces
         self.namespace = namespaces.find  # by its digest: one dict access, which needs no lock
@@ -98,20 +99,18 @@ class RamTier:
     def set_limits(self, limits: Callable[[str], Limits], promised_nbytes: int) -> None:
         """Set the tenants' `limits`, and the sum of their bytes.
 
-        Pages beyond a quota are evicted when space is needed. Pages whose tenant gets or loses a
-        quota change their pool.
+        Pages beyond a quota are evicted on demand; a tenant's first or last quota moves its pages.
         """
         with self.lock:
             changed = self._order.accounts.set_limits(limits, promised_nbytes)
         if not changed:
             return
         moving: list[tuple[int, Page]] = []
-        self.scan(
-            None,
-            lambda pages: moving.extend(
-                (p.used_ms, p) for p in pages if p.namespace.account in changed
-            ),
-        )
+
+        def note(pages: Sequence[Page]) -> None:
+            moving.extend((p.used_ms, p) for p in pages if p.namespace.account in changed)
+
+        self.scan(None, note)
         # Each is moved before those that were used later
         moving.sort(key=lambda entry: entry[0], reverse=True)
         split_in_slices(self.lock, self._order.regroup, moving)
@@ -125,9 +124,8 @@ class RamTier:
         touch: bool,
         below: list[int] | None = None,
     ) -> list[bool]:
-        """Return presence per key, in RAM or below.
+        """Return presence per key. `touch`: it is a use, and counts as neither hit nor miss.
 
-        With `touch`, the lookup updates the LRU order and does not count as hits or misses.
         Otherwise `below` gets the positions of pages that are not in RAM.
         """
         if touch:  # the tail first, with other threads in between
@@ -194,10 +192,8 @@ class RamTier:
     ) -> Reservation:
         """Reserve slots for the pages that are not here.
 
-        Raises Exhausted if there is space for none.
-
         `copies`: keys that other members own. A page that was a copy here and is none any more
-        becomes the node's own.
+        becomes the node's own. Raises Exhausted if there is space for none.
         """
         work = self._reserve(digest, prefix_hashes, page_nbytes, copies)
         return run_in_slices(self.lock, self.eviction.budget, work, self._move)
@@ -305,6 +301,8 @@ class RamTier:
             page.state = State.VISIBLE
             self.visible_count += 1
             self._order.admit(page)
+            if self.changes is not None:
+                self.changes.loaded(page, self.below.present)
         else:
             page.state = State.DOOMED
             page.namespace.drop(page)
@@ -363,8 +361,10 @@ class RamTier:
             return [page.prefix_hash for page in pages[taken:]]
 
     def _offer(self, pages: list[Page]) -> None:
-        """Offer pages to each lower tier, which writes them later."""
+        """Offer the node's new pages to each lower tier, which writes them later."""
         if pages:
+            if self.changes is not None:
+                self.changes.came(pages)
             for tier in (self.below, *self.remote):
                 self.hold_all(pages[: tier.offer(pages, urgent=False)])
 
@@ -518,8 +518,7 @@ class RamTier:
             self._order.pins.check_room([page for page in pages if page is not None])
             new = sum(page is not None and page not in self._order.pins for page in pages)
             index.account.check_pins(new)
-            # This may raise Exhausted, too.
-            below = self.below.pin(digest, prefix_hashes, -(-ttl_ms // 1000))
+            below = self.below.pin(digest, prefix_hashes, -(-ttl_ms // 1000))  # may raise, too
             for page in pages:
                 if page is not None:
                     self._order.pin(page, now_ms + ttl_ms)
@@ -573,6 +572,8 @@ class RamTier:
             index.counters.pages_evicted += reason == "evicted"
         self.visible_count -= 1
         page.state = State.DOOMED
+        if self.changes is not None and not page.is_copy:
+            self.changes.went(index.digest, page.prefix_hash)
         self._order.withdraw(page)
         if page.holds == 0:
             self.eviction.release(page, successor)

@@ -88,6 +88,7 @@ REQUESTS_NBYTES_MAX = 256 << 20
 # most the half for one peer. Other calls need microseconds, or are bounded by their connection.
 LONG_CALLS = {
     "list": 8,
+    "feed": 16,
     "verify": 4,
     "flush": 8,
     "scrub": 1,
@@ -114,6 +115,8 @@ HEALTH_CALLS_MAX = 64
 HEALTH_WATCH_S_MAX = 3600.0
 FOLLOWERS_MAX = 1024
 FOLLOW_S_MAX = 60.0
+FEEDS_MAX = 16
+FEED_S_MAX = 3600.0
 # For scrapes, probes and browsers. Only the console's calls, reads and watchers (below) can be busy
 # for long. All of them are fewer than the half that one peer may have, so a scrape always gets a
 # connection.

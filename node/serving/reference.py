@@ -148,6 +148,7 @@ CAPS = {
     "followers of views": LimitHelp(
         f"{limits.FOLLOWERS_MAX}", "refused; over gRPC the oldest call ends"
     ),
+    "feeds": LimitHelp(f"{limits.FEEDS_MAX} over gRPC", "the oldest call ends"),
     "reflection streams": LimitHelp(f"{limits.REFLECTION_STREAMS_MAX}", "the oldest stream ends"),
     "bytes reserved by puts that are not committed": LimitHelp(
         "half of the RAM, a quarter for one peer", "refused before a page is evicted"
@@ -188,6 +189,7 @@ BOUNDS = {
     ),
     "a health watch": LimitHelp(f"{limits.HEALTH_WATCH_S_MAX:g} s", "the call ends"),
     "following views": LimitHelp(f"{limits.FOLLOW_S_MAX:g} s", "the client follows again"),
+    "a feed": LimitHelp(f"{limits.FEED_S_MAX:g} s", "the client continues from its cursor"),
     "a reflection stream": LimitHelp(f"{limits.REFLECTION_S_MAX:g} s", "the stream ends"),
     "an HTTP request": LimitHelp(f"{limits.HTTP_REQUEST_S_MAX:g} s", "the connection closes"),
     "an HTTP reply": LimitHelp(f"{limits.HTTP_REPLY_S_MAX:g} s", "the connection closes"),

@@ -135,12 +135,13 @@ BOUNDS_S = (
 )
 _BOUNDS_NS = tuple(round(1e9 * bound) for bound in BOUNDS_S)
 
-# Requests of the schema that are timed. Views are followed for as long as clients wish; gateways
-# send the others on their own account.
+# Requests of the schema that are timed. Views and the feed are followed for as long as clients
+# wish; gateways send the others on their own account.
 TIMED = frozenset(
     field.name for field in pb.BulkRequest.DESCRIPTOR.fields if field.message_type
 ) - {
     "follow",
+    "feed",
     "admit",
     "on_behalf",
 }

@@ -28,6 +28,7 @@ from node.cluster.peers import Peers
 from node.config import NodeConfig
 from node.disk.durability import Durability
 from node.disk.tier import DiskTier
+from node.feed.feed import Feed
 from node.memory.arena import Arena
 from node.memory.inventory import Inventory
 from node.memory.promotion import parts_wanted
@@ -104,6 +105,7 @@ class Service:
         remedy = "send smaller batches, or fewer at a time"
         self.requests = Budget(make_limit("bytes of large requests", REQUESTS_NBYTES_MAX, remedy))
         self.followers = Followers(peers.membership)
+        self.feed = Feed(tier, lambda: self.draining, lambda: self.membership.in_cluster)
         self.peer_queue = PerPeerQueue()
         self.request_parser = Requests(config, self.requests, self.peer_queue)
         self._long_calls = {
@@ -128,6 +130,7 @@ class Service:
             "pin": self._pin,
             "unpin": self._unpin,
             "list": listing.list_pages,
+            "feed": self._feed,
             "stat": listing.stat,
             "node_status": self._node_status,
             "remove_namespace": self._remove_namespace,
@@ -384,6 +387,12 @@ class Service:
         for place in further:
             present[place] = True
         return further
+
+    def _feed(self, request: pb.FeedRequest, caller: Caller) -> pb.FeedReply:
+        principal, sees = self.authorizer.principal_of(caller), self.authorizer.access.sees
+        return self.feed.poll(
+            request, caller, lambda model: sees(principal, model.value.tenant, model.value.model)
+        )
 
     def _verify(self, request: pb.VerifyRequest, caller: Caller) -> pb.VerifyReply:
         hashes = list(request.prefix_hashes)

@@ -125,8 +125,14 @@ def filled(message: Any) -> Any:
         elif type(value) in samples:
             setattr(message, field.name, samples[type(value)])
         else:
-            value.append("s" if field.cpp_type == field.CPPTYPE_STRING else 1)
+            value.append(of_list(field))
     return message
+
+
+def of_list(field: Any) -> Any:
+    if field.cpp_type != field.CPPTYPE_STRING:
+        return 1
+    return b"b" if field.type == field.TYPE_BYTES else "s"
 
 
 @pytest.mark.parametrize("name", sorted(RESULTS))
@@ -149,7 +155,7 @@ def test_every_reply_that_clients_return_has_a_dataclass() -> None:
     own = {*RESULTS, *("HelloReply", "OpenNamespaceReply", "ListNamespacesReply", "LookupReply")}
     own |= {*("PutReply", "CommitReply", "GetReply", "VerifyReply", "RemoveReply", "PinReply")}
     own |= {*("UnpinReply", "ListReply", "StatReply", "RemoveNamespaceReply", "FlushReply")}
-    own |= {*("RecoverReply", "AdmitReply", "View", "Error")}
+    own |= {*("RecoverReply", "AdmitReply", "View", "Error", "FeedReply")}
     replies = {field.message_type.name for field in pb.BulkReply.DESCRIPTOR.fields}
     assert replies <= own
 

@@ -45,6 +45,7 @@ class Inside:
 
     def _begin(self) -> None:
         self.node = Node(NodeConfig(**self._settings))
+        self.node.service.feed.wait_s_max = 0.01
         self._store(SPACE, bytes(PAGE_NBYTES))
         self._store(OTHERS, SECRET)
         self._descriptors = len(sent_descriptors())  # those that this process had before
@@ -129,6 +130,7 @@ def unary() -> dict[str, Any]:
             namespace=SPACE.digest, key_prefix=b"\1", page_token=KEYS[0], limit=3
         ),
         "stat": pb.StatRequest(**some),
+        "feed": pb.FeedRequest(model="other", cursor=bytes(28), wait_ms=9),
         "node_status": pb.NodeStatusRequest(),
         "remove_namespace": pb.RemoveNamespaceRequest(
             namespace=opening("other").digest, removal=bytes(16)

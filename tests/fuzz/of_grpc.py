@@ -20,7 +20,7 @@ from node.serving.gateway import GatewayDoor
 
 MESSAGES_MAX = 16
 OURS, REFLECTION = "kvstore.KVStore", "grpc.reflection.v1alpha.ServerReflection"
-ENDLESS = ("Follow", "Watch")  # left out: gRPC itself reads their requests, and they wait
+ENDLESS = ("Follow", "Watch", "Feed")  # left out: they wait, or tell for ever
 
 
 class Context:
@@ -171,7 +171,11 @@ def _conversations() -> list[bytes]:
 def _unary_methods() -> dict[str, Any]:
     kinds = {type(message).DESCRIPTOR.full_name: op for op, message in unary().items()}
     methods = pb.DESCRIPTOR.services_by_name["KVStore"].methods
-    return {kinds[m.input_type.full_name]: m for m in methods if m.input_type.full_name in kinds}
+    return {
+        kinds[m.input_type.full_name]: m
+        for m in methods
+        if m.input_type.full_name in kinds and not m.name.endswith(ENDLESS)
+    }
 
 
 def _call(method: str, *messages: Any) -> bytes:

@@ -118,6 +118,7 @@ def _of_one(run: Run, work: Path) -> None:
     run("top", "--interval", "0.05", "--once")
     run("ls", "--model", "m")
     run("verify", "--model", "m", "--all")
+    run("feed", "--snapshot")
     for command in ("stat", "lookup", "pin", "unpin"):
         run(command, "--model", "m", KEY)
     run("get", "--model", "m", KEY, "--decode")

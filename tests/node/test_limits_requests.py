@@ -15,7 +15,15 @@ import pytest
 from known_pages import Pages
 from local_nodes import Connect, ConnectRaw, StartNode, settle
 
-from kvstore import Exhausted, InvalidRequest, KVStoreError, Namespace, PutOutcome, Unavailable
+from kvstore import (
+    Client,
+    Exhausted,
+    InvalidRequest,
+    KVStoreError,
+    Namespace,
+    PutOutcome,
+    Unavailable,
+)
 from kvstore.layout import ByteRange, LayerGroup, PageLayout, Plane
 from kvstore.pb import kvstore_pb2 as pb
 from node.auth.access import Caller
@@ -56,8 +64,16 @@ def refused(call: Callable[[], object]) -> None:
         call()
 
 
+def first_told(client: Client) -> None:
+    """Take the first event of the feed, which tells an error that may pass by an event."""
+    event = next(iter(client.feed()))
+    if event.kind == "away":
+        raise Exhausted(event.text)
+
+
 LONG = {
     "list": lambda client, pages: list(client.list_pages(pages.namespace)),
+    "feed": lambda client, pages: first_told(client),
     "verify": lambda client, pages: client.verify(pages.namespace, pages.keys(1)),
     "remove_namespace": lambda client, pages: client.remove_namespace(pages.namespace),
     "forget": lambda client, pages: client.forget("nobody"),

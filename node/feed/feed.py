@@ -1,0 +1,360 @@
+"""Serve the feed: which blocks are stored, for readers that poll.
+
+    a tier's change -> ring                 by writers, under the locks that they hold anyway
+    ring -> present in all namespaces?      by the first reader that comes, for all readers
+         -> told (stored, removed)          kept for a while, with sequence numbers
+    snapshot: all keys, looked at one by one, then what was told since its beginning
+
+Whether a block is stored is looked up when a change of one of its pages is read, so it does not
+matter in which order tiers and ranks changed: the last look comes after the last change. A page
+that moves from one tier to the other is told only while snapshots run, which may have missed it.
+"""
+
+import heapq
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from kvstore.config import FEED_WAIT_S_MAX
+from kvstore.errors import Exhausted, InvalidRequest, Unavailable
+from kvstore.keys import TEXT_NBYTES_MAX
+from kvstore.pb import kvstore_pb2 as pb
+from node.feed.models import Model, Models
+from node.feed.told import Cursor, Told, unpacked
+from node.memory.changes import Change, ChangeRing
+from node.memory.page import NamespaceIndex, State
+from node.memory.tier import RamTier
+
+TICK_S = 0.05  # how often a waiting reader looks; writers wake nobody
+IDLE_S = 60.0  # without readers, then changes are not noted any more
+REPLY_KEYS = 8192  # of one reply
+PART_KEYS = 2048  # of a snapshot, looked at in one call
+SNAPSHOTS_MAX = 16  # at a time
+SNAPSHOT_IDLE_S = 30.0
+EXPIRIES_MAX = 1 << 18  # blocks with a time to live that are told as stored; 50 MB
+
+Sees = Callable[[Model], bool]
+ABSENT = -1
+
+
+class Waiting(Protocol):
+    """A caller; `gone`: it has left."""
+
+    @property
+    def gone(self) -> Callable[[], bool]:
+        """Return a function that tells whether the caller has gone."""
+
+
+@dataclass
+class Snapshot:
+    """A snapshot that a reader fetches part by part."""
+
+    sequence: int  # what was told later comes after it
+    parts: Iterator[tuple[Model, list[bytes]]]
+    part: int = 0
+    used_s: float = 0.0
+
+
+class Expiries:
+    """When blocks with a time to live expire. Bounded."""
+
+    def __init__(self) -> None:
+        self._expiry_s: dict[tuple[bytes, bytes], int] = {}
+        self._order: list[tuple[int, tuple[bytes, bytes]]] = []
+
+    def note(self, model_id: bytes, prefix_hash: bytes, expiry_s: int) -> bool:
+        """Remember when a block expires; False if there is no room."""
+        key = (model_id, prefix_hash)
+        if self._expiry_s.get(key) == expiry_s:
+            return True
+        if len(self._expiry_s) >= EXPIRIES_MAX:
+            return False
+        self._expiry_s[key] = expiry_s
+        heapq.heappush(self._order, (expiry_s, key))
+        if len(self._order) > 2 * len(self._expiry_s) + PART_KEYS:  # most are forgotten
+            self._order = [(known_s, known) for known, known_s in self._expiry_s.items()]
+            heapq.heapify(self._order)
+        return True
+
+    def forget(self, model_id: bytes, prefix_hash: bytes) -> None:
+        """Forget a block that is not stored any more."""
+        self._expiry_s.pop((model_id, prefix_hash), None)
+
+    def due(self, now_s: int) -> list[tuple[bytes, bytes]]:
+        """Return the blocks that have expired, and forget them."""
+        found = []
+        while self._order and self._order[0][0] <= now_s:
+            expiry_s, key = heapq.heappop(self._order)
+            if self._expiry_s.get(key) == expiry_s:
+                del self._expiry_s[key]
+                found.append(key)
+        return found
+
+
+class Feed:
+    """The feed of a node. Thread-safe. Without readers nothing is kept."""
+
+    def __init__(
+        self,
+        tier: RamTier,
+        stops: Callable[[], bool] = lambda: False,
+        is_member: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Prepare the feed; `stops` tells whether the node stops.
+
+        `is_member`: the node is in a cluster. Then each namespace is told by itself, for readers
+        that merge the members' feeds.
+        """
+        self._tier = tier
+        self.is_member = is_member
+        self._single = False
+        self.wait_s_max = FEED_WAIT_S_MAX
+        self._stops = stops
+        self._lock = threading.Lock()
+        self._ring: ChangeRing | None = None
+        self._used_s = 0.0
+        self._stale = False
+        self._epoch = b""
+        self._models = Models()
+        self._told = Told()
+        self._expiries = Expiries()
+        self._snapshots: dict[bytes, Snapshot] = {}
+
+    # ---- for readers ---------------------------------------------------------------------
+
+    def poll(self, request: pb.FeedRequest, caller: Waiting, sees: Sees) -> pb.FeedReply:
+        """Return what comes after the request's cursor, as soon as there is something.
+
+        `sees` tells which models the caller may see.
+        """
+        if request.member != self.is_member():
+            raise InvalidRequest(
+                "this node is in no cluster: ask without `member`"
+                if request.member
+                else "a member of a cluster tells what it owns itself: ask each member (`member`), "
+                "and merge their feeds, as Client.feed does"
+            )
+        if len(request.model.encode()) > TEXT_NBYTES_MAX:
+            raise InvalidRequest(f"the model's name is longer than {TEXT_NBYTES_MAX} bytes")
+        cursor, name = unpacked(request.cursor), request.model
+        end = time.monotonic() + min(request.wait_ms / 1000, self.wait_s_max)
+
+        def wanted(model: Model) -> bool:
+            return (not name or model.value.model == name) and sees(model)
+
+        if request.wait_ms and not cursor.snapshot and self._has_few(cursor):
+            time.sleep(TICK_S)  # a reader gets what came meanwhile in one reply
+        while True:
+            if caller.gone() or self._stops():
+                raise Unavailable("the caller has left, or the node stops")
+            with self._lock:
+                self._used_s = time.monotonic()
+                self._pump()
+                reply = self._reply(cursor, wanted)
+            told = reply.begin or reply.changes or cursor.snapshot
+            if told or time.monotonic() >= end:
+                return reply
+            cursor = unpacked(reply.cursor)
+            time.sleep(TICK_S)
+
+    def _has_few(self, cursor: Cursor) -> bool:
+        return cursor.epoch == self._epoch and self._told.last - cursor.sequence < 8
+
+    def _reply(self, cursor: Cursor, wanted: Sees) -> pb.FeedReply:
+        if cursor.epoch == self._epoch and cursor.snapshot:
+            snapshot = self._snapshots.get(cursor.snapshot)
+            if snapshot is not None and snapshot.part == cursor.part:
+                return self._part(cursor.snapshot, snapshot, wanted)
+        elif cursor.epoch == self._epoch and self._told.has_next_of(cursor.sequence):
+            return self._changes(cursor, wanted)
+        return self._begin(wanted)
+
+    def _changes(self, cursor: Cursor, wanted: Sees) -> pb.FeedReply:
+        reply, models, count = pb.FeedReply(), dict[bytes, Model | None](), 0
+        sequence = cursor.sequence
+        for change in self._told.after(sequence):
+            if change.model not in models:
+                model = self._models.find(change.model)
+                models[change.model] = model if model is not None and wanted(model) else None
+            if models[change.model] is not None:
+                count += len(change.prefix_hashes)
+                if count > REPLY_KEYS:
+                    break
+                reply.changes.append(change)
+            sequence = change.sequence
+        told = {change.model for change in reply.changes}
+        reply.models.extend(m.message for m in models.values() if m is not None and m.id in told)
+        reply.cursor = cursor._replace(sequence=sequence).packed()
+        return reply
+
+    def _begin(self, wanted: Sees) -> pb.FeedReply:
+        if len(self._snapshots) >= SNAPSHOTS_MAX:
+            raise Exhausted(
+                f"{SNAPSHOTS_MAX} snapshots are being told already; wait until one has ended"
+            )
+        name, snapshot = os.urandom(8), Snapshot(self._told.last, self._keys(), 0)
+        self._snapshots[name] = snapshot
+        reply = self._part(name, snapshot, wanted)
+        reply.begin = True
+        return reply
+
+    def _part(self, name: bytes, snapshot: Snapshot, wanted: Sees) -> pb.FeedReply:
+        """Tell the next part of a snapshot; after the last one, the reader goes on with changes."""
+        reply, epoch = pb.FeedReply(), self._epoch
+        snapshot.used_s = time.monotonic()
+        try:
+            for model, hashes in snapshot.parts:
+                if not wanted(model):
+                    continue
+                stored = [h for h in hashes if self._is_stored(model, h)]
+                if stored:
+                    reply.models.append(model.message)
+                    reply.changes.append(pb.FeedChange(model=model.id, prefix_hashes=stored))
+                reply.snapshot = True
+                snapshot.part += 1
+                break
+            else:
+                self._pump()  # before the snapshot is over: pages may have moved behind it
+        except BaseException:
+            self._snapshots.pop(name, None)
+            raise
+        more = (name, snapshot.part) if reply.snapshot else (b"", 0)
+        if not reply.snapshot:
+            self._snapshots.pop(name, None)
+        reply.cursor = Cursor(epoch, snapshot.sequence, *more).packed()
+        return reply
+
+    def _keys(self) -> Iterator[tuple[Model, list[bytes]]]:
+        """Yield the keys of each model, of one of its namespaces, in RAM and then below."""
+        for model in self._models:
+            for index in model.parts[0] if model.parts else ():
+                in_ram = list(index.pages)  # one step of the interpreter, so no lock
+                for start in range(0, len(in_ram), PART_KEYS):
+                    yield model, in_ram[start : start + PART_KEYS]
+                known, after = set(in_ram), b""
+                while some := self._below(index, after):
+                    after = some[-1]
+                    if rest := [h for h in some if h not in known]:
+                        yield model, rest
+
+    def _below(self, index: NamespaceIndex, after: bytes) -> list[bytes]:
+        return list(islice(self._tier.below.list_hashes(index.digest, b"", after), PART_KEYS))
+
+    # ---- from the tiers ------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Look at all blocks that have changed, and tell them."""
+        if self._ring is None or self._stale or self._single != self.is_member():
+            self._restart()
+        assert self._ring is not None
+        self._models.refresh(self._tier.namespaces.all())
+        changes = self._ring.read()
+        if changes is None:
+            return self._restart()
+        if any(self._models.of(change.digest) is None for change in changes):
+            self._models.refresh(self._tier.namespaces.all())  # one was opened meanwhile
+        if looks := self._looks(changes):
+            self._tell(looks)
+
+    def _looks(self, changes: list[Change]) -> dict[tuple[bytes, bytes], tuple[bool, bool]]:
+        """Return which blocks to look at, and whether pages of them came, and went."""
+        looks: dict[tuple[bytes, bytes], tuple[bool, bool]] = {}
+        for change in changes:
+            model = self._models.of(change.digest)
+            if model is None:  # opened and closed meanwhile: nobody was told of it
+                continue
+            for prefix_hash in change.prefix_hashes:
+                came, went = looks.get((model.id, prefix_hash), (False, False))
+                looks[model.id, prefix_hash] = (came or change.came, went or not change.came)
+        for key in self._expiries.due(self._tier.clock_s()):
+            looks[key] = (looks.get(key, (False, False))[0], True)
+        return looks
+
+    def _tell(self, looks: dict[tuple[bytes, bytes], tuple[bool, bool]]) -> None:
+        stored: dict[bytes, list[bytes]] = {}
+        removed: dict[bytes, list[bytes]] = {}
+        moved = bool(self._snapshots)
+        for (model_id, prefix_hash), (came, went) in looks.items():
+            model = self._models.find(model_id)
+            if model is not None and self._is_stored(model, prefix_hash):
+                if came or moved:
+                    stored.setdefault(model_id, []).append(prefix_hash)
+                continue
+            self._expiries.forget(model_id, prefix_hash)
+            if went:
+                removed.setdefault(model_id, []).append(prefix_hash)
+        for model_id, hashes in removed.items():
+            self._told.add(model_id, True, hashes)
+        for model_id, hashes in stored.items():
+            self._told.add(model_id, False, hashes)
+
+    def _is_stored(self, model: Model, prefix_hash: bytes) -> bool:
+        """Return whether all parts of a model have a block; remember when that ends."""
+        first_s = 0
+        for part in model.parts:
+            expiry_s = self._expiry_s(part[0], prefix_hash)
+            for index in part[1:]:
+                if expiry_s:
+                    other_s = self._expiry_s(index, prefix_hash)
+                    expiry_s = 0 if other_s == 0 else max(expiry_s, other_s)
+            if expiry_s == ABSENT:
+                return False
+            if expiry_s:
+                first_s = min(first_s or expiry_s, expiry_s)
+        if not first_s or not model.parts:
+            return bool(model.parts)
+        return self._expiries.note(model.id, prefix_hash, first_s)
+
+    def _expiry_s(self, index: NamespaceIndex, prefix_hash: bytes) -> int:
+        """Return when a page expires, 0 for never; ABSENT if it is not here, or is a copy."""
+        tier, page = self._tier, index.pages.get(prefix_hash)
+        if page is not None and page.state is State.VISIBLE and not (page.is_copy or page.expiry_s):
+            return 0
+        with tier.lock:  # so that it does not move from one tier to the other meanwhile
+            page = tier.live(index, prefix_hash)
+            if page is not None:
+                return ABSENT if page.is_copy else page.expiry_s
+            below = tier.below.info(index.digest, prefix_hash)
+        if below is None:
+            return ABSENT
+        return tier.clock_s() + below.ttl_s if below.ttl_s else 0
+
+    # ---- start and end -------------------------------------------------------------------
+
+    def _restart(self) -> None:
+        """Begin to note changes, or begin anew: all readers get a snapshot."""
+        self._stale = False
+        self._watch(ChangeRing())
+        self._epoch = os.urandom(8)
+        self._single = self.is_member()
+        self._models = Models(self._single)
+        self._told, self._expiries = Told(), Expiries()
+        self._snapshots.clear()
+        self._models.refresh(self._tier.namespaces.all())
+
+    def _watch(self, ring: ChangeRing | None) -> None:
+        with self._tier.lock:  # what is visible by then is in the snapshot
+            self._tier.changes = ring
+            self._tier.below.watch(ring)
+        self._ring = ring
+
+    def forget(self) -> None:
+        """Begin anew with the next call: pages came or went all at once, as when a disk stops."""
+        self._stale = True
+
+    def look(self) -> None:
+        """Stop noting changes when there are no readers any more; called periodically."""
+        now_s = time.monotonic()
+        with self._lock:
+            idle = [n for n, s in self._snapshots.items() if now_s - s.used_s > SNAPSHOT_IDLE_S]
+            for name in idle:
+                del self._snapshots[name]
+            if self._ring is not None and now_s - self._used_s > IDLE_S:
+                self._watch(None)
+                self._epoch, self._told, self._expiries = b"", Told(), Expiries()
+                self._snapshots.clear()
+                self._models = Models()

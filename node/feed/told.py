@@ -1,0 +1,73 @@
+"""Keep what was told last, so that each reader continues where it was.
+
+    cursor = epoch (8) || sequence (8) [|| snapshot (8) || part (4)]
+
+A reader whose next change is not kept any more gets a new snapshot: never a hole.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from kvstore.pb import kvstore_pb2 as pb
+
+KEYS_MAX = 1 << 18  # kept; 20 to 40 MB
+CHANGE_KEYS = 1024  # of one change
+
+_AT = struct.Struct("<8sQ")
+_PART = struct.Struct("<8sI")
+
+
+class Cursor(NamedTuple):
+    """Where a reader is: behind a change, and perhaps within a snapshot."""
+
+    epoch: bytes = b""
+    sequence: int = 0
+    snapshot: bytes = b""
+    part: int = 0
+
+    def packed(self) -> bytes:
+        """Return its bytes."""
+        at = _AT.pack(self.epoch, self.sequence)
+        return at + _PART.pack(self.snapshot, self.part) if self.snapshot else at
+
+
+def unpacked(data: bytes) -> Cursor:
+    """Return the cursor of these bytes; for any others, the start."""
+    if len(data) == _AT.size:
+        return Cursor(*_AT.unpack(data))
+    if len(data) == _AT.size + _PART.size:
+        return Cursor(*_AT.unpack_from(data), *_PART.unpack_from(data, _AT.size))
+    return Cursor()
+
+
+class Told:
+    """The newest changes, in the order of their sequence numbers. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._changes: dict[int, pb.FeedChange] = {}
+        self._key_count = 0
+        self.first = 1  # sequence number of the oldest one that is kept
+        self.last = 0
+
+    def add(self, model_id: bytes, removed: bool, prefix_hashes: Sequence[bytes]) -> None:
+        """Add changes of these keys."""
+        for start in range(0, len(prefix_hashes), CHANGE_KEYS):
+            some = prefix_hashes[start : start + CHANGE_KEYS]
+            self.last += 1
+            self._changes[self.last] = pb.FeedChange(
+                model=model_id, sequence=self.last, removed=removed, prefix_hashes=some
+            )
+            self._key_count += len(some)
+        while self._key_count > KEYS_MAX:
+            self._key_count -= len(self._changes.pop(self.first).prefix_hashes)
+            self.first += 1
+
+    def has_next_of(self, sequence: int) -> bool:
+        """Return whether all changes after this one are kept."""
+        return self.first - 1 <= sequence <= self.last
+
+    def after(self, sequence: int) -> Iterator[pb.FeedChange]:
+        """Yield the changes after this one."""
+        for number in range(sequence + 1, self.last + 1):
+            yield self._changes[number]

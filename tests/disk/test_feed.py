@@ -1,0 +1,155 @@
+"""The feed of a node with a disk: a replay of it equals the list of the pages, whatever happened.
+
+Random puts, evictions, expiries, removals, erasures, damages, restarts and failures of the disk,
+with readers that are fast, slow or new. For a longer run set KVSTORE_FEED_STEPS=20000.
+"""
+
+import contextlib
+import os
+import random
+
+import pytest
+from disk_nodes import Clock, Nodes, Pages, settle
+from replayed import Reader, listed
+
+from kvstore import Exhausted
+from kvstore.keys import part_text
+from node.feed import feed as feed_module
+from node.feed import told
+from node.memory import changes
+
+STEPS = int(os.environ.get("KVSTORE_FEED_STEPS") or 150)
+KEYS = 60
+GROUPS = [part_text("of two groups", group, 2) for group in range(2)]
+
+
+class Life:
+    """A node, its namespaces, and readers of its feed."""
+
+    def __init__(self, nodes: Nodes, rng: random.Random) -> None:
+        self.nodes, self.rng, self.clock = nodes, rng, Clock()
+        self.pages = [
+            *(Pages("ranks", 8192, tp_rank=rank, tp_size=2) for rank in range(2)),
+            *(
+                Pages("groups", nbytes, salt=salt)
+                for nbytes, salt in zip((4096, 8192), GROUPS, strict=True)
+            ),
+            Pages("alone", 8192, tenant="other"),
+        ]
+        self.readers = [Reader() for _ in range(3)]
+        self.done: dict[str, int] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        self.node = self.nodes.start()
+        self.clock.govern(self.node)
+        self.client = self.nodes.connect(self.node)
+
+    def some(self) -> tuple[Pages, list[bytes]]:
+        pages = self.rng.choice(self.pages)
+        numbers = self.rng.sample(range(KEYS), self.rng.randint(1, 6))
+        return pages, pages.keys(*numbers)
+
+    def put(self) -> None:
+        pages, keys = self.some()
+        same = [other for other in self.pages if other.namespace.model == pages.namespace.model]
+        ttl_s = self.rng.choice((0.0, 0.0, 5.0, 60.0))
+        for part in same if self.rng.random() < 0.8 else [pages]:
+            part.put(self.client, keys, ttl_s=ttl_s)
+
+    def get(self) -> None:
+        pages, keys = self.some()
+        pages.get(self.client, keys)
+
+    def remove(self) -> None:
+        pages, keys = self.some()
+        self.client.remove(pages.namespace, keys)
+
+    def remove_namespace(self) -> None:
+        self.client.remove_namespace(self.rng.choice(self.pages).namespace)
+
+    def erase(self) -> None:
+        with contextlib.suppress(Exhausted):  # the disk has stopped
+            self.client.forget("other")
+
+    def wait(self) -> None:
+        self.clock.now_s += self.rng.choice((1, 3, 30))
+
+    def drop_from_ram(self) -> None:
+        pages = self.rng.choice(self.pages)
+        if any(space.digest == pages.digest for space, _ in self.client.namespaces()):
+            pages.drop_from_ram(self.node)
+
+    def damage(self) -> None:
+        pages, keys = self.some()
+        with self.node.tier.lock:
+            held = {index.digest: index for index in self.node.tier.namespaces.all()}
+            index = held.get(pages.digest)
+            there = index is not None and self.node.tier.live(index, keys[0]) is not None
+        if there:
+            pages.flip(self.node, keys[0])
+            self.client.verify(pages.namespace, keys[:1])
+
+    def scrub(self) -> None:
+        self.nodes.layer.flip = True
+        try:
+            self.client.scrub()
+        finally:
+            self.nodes.layer.flip = False
+
+    def stop_disk(self) -> None:
+        assert self.node.disk is not None
+        self.node.disk.stop_after_error("a test")
+        if self.rng.random() < 0.7:
+            self.client.recover()
+
+    def recover(self) -> None:
+        assert self.node.disk is not None
+        if self.node.disk.stop_reason:
+            self.client.recover()
+
+    def restart(self) -> None:
+        self.node = self.nodes.restart(self.node)
+        self.clock.govern(self.node)
+        self.client = self.nodes.connect(self.node)
+
+    def step(self) -> None:
+        operation = self.rng.choices(
+            (
+                *(self.put, self.get, self.remove, self.remove_namespace, self.erase, self.wait),
+                *(self.drop_from_ram, self.damage, self.scrub, self.stop_disk, self.recover),
+                self.restart,
+            ),
+            (40, 20, 8, 1, 0.5, 3, 3, 2, 0.3, 0.5, 2, 0.5),
+        )[0]
+        operation()
+        self.done[operation.__name__] = self.done.get(operation.__name__, 0) + 1
+        for reader, often in zip(self.readers, (0.8, 0.2, 0.02), strict=True):
+            if self.rng.random() < often:
+                reader.poll(self.node)
+        if self.rng.random() < 0.05:
+            self.readers[2] = Reader()
+
+    def compare(self) -> None:
+        settle(self.node)
+        spaces = [pages.namespace for pages in self.pages]
+        truth = listed(self.client, spaces)
+        for number, reader in enumerate(self.readers):
+            assert reader.catch_up(self.node) == truth, f"reader {number}"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_replay_equals_the_list(nodes: Nodes, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Small, so that readers fall behind, and snapshots have several parts
+    monkeypatch.setattr(changes, "ENTRIES", 64)
+    monkeypatch.setattr(told, "KEYS_MAX", 128)
+    monkeypatch.setattr(told, "CHANGE_KEYS", 8)
+    monkeypatch.setattr(feed_module, "PART_KEYS", 8)
+    monkeypatch.setattr(feed_module, "REPLY_KEYS", 16)
+    life = Life(nodes, random.Random(seed))
+    for step in range(STEPS):
+        life.step()
+        if step % 15 == 0:
+            life.compare()
+    life.compare()
+    assert all(reader.begins for reader in life.readers)

@@ -1,0 +1,286 @@
+"""The feed of a node: what each reader is told, by each wire, and what it costs others."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from known_pages import Pages
+from local_nodes import Connect, StartNode
+from people import People, client, namespace
+from replayed import Caller, Reader
+from told_blocks import ToldBlocks
+
+from kvstore import Client, Exhausted, Forbidden, InvalidRequest, Unauthenticated
+from kvstore.cluster.feed import CURSOR_NBYTES
+from kvstore.keys import block_part, part_text
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from node.feed import feed as module
+from node.memory import changes
+from node.memory.changes import ChangeRing
+from node.server import Node
+
+IDLE_S = 0.1
+
+
+@pytest.fixture
+def stub(node: Node) -> Iterator[KVStoreStub]:
+    with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+        yield KVStoreStub(channel)
+
+
+@pytest.mark.parametrize("wire", ["bulk", "shm", "grpc"])
+def test_feed_tells_what_is_stored_and_removed(
+    node: Node, connect: Connect, pages: Pages, wire: str
+) -> None:
+    client = connect(node, wire)
+    pages.put(client, pages.keys(1, 2))
+    told = ToldBlocks(client.feed(idle_s=IDLE_S))
+    told.until_kind("ready")
+    assert told.kinds[0] == "reset"
+    assert told.of(pages.namespace) == {*pages.keys(1, 2)}
+    pages.put(client, pages.keys(3))
+    told.until(lambda: pages.key(3) in told.of(pages.namespace))
+    client.remove(pages.namespace, pages.keys(1))
+    told.until(lambda: told.of(pages.namespace) == {*pages.keys(2, 3)})
+    client.remove_namespace(pages.namespace)
+    told.until(lambda: not told.of(pages.namespace))
+    told.until_kind("idle")
+    assert told.kinds.count("reset") == 1
+
+
+def test_block_counts_when_all_ranks_have_it(node: Node, connect: Connect) -> None:
+    client = connect(node)
+    ranks = [Pages("two ranks", tp_rank=rank, tp_size=2) for rank in range(2)]
+    reader, key = Reader(), ranks[0].keys(1)
+    model = block_part(ranks[0].namespace).id
+    ranks[0].put(client, key)
+    assert model not in reader.catch_up(node)
+    ranks[1].put(client, key)
+    assert reader.catch_up(node)[model] == {*key}
+    client.remove(ranks[0].namespace, key)
+    assert model not in reader.catch_up(node)
+    assert reader.begins == 1
+
+
+def test_block_counts_when_all_groups_have_it(node: Node, connect: Connect) -> None:
+    client = connect(node)
+    groups = [
+        Pages("groups", 4096 << group, tp_size=1 + group, salt=f"f=1 {part_text('c', group, 2)}")
+        for group in range(2)
+    ]
+    second = Pages("groups", 8192, tp_rank=1, tp_size=2, salt=groups[1].namespace.salt)
+    reader, key = Reader(), groups[0].keys(1)
+    model = block_part(groups[0].namespace).id
+    for part in (*groups, second):
+        assert model not in reader.catch_up(node)
+        part.put(client, key)
+    assert reader.catch_up(node)[model] == {*key}
+
+
+def test_parts_of_other_weights_do_not_complete_a_block(node: Node, connect: Connect) -> None:
+    client = connect(node)
+    for rank, epoch in ((0, 1), (1, 2)):
+        part = Pages("epochs", tp_rank=rank, tp_size=2, epoch=epoch)
+        part.put(client, part.keys(1))
+    reader = Reader()
+    reader.catch_up(node, "epochs")
+    assert not reader.now()
+
+
+def test_only_the_model_that_was_asked_for(node: Node, connect: Connect) -> None:
+    client = connect(node)
+    one, other = Pages("this one"), Pages("another one")
+    for pages in (one, other):
+        pages.put(client, pages.keys(1))
+    reader = Reader()
+    assert reader.catch_up(node, "this one") == {block_part(one.namespace).id: {*one.keys(1)}}
+    other.put(client, other.keys(2))
+    assert reader.catch_up(node, "this one") == {block_part(one.namespace).id: {*one.keys(1)}}
+    with pytest.raises(InvalidRequest, match="longer"):
+        reader.poll(node, "x" * 2000)
+
+
+def test_tenants_see_their_own(start_node: StartNode, tmp_path: Path) -> None:
+    people = People(tmp_path / "identities")
+    people.join("a", "team-a", "write")
+    people.join("b", "team-b", "write")
+    people.join("everybody's", "*", "read")
+    node = start_node(identities=str(people.path))
+    with (
+        client(node, people.tokens["a"]) as a,
+        client(node, people.tokens["b"]) as b,
+        client(node, people.tokens["everybody's"]) as of_all,
+        client(node, "wrong." + "x" * 43) as stranger,
+    ):
+        spaces = [namespace("team-a"), namespace("team-b")]
+        keys = [[b"a" * 32], [b"b" * 32]]
+        for who, space, some in zip((a, b), spaces, keys, strict=True):
+            who.put(space, some, [bytes(4096)])
+        for who, seen in ((a, [0]), (b, [1]), (of_all, [0, 1])):
+            told = ToldBlocks(who.feed(idle_s=IDLE_S))
+            told.until_kind("ready")
+            expected = {block_part(spaces[n]).id: {*keys[n]} for n in seen}
+            assert {m: k for m, k in told.stored.items() if k} == expected
+        with pytest.raises((Unauthenticated, Forbidden)):
+            next(stranger.feed())
+
+
+def test_grpc_streams_a_snapshot_and_then_changes(
+    stub: KVStoreStub, node: Node, connect: Connect, pages: Pages
+) -> None:
+    client = connect(node)
+    pages.put(client, pages.keys(1, 2))
+    stream = stub.Feed(pb.FeedRequest(model=pages.namespace.model), timeout=60.0)
+    reader = Reader()
+    while not reader.begins or len(reader.cursor) > CURSOR_NBYTES:
+        reader.take(next(stream))
+    assert reader.now() == {block_part(pages.namespace).id: {*pages.keys(1, 2)}}
+    client.remove(pages.namespace, pages.keys(1))
+    while reader.now() != {block_part(pages.namespace).id: {*pages.keys(2)}}:
+        reader.take(next(stream))
+    stream.cancel()
+    pages.put(client, pages.keys(3))
+    # It continues where it was
+    again = stub.Feed(
+        pb.FeedRequest(cursor=reader.cursor, model=pages.namespace.model), timeout=60.0
+    )
+    while reader.now() != {block_part(pages.namespace).id: {*pages.keys(2, 3)}}:
+        reader.take(next(again))
+    again.cancel()
+    assert reader.begins == 1
+
+
+def test_nonsense_cursors_begin_anew(stub: KVStoreStub) -> None:
+    for cursor in (b"x", bytes(16), bytes(28), b"\xff" * 16, b"\xff" * 28, bytes(1000)):
+        reply = next(iter(stub.Feed(pb.FeedRequest(cursor=cursor, wait_ms=1), timeout=60.0)))
+        assert reply.begin
+
+
+def test_only_members_of_a_cluster_tell_as_members(node: Node) -> None:
+    with pytest.raises(InvalidRequest, match="no cluster"):
+        node.service.feed.poll(pb.FeedRequest(member=True), Caller(), lambda model: True)
+
+
+# ---- what it costs ---------------------------------------------------------------------------
+
+
+def test_nothing_is_noted_without_a_reader(
+    start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch, pages: Pages
+) -> None:
+    node = start_node()
+    assert node.tier.changes is None
+    reader = Reader()
+    reader.catch_up(node)
+    assert node.tier.changes is not None
+    node.service.feed.look()
+    assert node.tier.changes is not None
+    monkeypatch.setattr(module, "IDLE_S", -1.0)
+    node.service.feed.look()
+    assert node.tier.changes is None
+    pages.put(connect(node), pages.keys(1))
+    assert reader.catch_up(node) == {block_part(pages.namespace).id: {*pages.keys(1)}}
+    assert reader.begins == 2
+
+
+def test_puts_do_not_wait_for_readers(node: Node, connect: Connect, pages: Pages) -> None:
+    """A reader that hangs inside the feed, and one that does not take its replies."""
+    client, slow = connect(node), Reader()
+    slow.catch_up(node)
+    with node.service.feed._lock:
+        pages.put(client, pages.keys(*range(50)))
+        client.remove(pages.namespace, pages.keys(*range(25)))
+    assert slow.catch_up(node)[block_part(pages.namespace).id] == {*pages.keys(*range(25, 50))}
+
+
+def test_reader_that_was_too_slow_gets_a_snapshot(
+    start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch, pages: Pages
+) -> None:
+    monkeypatch.setattr(changes, "ENTRIES", 8)
+    node = start_node()
+    client, reader = connect(node), Reader()
+    reader.catch_up(node)
+    for number in range(9):
+        pages.put(client, pages.keys(number))
+    assert reader.catch_up(node)[block_part(pages.namespace).id] == {*pages.keys(*range(9))}
+    assert reader.begins == 2
+
+
+def test_snapshots_are_limited_and_forgotten(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch, connect: Connect, pages: Pages
+) -> None:
+    node = start_node()
+    pages.put(connect(node), pages.keys(1))
+    monkeypatch.setattr(module, "SNAPSHOTS_MAX", 2)
+    first, second, third = Reader(), Reader(), Reader()
+    first.poll(node)
+    second.poll(node)
+    with pytest.raises(Exhausted, match="snapshots"):
+        third.poll(node)
+    monkeypatch.setattr(module, "SNAPSHOT_IDLE_S", -1.0)
+    node.service.feed.look()
+    third.catch_up(node)
+    first.catch_up(node)  # its snapshot is forgotten, so it begins anew
+    assert first.now() == third.now()
+    assert (first.begins, third.begins) == (2, 1)
+
+
+def test_ring_takes_changes_of_many_threads() -> None:
+    """All changes arrive, each once, in whatever order."""
+    ring, count, threads = ChangeRing(), 2000, 4
+    found: list[bytes] = []
+
+    def write(writer: int) -> None:
+        for number in range(count):
+            ring.went(b"d", b"%d %d" % (writer, number))
+
+    writers = [threading.Thread(target=write, args=(writer,)) for writer in range(threads)]
+    for writer in writers:
+        writer.start()
+    while len(found) < count * threads:
+        read = ring.read()
+        assert read is not None
+        found += [change.prefix_hashes[0] for change in read]
+        time.sleep(0)
+    for writer in writers:
+        writer.join()
+    assert len(set(found)) == count * threads
+
+
+# ---- writers beside readers ------------------------------------------------------------------
+
+
+def test_replay_equals_the_list_after_concurrent_writers(
+    start_node: StartNode, connect: Connect
+) -> None:
+    node = start_node(ram_nbytes=1 << 20, extent_nbytes=64 << 10)  # 256 pages
+    parts = [Pages("concurrent", tp_rank=rank, tp_size=2) for rank in range(2)]
+    over = threading.Event()
+    readers = [Reader() for _ in range(2)]
+
+    def write(part: Pages, client: Client) -> None:
+        for turn in range(60):
+            part.put(client, part.keys(*range(turn * 5, turn * 5 + 12)))
+            client.remove(part.namespace, part.keys(turn * 5))
+
+    def read(reader: Reader) -> None:
+        while not over.is_set():
+            reader.poll(node)
+            time.sleep(0.001)
+
+    writers = [threading.Thread(target=write, args=(part, connect(node))) for part in parts]
+    reading = [threading.Thread(target=read, args=(reader,)) for reader in readers]
+    for thread in (*writers, *reading):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    over.set()
+    for thread in reading:
+        thread.join()
+    client = connect(node)
+    there = [{page.prefix_hash for page in client.list_pages(part.namespace)} for part in parts]
+    for reader in (*readers, Reader()):
+        assert reader.catch_up(node) == {block_part(parts[0].namespace).id: there[0] & there[1]}

@@ -1,0 +1,110 @@
+"""The feed of a cluster, merged from its members' feeds."""
+
+from collections.abc import Sequence
+
+import pytest
+from fleet import view_of
+from known_pages import Pages
+from local_nodes import ClusterClient, Connect
+from replayed import Caller
+from told_blocks import ToldBlocks
+
+from kvstore import Client, InvalidRequest
+from kvstore.cluster import feed as module
+from kvstore.cluster.view import State
+from kvstore.pb import kvstore_pb2 as pb
+from node.server import Node
+
+IDLE_S = 0.2
+NUMBERS = range(24)
+OF_N2 = ((5, State.SERVING), (6, None))
+
+
+def ranks(name: str) -> list[Pages]:
+    return [Pages(name, tp_rank=rank, tp_size=2) for rank in range(2)]
+
+
+def listed(client: Client, parts: Sequence[Pages]) -> set[bytes]:
+    found = [{page.prefix_hash for page in client.list_pages(part.namespace)} for part in parts]
+    return found[0] & found[1]
+
+
+def become(nodes: Sequence[Node], number: int, replicas: int = 1, **states: State | None) -> None:
+    view = view_of(nodes, replicas, number, None, **states)
+    for place, node in enumerate(nodes):
+        if f"n{place}" in view.by_id:
+            node.membership.become(view, f"n{place}")
+
+
+def test_one_feed_of_all_members(cluster: list[Node], far: ClusterClient) -> None:
+    """Ranks of a block lie at different members; replicas count once."""
+    become(cluster, 5, replicas=2)
+    parts, client = ranks("a fleet"), far(cluster)
+    told = ToldBlocks(client.feed(idle_s=IDLE_S))
+    told.until_kind("ready")
+    for part in parts:
+        part.put(client, part.keys(*NUMBERS), ack="all")
+    space = parts[0].namespace
+    told.until(lambda: told.of(space) == {*parts[0].keys(*NUMBERS)})
+    client.remove(parts[1].namespace, parts[1].keys(*range(5)))
+    told.until(lambda: told.of(space) == {*parts[0].keys(*range(5, 24))})
+    assert told.of(space) == listed(client, parts)
+    # A reader that comes later is told the same
+    later = ToldBlocks(far(cluster).feed(idle_s=IDLE_S))
+    later.until_kind("ready")
+    assert later.of(space) == told.of(space)
+
+
+def test_change_of_the_view_tells_all_anew(cluster: list[Node], far: ClusterClient) -> None:
+    become(cluster, 5)
+    parts, client = ranks("a changing fleet"), far(cluster)
+    for part in parts:
+        part.put(client, part.keys(*NUMBERS))
+    told = ToldBlocks(client.feed(idle_s=IDLE_S))
+    told.until_kind("ready")
+    space, everything = parts[0].namespace, {*parts[0].keys(*NUMBERS)}
+    assert told.of(space) == everything
+    become(cluster, 6, n2=None)
+    client.remove(parts[0].namespace, parts[0].keys(99))  # its reply tells of the new view
+    told.until(lambda: told.kinds.count("reset") == 2)
+    told.until_kind("ready")
+    before, after = (view_of(cluster, 1, number, None, n2=state) for number, state in OF_N2)
+    left = {
+        key
+        for key in everything
+        for digests in [[part.namespace.digest for part in parts]]
+        if all(
+            before.owners.owners(digest, [key]) == after.owners.owners(digest, [key])
+            for digest in digests
+        )
+    }
+    assert told.of(space) == left
+    assert 0 < len(left) < len(everything)
+
+
+def test_pages_of_a_member_that_is_gone_are_removed(
+    cluster: list[Node], far: ClusterClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become(cluster, 5)
+    monkeypatch.setattr(module, "AWAY_S", 0.2)
+    parts, client = ranks("a fleet with a loss"), far(cluster)
+    for part in parts:
+        part.put(client, part.keys(*NUMBERS))
+    told = ToldBlocks(client.feed(idle_s=IDLE_S))
+    told.until_kind("ready")
+    space, everything = parts[0].namespace, {*parts[0].keys(*NUMBERS)}
+    assert told.of(space) == everything
+    monkeypatch.setattr(cluster[2].service, "draining", True)
+    told.until(lambda: told.of(space) != everything)
+    assert "away" in told.kinds
+    monkeypatch.setattr(cluster[2].service, "draining", False)
+    told.until(lambda: told.of(space) == everything)
+    assert told.kinds.count("reset") == 1
+
+
+def test_member_tells_single_namespaces_only(cluster: list[Node], connect: Connect) -> None:
+    become(cluster, 5)
+    feed = cluster[0].service.feed
+    with pytest.raises(InvalidRequest, match="merge"):
+        feed.poll(pb.FeedRequest(), Caller(), lambda model: True)
+    assert feed.poll(pb.FeedRequest(member=True), Caller(), lambda model: True).begin
