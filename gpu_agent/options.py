@@ -32,7 +32,7 @@ from kvstore.config import (
     warn_unknown_variables,
 )
 from kvstore.errors import ConfigError
-from kvstore.keys import TEXT_NBYTES_MAX, Namespace
+from kvstore.keys import TEXT_NBYTES_MAX, Namespace, part_of
 from kvstore.layout import PageLayout
 from kvstore.page_hmac import page_keys
 from kvstore.security.secrets import DEFAULT_TENANT, tenant_of
@@ -114,17 +114,25 @@ class Identity(PageKeyConfig):
         keys = page_keys(self)
         return keys.key_id if keys else ""
 
-    def namespace(self, layout: PageLayout, facts: str, **shard: int) -> Namespace:
-        """Return a shard's namespace (`tp_rank`, `tp_size`, ...); `facts` are of `facts_text`."""
-        salt = f"{facts} salt={self.salt}" if self.salt else facts
+    def part(self, common: str, group: int, groups: int, ranks: int = 0) -> str:
+        """Return a namespace's part; `common` are the facts of all of them (`part_of`)."""
+        return part_of(f"{common} salt={self.salt}", group, groups, ranks)
+
+    def namespace(self, layout: PageLayout, facts: str, part: str = "", **shard: int) -> Namespace:
+        """Return a shard's namespace (`tp_rank`, `tp_size`, ...); `facts` are of `facts_text`.
+
+        `part`: of `part`, for an engine whose groups or ranks differ in their facts.
+        """
+        own = f" salt={self.salt}" if self.salt else ""
         return Namespace(
             model=self.model,
             layout=layout,
             tenant=self.tenant,
             revision=self.revision,
-            salt=salt,
+            salt=facts + own,
             epoch=self.epoch,
             key_id=self.key_id,
+            part=part,
             **shard,
         )
 

@@ -31,6 +31,7 @@ PREFIX_HASH_NBYTES_MAX = 64
 _LEGAL_NBYTES = frozenset(range(PREFIX_HASH_NBYTES_MIN, PREFIX_HASH_NBYTES_MAX + 1))
 TEXT_NBYTES_MAX = 1024  # bytes of each text field of a namespace
 _U32_MAX = 2**32 - 1
+_PART = re.compile(r"([0-9a-f]{16})\.(\d{1,4})/([1-9]\d{0,3})(?::([1-9]\d{0,5}))?\Z")
 _KEY_ID = re.compile(r"([0-9a-f]{16})?\Z")
 
 
@@ -42,6 +43,9 @@ class Namespace:
     covers what no other field does: LoRA, cache salt, static quantisation scales, the engine's own
     layout version. `epoch` is raised after a weight update under the same name. `key_id` names the
     key that signs the pages (`kvstore.page_hmac.PageKeys.key_id`); empty: they are not signed.
+
+    `part` tells a feed which of an engine's namespaces belong together (`part_of`). It is no part
+    of the identity.
     """
 
     model: str
@@ -57,12 +61,13 @@ class Namespace:
     salt: str = ""
     epoch: int = field(default=0)
     key_id: str = ""
+    part: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for name in ("tenant", "model"):
             if not getattr(self, name):
                 raise InvalidRequest(f"namespace: {name} must not be empty")
-        for name in ("tenant", "model", "revision", "salt"):
+        for name in ("tenant", "model", "revision", "salt", "part"):
             if len(getattr(self, name).encode()) > TEXT_NBYTES_MAX:
                 raise InvalidRequest(f"namespace: {name} is longer than {TEXT_NBYTES_MAX} bytes")
         for axis in ("tp", "pp", "cp"):
@@ -93,16 +98,14 @@ class Namespace:
         is empty.
         """
         sha = hashlib.sha256(b"kvstore-namespace-1\0")
-        for name in sorted(f.name for f in fields(self) if self.key_id or f.name != "key_id"):
+        left_out = {"part"} if self.key_id else {"part", "key_id"}
+        for name in sorted({f.name for f in fields(self)} - left_out):
             value = getattr(self, name)
             data = value.fingerprint if isinstance(value, PageLayout) else str(value).encode()
             sha.update(
                 struct.pack("<I", len(name)) + name.encode() + struct.pack("<I", len(data)) + data
             )
         return sha.digest()[:NAMESPACE_DIGEST_NBYTES]
-
-
-_PART = re.compile(r"(?:^| )part=([0-9a-f]{16})\.(\d{1,4})/([1-9]\d{0,3})(?: |\Z)")
 
 
 class BlockPart(NamedTuple):
@@ -119,21 +122,25 @@ class BlockPart(NamedTuple):
     ranks: int  # of this group
 
 
-def part_text(common: str, group: int, groups: int) -> str:
-    """Return the words of a salt that say which of an engine's groups a namespace has.
+def part_of(common: str, group: int, groups: int, ranks: int = 0) -> str:
+    """Return a namespace's `part`: which of an engine's cache groups it has.
+
+    `ranks`: namespaces of this group, if there are not as many as ranks.
 
     `common`: text that is equal for the groups and ranks of this KV only.
     """
-    return f"part={hashlib.sha256(common.encode()).hexdigest()[:16]}.{group}/{groups}"
+    return f"{hashlib.sha256(common.encode()).hexdigest()[:16]}.{group}/{groups}" + (
+        f":{ranks}" if ranks else ""
+    )
 
 
 def block_part(value: Namespace) -> BlockPart:
     """Return which part of which KV a namespace has.
 
-    Without such words in the salt, namespaces that differ in their ranks only are one KV.
+    Namespaces without `part` that differ in their ranks only are one KV.
     """
     sizes = (value.tp_size, value.pp_size, value.cp_size)
-    match = _PART.search(value.salt)
+    match = _PART.match(value.part)
     group, groups = (int(match[2]), int(match[3])) if match else (0, 1)
     own = [match[1].encode()] if match else [value.salt.encode(), value.layout.fingerprint]
     own += [] if match else [str(size).encode() for size in sizes]
@@ -142,7 +149,8 @@ def block_part(value: Namespace) -> BlockPart:
     for data in (*(name.encode() for name in names), *own):
         sha.update(struct.pack("<I", len(data)) + data)
     rank = (value.tp_rank * value.pp_size + value.pp_rank) * value.cp_size + value.cp_rank
-    return BlockPart(sha.digest()[:NAMESPACE_DIGEST_NBYTES], group, groups, rank, math.prod(sizes))
+    ranks = int(match[4]) if match and match[4] else math.prod(sizes)
+    return BlockPart(sha.digest()[:NAMESPACE_DIGEST_NBYTES], group, groups, rank, ranks)
 
 
 def shown(digest: bytes) -> str:

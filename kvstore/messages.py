@@ -25,6 +25,7 @@ _SCALARS = (
     "salt",
     "epoch",
     "key_id",
+    "part",
 )
 
 

@@ -185,19 +185,45 @@ def namespaces(
         vllm_config, seed
     )
     identity = weights_of(vllm_config, identity, from_hub)
-    found: list[list[Namespace]] = []
-    for group, parts in zip(kv_cache_config.kv_cache_groups, shards, strict=True):
+    groups, found = kv_cache_config.kv_cache_groups, list[list[Namespace]]()
+    common = _common(facts, groups, shards)
+    for number, (group, parts) in enumerate(zip(groups, shards, strict=True)):
+        place = identity.part(common, number, len(groups)) if common else ""
         texts = [
             facts_text("vllm", **facts, **_group_facts(vllm_config, group, part.layers))
             for part in parts
         ]
         found.append(
             [
-                identity.namespace(part.pool.layout, text, **part.axes)
+                identity.namespace(part.pool.layout, text, place, **part.axes)
                 for part, text in zip(parts, texts, strict=True)
             ]
         )
     return found
+
+
+def _common(
+    facts: Mapping[str, Any], groups: Sequence[Any], shards: Sequence[Sequence[GroupShard]]
+) -> str:
+    """Return what the namespaces of all groups and ranks have in common.
+
+    Empty for one group on one pipeline rank: its namespaces differ in their ranks only.
+    """
+    sizes = [
+        [parts[0].pool.layout.page_tokens, *sorted(parts[0].axes.items() - _ranks(parts[0]))]
+        if parts
+        else []
+        for parts in shards
+    ]
+    stages = max((part.axes["pp_size"] for parts in shards for part in parts), default=1)
+    if len(groups) <= 1 and stages == 1:
+        return ""
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    return f"{facts_text('vllm', **facts)} {text_digest([kinds, sizes])}"
+
+
+def _ranks(part: GroupShard) -> set[tuple[str, int]]:
+    return {(name, rank) for name, rank in part.axes.items() if name.endswith("_rank")}
 
 
 def _cache_facts(vllm_config: Any, seed: str) -> dict[str, Any]:
@@ -330,9 +356,9 @@ def tier_namespace(
         "hash_tokens": config.cache.tokens_per_hash,
         "groups": text_digest(groups),
     }
-    return identity.namespace(
-        _row_layout(config, row_nbytes), facts_text("vllm-tier", **shape, **facts), **shard
-    )
+    text = facts_text("vllm-tier", **shape, **facts)
+    whole = identity.part(f"{text} {row_nbytes} {shard}", 0, 1, ranks=1)
+    return identity.namespace(_row_layout(config, row_nbytes), text, whole, **shard)
 
 
 def _row_layout(config: Any, row_nbytes: int) -> PageLayout:

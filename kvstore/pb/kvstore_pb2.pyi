@@ -192,7 +192,7 @@ class PageLayout(_message.Message):
     def __init__(self, page_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ...) -> None: ...
 
 class Namespace(_message.Message):
-    __slots__ = ("tenant", "model", "revision", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "salt", "epoch", "layout", "key_id")
+    __slots__ = ("tenant", "model", "revision", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size", "salt", "epoch", "layout", "key_id", "part")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,7 @@ class Namespace(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     KEY_ID_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     model: str
     revision: str
@@ -219,7 +220,8 @@ class Namespace(_message.Message):
     epoch: int
     layout: PageLayout
     key_id: str
-    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_rank: _Optional[int] = ..., pp_size: _Optional[int] = ..., cp_rank: _Optional[int] = ..., cp_size: _Optional[int] = ..., salt: _Optional[str] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[PageLayout, _Mapping]] = ..., key_id: _Optional[str] = ...) -> None: ...
+    part: str
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_rank: _Optional[int] = ..., pp_size: _Optional[int] = ..., cp_rank: _Optional[int] = ..., cp_size: _Optional[int] = ..., salt: _Optional[str] = ..., epoch: _Optional[int] = ..., layout: _Optional[_Union[PageLayout, _Mapping]] = ..., key_id: _Optional[str] = ..., part: _Optional[str] = ...) -> None: ...
 
 class OpenNamespaceRequest(_message.Message):
     __slots__ = ("namespace", "digest")

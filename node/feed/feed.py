@@ -29,7 +29,8 @@ from node.memory.changes import Change, ChangeRing
 from node.memory.page import NamespaceIndex, State
 from node.memory.tier import RamTier
 
-TICK_S = 0.05  # how often a waiting reader looks; writers wake nobody
+TICK_S = 0.1  # how often a waiting reader looks; writers wake nobody
+GATHER_S = 0.2  # a reader waits so long first, and gets in one reply what came meanwhile
 IDLE_S = 60.0  # without readers, then changes are not noted any more
 REPLY_KEYS = 8192  # of one reply
 PART_KEYS = 2048  # of a snapshot, looked at in one call
@@ -147,7 +148,7 @@ class Feed:
             return (not name or model.value.model == name) and sees(model)
 
         if request.wait_ms and not cursor.snapshot and self._has_few(cursor):
-            time.sleep(TICK_S)  # a reader gets what came meanwhile in one reply
+            time.sleep(min(GATHER_S, request.wait_ms / 1000))
         while True:
             if caller.gone() or self._stops():
                 raise Unavailable("the caller has left, or the node stops")
@@ -251,25 +252,26 @@ class Feed:
         if self._ring is None or self._stale or self._single != self.is_member():
             self._restart()
         assert self._ring is not None
-        self._models.refresh(self._tier.namespaces.all())
-        changes = self._ring.read()
+        is_new = self._models.refresh(self._tier.namespaces.all())
+        changes = None if is_new else self._ring.read()
         if changes is None:
             return self._restart()
-        if any(self._models.of(change.digest) is None for change in changes):
-            self._models.refresh(self._tier.namespaces.all())  # one was opened meanwhile
+        unknown = any(self._models.of(digest) is None for _, digest, _, _ in changes)
+        if unknown and self._models.refresh(self._tier.namespaces.all()):  # opened meanwhile
+            return self._restart()
         if looks := self._looks(changes):
             self._tell(looks)
 
     def _looks(self, changes: list[Change]) -> dict[tuple[bytes, bytes], tuple[bool, bool]]:
         """Return which blocks to look at, and whether pages of them came, and went."""
         looks: dict[tuple[bytes, bytes], tuple[bool, bool]] = {}
-        for change in changes:
-            model = self._models.of(change.digest)
+        for _, digest, prefix_hashes, is_new in changes:
+            model = self._models.of(digest)
             if model is None:  # opened and closed meanwhile: nobody was told of it
                 continue
-            for prefix_hash in change.prefix_hashes:
+            for prefix_hash in prefix_hashes:
                 came, went = looks.get((model.id, prefix_hash), (False, False))
-                looks[model.id, prefix_hash] = (came or change.came, went or not change.came)
+                looks[model.id, prefix_hash] = (came or is_new, went or not is_new)
         for key in self._expiries.due(self._tier.clock_s()):
             looks[key] = (looks.get(key, (False, False))[0], True)
         return looks

@@ -1,8 +1,9 @@
 """Group the open namespaces into models: those whose pages make up a block together. No lock."""
 
 from collections.abc import Iterator, Sequence
+from operator import is_
 
-from kvstore.keys import block_part
+from kvstore.keys import Namespace, block_part
 from kvstore.pb import kvstore_pb2 as pb
 from node.memory.page import NamespaceIndex
 
@@ -69,14 +70,20 @@ class Models:
         """Begin without namespaces. `single`: each will be a model by itself."""
         self._single = single
         self._spaces: Sequence[NamespaceIndex] = ()
+        self._values: Sequence[Namespace] = ()
         self._open: dict[bytes, bytes] = {}  # ids of models by digest
         self._closed: dict[bytes, bytes] = {}
         self._by_id: dict[bytes, Model] = {}
 
-    def refresh(self, spaces: list[NamespaceIndex]) -> None:
-        """Take the namespaces that are open now."""
-        if spaces == self._spaces:
-            return
+    def refresh(self, spaces: list[NamespaceIndex]) -> bool:
+        """Take the namespaces that are open now.
+
+        Return whether one of them belongs to another model than before: then all is new.
+        """
+        values = [index.value for index in spaces]
+        if spaces == self._spaces and all(map(is_, values, self._values)):
+            return False
+        known, self._values = self._open, values
         self._closed |= self._open
         before, self._by_id, self._open, self._spaces = self._by_id, {}, {}, spaces
         for index in spaces:
@@ -95,6 +102,7 @@ class Models:
             if model_id in before:
                 self._by_id[model_id] = before[model_id]
                 before[model_id].parts = []
+        return any(known.get(digest, name) != name for digest, name in self._open.items())
 
     def of(self, digest: bytes) -> Model | None:
         """Return the model of a namespace; None if it is unknown."""

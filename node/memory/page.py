@@ -299,6 +299,8 @@ class Namespaces:
                     f"namespace {digest.hex()} is registered with another layout or identity"
                 )
             self._claim(known, peer)
+            if value.part and not known.value.part:  # it was opened by who did not know
+                known.value = value
             return known, False
         if value.stored_nbytes > self._page_nbytes_max:
             raise InvalidRequest(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvstore import InvalidRequest, Namespace, PageLayout, opaque_layout, prefix_hashes
-from kvstore.keys import check_prefix_hashes
+from kvstore.keys import block_part, check_prefix_hashes, part_of
 
 BASE = Namespace(model="m", layout=opaque_layout(4096), tp_size=4, pp_size=4, cp_size=4)
 OTHER_VALUES: dict[str, Any] = {
@@ -30,8 +30,14 @@ OTHER_VALUES: dict[str, Any] = {
 }
 
 
-def test_every_field_of_a_namespace_changes_its_digest() -> None:
-    assert set(OTHER_VALUES) == {field.name for field in dataclasses.fields(Namespace)}
+def test_every_field_of_a_namespace_but_its_part_changes_its_digest() -> None:
+    names = {field.name for field in dataclasses.fields(Namespace)}
+    assert set(OTHER_VALUES) == names - {"part"}
+    same = dataclasses.replace(BASE, part=part_of("c", 1, 2))
+    assert (same, same.digest) == (BASE, BASE.digest)
+    alone = dataclasses.replace(BASE, part=part_of("c", 0, 1, 1))
+    assert [block_part(space).ranks for space in (BASE, same, alone)] == [64, 64, 1]
+    assert block_part(same).id == block_part(alone).id != block_part(BASE).id
     digests = {
         dataclasses.replace(BASE, **{name: value}).digest for name, value in OTHER_VALUES.items()
     }

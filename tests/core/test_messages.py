@@ -28,7 +28,8 @@ LAYOUT = PageLayout(
     ),
 )
 NAMESPACE = Namespace(
-    "m", LAYOUT, "t", "r", 1, 2, 3, 4, 5, 6, "salt é", 2**64 - 1, "0123456789abcdef"
+    *("m", LAYOUT, "t", "r", 1, 2, 3, 4, 5, 6, "salt é", 2**64 - 1, "0123456789abcdef"),
+    part="0123456789abcdef.0/2",
 )
 
 
@@ -36,6 +37,7 @@ def test_namespace_survives_the_wire() -> None:
     data = namespace_message(NAMESPACE).SerializeToString()
     again = namespace_value(pb.Namespace.FromString(data))
     assert again == NAMESPACE
+    assert again.part == NAMESPACE.part
     assert again.digest == NAMESPACE.digest
 
 

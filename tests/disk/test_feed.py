@@ -13,14 +13,14 @@ from disk_nodes import Clock, Nodes, Pages, settle
 from replayed import Reader, listed
 
 from kvstore import Exhausted
-from kvstore.keys import part_text
+from kvstore.keys import part_of
 from node.feed import feed as feed_module
 from node.feed import told
 from node.memory import changes
 
 STEPS = int(os.environ.get("KVSTORE_FEED_STEPS") or 150)
 KEYS = 60
-GROUPS = [part_text("of two groups", group, 2) for group in range(2)]
+GROUPS = [part_of("of two groups", group, 2) for group in range(2)]
 
 
 class Life:
@@ -31,8 +31,8 @@ class Life:
         self.pages = [
             *(Pages("ranks", 8192, tp_rank=rank, tp_size=2) for rank in range(2)),
             *(
-                Pages("groups", nbytes, salt=salt)
-                for nbytes, salt in zip((4096, 8192), GROUPS, strict=True)
+                Pages("groups", nbytes, part=part)
+                for nbytes, part in zip((4096, 8192), GROUPS, strict=True)
             ),
             Pages("alone", 8192, tenant="other"),
         ]

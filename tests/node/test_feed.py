@@ -15,7 +15,7 @@ from told_blocks import ToldBlocks
 
 from kvstore import Client, Exhausted, Forbidden, InvalidRequest, Unauthenticated
 from kvstore.cluster.feed import CURSOR_NBYTES
-from kvstore.keys import block_part, part_text
+from kvstore.keys import block_part, part_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.feed import feed as module
@@ -69,16 +69,32 @@ def test_block_counts_when_all_ranks_have_it(node: Node, connect: Connect) -> No
 def test_block_counts_when_all_groups_have_it(node: Node, connect: Connect) -> None:
     client = connect(node)
     groups = [
-        Pages("groups", 4096 << group, tp_size=1 + group, salt=f"f=1 {part_text('c', group, 2)}")
+        Pages("groups", 4096 << group, tp_size=1 + group, part=part_of("c", group, 2))
         for group in range(2)
     ]
-    second = Pages("groups", 8192, tp_rank=1, tp_size=2, salt=groups[1].namespace.salt)
+    second = Pages("groups", 8192, tp_rank=1, tp_size=2, part=groups[1].namespace.part)
     reader, key = Reader(), groups[0].keys(1)
     model = block_part(groups[0].namespace).id
     for part in (*groups, second):
         assert model not in reader.catch_up(node)
         part.put(client, key)
     assert reader.catch_up(node)[model] == {*key}
+
+
+def test_part_that_is_known_later_tells_all_anew(node: Node, connect: Connect) -> None:
+    """As after a restart with rows of an older node, until the engine opens its namespaces."""
+    client, engine, reader = connect(node), connect(node), Reader()
+    unknown = [Pages("later", 4096 << group) for group in range(2)]
+    for pages in unknown:
+        pages.put(client, pages.keys(1))
+    assert len(reader.catch_up(node, "later")) == 2
+    named = [Pages("later", 4096 << group, part=part_of("d", group, 2)) for group in range(2)]
+    assert [pages.namespace.digest for pages in named] == [p.namespace.digest for p in unknown]
+    for pages in named:
+        engine.open(pages.namespace)
+    model = block_part(named[0].namespace).id
+    assert reader.catch_up(node, "later") == {model: {*named[0].keys(1)}}
+    assert reader.begins == 2
 
 
 def test_parts_of_other_weights_do_not_complete_a_block(node: Node, connect: Connect) -> None:
@@ -243,7 +259,7 @@ def test_ring_takes_changes_of_many_threads() -> None:
     while len(found) < count * threads:
         read = ring.read()
         assert read is not None
-        found += [change.prefix_hashes[0] for change in read]
+        found += [hashes[0] for _, _, hashes, _ in read]
         time.sleep(0)
     for writer in writers:
         writer.join()
