@@ -10,10 +10,12 @@ import random
 
 import pytest
 from disk_nodes import Clock, Nodes, Pages, settle
+from ports import free_port
 from replayed import Reader, listed
+from told_blocks import ToldBlocks
 
-from kvstore import Exhausted
-from kvstore.keys import part_of
+from kvstore import Client, ClientConfig, Exhausted
+from kvstore.keys import block_part, part_of
 from node.feed import feed as feed_module
 from node.feed import told
 from node.memory import changes
@@ -153,3 +155,45 @@ def test_replay_equals_the_list(nodes: Nodes, seed: int, monkeypatch: pytest.Mon
             life.compare()
     life.compare()
     assert all(reader.begins for reader in life.readers)
+
+
+def test_reader_reconnects_to_a_restarted_node(nodes: Nodes) -> None:
+    port, pages = free_port(), Pages("restarted")
+    node = nodes.start(port=port)
+    pages.put(nodes.connect(node), pages.keys(1, 2), durable=True)
+    with Client(ClientConfig(f"127.0.0.1:{port}", timeout_s=20.0)) as client:
+        told = ToldBlocks(client.feed(idle_s=0.2))
+        told.until_kind("ready")
+        nodes.stop(node)
+        told.until_kind("away")
+        node = nodes.start(port=port)
+        pages.put(nodes.connect(node), pages.keys(3))
+        told.until(lambda: told.kinds.count("reset") == 2)
+        told.until(lambda: told.of(pages.namespace) == {*pages.keys(1, 2, 3)})
+
+
+def test_expired_blocks_are_removed_though_nobody_asks_for_them(nodes: Nodes) -> None:
+    node, clock, pages, reader = nodes.start(), Clock(), Pages("expiring"), Reader()
+    clock.govern(node)
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1), ttl_s=5.0)
+    pages.put(client, pages.keys(2))
+    model = block_part(pages.namespace).id
+    assert reader.catch_up(node) == {model: {*pages.keys(1, 2)}}
+    clock.now_s += 6
+    assert reader.catch_up(node) == {model: {*pages.keys(2)}}
+    assert reader.begins == 1
+
+
+def test_page_that_moves_behind_a_snapshot_is_told(nodes: Nodes) -> None:
+    node, pages, reader = nodes.start(), Pages("moving"), Reader()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1, 2), durable=True)
+    pages.drop_from_ram(node)
+    pages.get(client, pages.keys(1))
+    assert reader.poll(node).begin  # the pages in RAM; those on disk come next
+    pages.get(client, pages.keys(2))
+    settle(node)
+    assert node.disk is not None
+    node.disk.remove(pages.digest, pages.keys(2))
+    assert reader.catch_up(node) == {block_part(pages.namespace).id: {*pages.keys(1, 2)}}
