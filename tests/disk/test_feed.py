@@ -7,6 +7,7 @@ with readers that are fast, slow or new. For a longer run set KVSTORE_FEED_STEPS
 import contextlib
 import os
 import random
+import threading
 
 import pytest
 from disk_nodes import Clock, Nodes, Pages, settle
@@ -197,3 +198,24 @@ def test_page_that_moves_behind_a_snapshot_is_told(nodes: Nodes) -> None:
     assert node.disk is not None
     node.disk.remove(pages.digest, pages.keys(2))
     assert reader.catch_up(node) == {block_part(pages.namespace).id: {*pages.keys(1, 2)}}
+
+
+def test_page_that_leaves_the_disk_while_it_is_loaded_is_told(nodes: Nodes) -> None:
+    """It is told as removed while it is in neither tier, and then as stored."""
+    node, pages, reader = nodes.start(), Pages("loading"), Reader()
+    client = nodes.connect(node)
+    pages.put(client, pages.keys(1), durable=True)
+    pages.drop_from_ram(node)
+    model = block_part(pages.namespace).id
+    assert reader.catch_up(node) == {model: {*pages.keys(1)}}
+    nodes.layer.reading.clear()
+    get = threading.Thread(target=pages.get, args=(client, pages.keys(1)))
+    get.start()
+    assert nodes.layer.waiting.acquire(timeout=60.0)
+    assert node.disk is not None
+    node.disk.remove(pages.digest, pages.keys(1))
+    assert reader.catch_up(node) == {}
+    nodes.layer.reading.set()
+    get.join()
+    settle(node)
+    assert reader.catch_up(node) == listed(client, [pages.namespace])
