@@ -29,7 +29,8 @@ from kvstore.deadline import Deadline
 from kvstore.tools.node_process import NodeProcess
 
 PAGE_NBYTES = 192 << 10  # more than a socket's buffers hold, so that gets are cut in mid-page
-SYNC_ONLY = {"open_put", "open_get", "batch_pages_max", "maps_arena"}  # the node's own memory
+# The node's own memory, and an iterator that has a thread of its own
+SYNC_ONLY = {"open_put", "open_get", "batch_pages_max", "maps_arena", "feed"}
 
 
 def run(node: NodeProcess, body: Callable[[Client], Awaitable[Any]], **settings: Any) -> Any:
