@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 3600.0  # an engine that is restarted finds its pages
 LOOK_S = 2.0
+TAKE_S = 1.0
 STARTED_S = 60.0  # a node that has run for so long counts as a try that did not fail
 # Of the memory that is free at the start. Models are loaded after that, and into GPUs.
 RAM_SHARE = 4
@@ -32,22 +33,35 @@ RAM_NBYTES_MIN, RAM_NBYTES_MAX = 64 << 20, 64 << 30
 def main() -> None:
     """Run the node until a signal, or until no engine has used it for `--idle-s`."""
     parser = argparse.ArgumentParser("node.local")
-    parser.add_argument("--lock-fd", type=int, required=True, help="inherited from an engine")
     parser.add_argument("--idle-s", type=float, default=IDLE_S)
     parser.add_argument("--stay", action="store_true", help="as a child of its starter")
     arguments = parser.parse_args()
-    if not arguments.stay and os.fork():
+    # Not the engine's: a child that it forks meanwhile would have a copy of it, and keep it
+    lock = os.open(local_file("lock"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if not _take(lock) or (not arguments.stay and os.fork()):
         os._exit(0)
     # As the node does, and before the thread starts, which must not take one of them
     signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
-    threading.Thread(
-        target=_end_unused, args=(arguments.lock_fd, arguments.idle_s), daemon=True
-    ).start()
+    threading.Thread(target=_end_unused, args=(lock, arguments.idle_s), daemon=True).start()
     sys.argv = ["kvstore-node", "--host", "none", "--shm-socket", local_file("sock")]
     if "ram_nbytes" not in in_environment(NodeConfig, "KVSTORE_NODE"):
         free = available_nbytes() // RAM_SHARE
         sys.argv += ["--ram-bytes", str(max(RAM_NBYTES_MIN, min(free, RAM_NBYTES_MAX)))]
     run()
+
+
+def _take(lock: int) -> bool:
+    """Take the lock, which engines that look have for an instant; False if a node has it."""
+    end = time.monotonic() + TAKE_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+        else:
+            return True
 
 
 def _end_unused(lock: int, idle_s: float) -> None:

@@ -1,7 +1,7 @@
 """Keep a node on this host for its engines, which name it by the address `local`.
 
     engine process   shares the lock of local.users as long as it lives; if nobody has the lock of
-                     local.lock, it starts a node
+                     local.lock, it notes there that it starts a node
     node             has the lock of local.lock until it ends, an hour after the last engine
 
 The files are in `runtime_dir()`, where only this user may write. The kernel releases the locks of a
@@ -74,6 +74,7 @@ class _Keeper:
             self._users = os.open(local_file("users"), os.O_RDWR | _CREATED, 0o600)
         fcntl.flock(self._users, fcntl.LOCK_SH)  # a node holds it for microseconds
         lock, problem = os.open(local_file("lock"), os.O_RDWR | _CREATED, 0o600), ""
+        starts = False
         try:
             if not _taken(lock):
                 self._problem = ""
@@ -84,26 +85,28 @@ class _Keeper:
                 problem = _last_words()
             wait_s = min(RETRY_S * 2 ** min(tries - 1, 10), RETRY_S_MAX) if tries else 0.0
             if abs(time.time() - about.st_mtime) >= wait_s:
-                os.pwrite(lock, b".", tries)
-                self._start(lock)
+                os.pwrite(lock, b".", tries)  # so no other engine tries for RETRY_S
+                starts = True
         finally:
-            os.close(lock)  # a node that was started has a copy
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has a copy
+            os.close(lock)
+        if starts:
+            self._start()
         return problem
 
-    def _start(self, lock: int) -> None:
+    def _start(self) -> None:
         path = local_file("log")
         with contextlib.suppress(FileNotFoundError):
             os.replace(path, f"{path}.1")
         said = os.open(path, os.O_WRONLY | os.O_APPEND | _CREATED, 0o600)
         try:
-            # It leaves a child behind, which no end of an engine reaches: vLLM kills all processes
-            # below its own, and Ctrl-C those of its session.
+            # It takes the lock and leaves a child behind, which no end of an engine reaches: vLLM
+            # kills all processes below its own, and Ctrl-C those of its session.
             subprocess.run(
-                programs.command("node.local", "--lock-fd", str(lock), begin=programs.python()),
+                programs.command("node.local", begin=programs.python()),
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
-                pass_fds=(lock,),
                 start_new_session=True,
                 check=False,
             )

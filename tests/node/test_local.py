@@ -134,26 +134,45 @@ def test_killed_node_is_started_again(
     assert nodes() != [node]
 
 
+def test_child_that_the_engine_forks_meanwhile_keeps_no_lock(
+    runtime: Path, keeper: _Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, (end, other_end) = local_node._taken, os.pipe()
+    children = []
+
+    def forks(lock: int) -> bool:
+        found = taken(lock)
+        if not (child := os.fork()):
+            os.close(other_end)
+            os.read(end, 1)
+            os._exit(0)
+        children.append(child)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local_node, "_taken", forks)
+        keeper.look()
+    wait_until(serves)
+    (node,) = nodes()
+    os.kill(node, signal.SIGKILL)
+    wait_until(is_free)
+    os.close(other_end)
+    for child in children:
+        os.waitpid(child, 0)
+    os.close(end)
+
+
 @pytest.mark.parametrize("way", ["unused", "removed"])
 def test_node_ends_when_unused_or_when_its_files_are_gone(runtime: Path, way: str) -> None:
     runtime.mkdir(0o700)
     with open(local_file("users"), "w") as users, open(local_file("lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write("tried")
         lock.flush()
         fcntl.flock(users, fcntl.LOCK_SH)
         idle_s = "0.2" if way == "unused" else "3600"
-        command = [
-            "-m",
-            "kvstore.programs",
-            "node.local",
-            "--stay",
-            "--lock-fd",
-            str(lock.fileno()),
-        ]
+        command = ["-m", "kvstore.programs", "node.local", "--stay", "--idle-s", idle_s]
         with subprocess.Popen(
-            [sys.executable, *command, "--idle-s", idle_s],
-            pass_fds=[lock.fileno()],
+            [sys.executable, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         ) as node:
