@@ -18,6 +18,7 @@ from node.config import NodeConfig
 from node.main import STOP_SIGNALS
 from node.main import main as run
 from node.memory.arena import available_nbytes
+from node.process import leave_cores, yield_memory_first
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,9 @@ def main() -> None:
     lock = os.open(local_file("lock"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     if not _take(lock) or (not arguments.stay and os.fork()):
         os._exit(0)
+    # An engine binds its processes to cores, and pays more for its end than for that of a cache
+    leave_cores()
+    yield_memory_first()
     # As the node does, and before the thread starts, which must not take one of them
     signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
     threading.Thread(target=_end_unused, args=(lock, arguments.idle_s), daemon=True).start()

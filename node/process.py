@@ -1,15 +1,17 @@
-"""Set up a node's process: its log, and rare full garbage collections.
+"""Set up a node's process: its log, its place in the system, and rare full garbage collections.
 
 Log lines are text, or a JSON object each; both contain the request id. A reader of the log that
 stops reading costs lines, and never holds up the node.
 """
 
+import contextlib
 import ctypes
 import datetime
 import gc
 import json
 import logging
 import os
+import platform
 import select
 import socket
 import stat
@@ -22,6 +24,8 @@ from typing import Any
 from kvstore.log_rate import LogRate
 from kvstore.tracing import current
 
+log = logging.getLogger(__name__)
+
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 PAUSE_SHARE = 1e-3  # most of the time that goes to full collections, unless they were rarer than
@@ -31,6 +35,8 @@ _NEVER = 1 << 30  # collections of the middle generation between two full ones
 
 
 STDERR = 2
+OOM_SCORE = "1000"
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # number of the system call
 PIPE_NBYTES = select.PIPE_BUF  # a pipe that is writable takes so many bytes at once
 
 
@@ -40,6 +46,27 @@ def set_up_log(level: str, form: str = "text") -> None:
     handler.addFilter(LogRate())
     handler.setFormatter(formatter(form))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def yield_memory_first() -> None:
+    """Have the kernel end this process before others when memory runs out."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write(OOM_SCORE)
+    except OSError as error:
+        log.info("the kernel may end another process before this one: %s", error)
+
+
+def leave_cores() -> None:
+    """Run on all cores, with memory of all of them, whatever this process inherited.
+
+    What may not be changed, as in some containers, stays.
+    """
+    call = _SET_MEMPOLICY.get(platform.machine())
+    if call is not None:
+        ctypes.CDLL(None).syscall(call, 0, None, 0)
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
 
 
 class StderrHandler(logging.Handler):

@@ -18,14 +18,12 @@ import time
 from node.gateway import sandbox
 from node.gateway.control import EXIT_MEMORY
 from node.gateway.gateway import Gateway, rss_nbytes, serve
-from node.process import set_up_log
+from node.process import set_up_log, yield_memory_first
 
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.02
 NICENESS = 10  # if CPU time is short, engines on the node's other ports come first
-# When memory runs out, the kernel kills a gateway before the node, whose arena counts in full.
-OOM_SCORE = "1000"
 _PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
@@ -65,7 +63,8 @@ def main() -> None:
     set_up_log(arguments.log_level, arguments.log_format)
     _end_with_node()
     os.nice(NICENESS)
-    _yield_memory_first()
+    # Before the node, whose arena counts in full
+    yield_memory_first()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would have callers' data
     rss_nbytes()  # opens the file that it reads
     try:
@@ -86,15 +85,6 @@ def _end_with_node() -> None:
     """Make the kernel kill this process when the node ends: a restarted node needs the port."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL):
         log.info("a killed node's port is free only when its gateway has noticed")
-
-
-def _yield_memory_first() -> None:
-    """Have the kernel end this process before the node when memory runs out."""
-    try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write(OOM_SCORE)
-    except OSError as error:
-        log.info("the kernel may end the node before its gateway: %s", error)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from ports import free_ports
 from kvstore import Client, ClientConfig
 from kvstore.tools.node_process import NodeProcess
 from node.gateway import sandbox
-from node.gateway.main import NICENESS, OOM_SCORE
+from node.gateway.main import NICENESS
+from node.process import OOM_SCORE
 
 SECRET = "not-for-gateways-7f3a"
 LANDLOCK = sandbox._libc.syscall(
@@ -113,7 +114,8 @@ def test_gateway_yields_cpu_and_memory_to_its_node(process: NodeProcess) -> None
 TRIES = """
 import ctypes, os, signal, socket, sys
 from node.gateway import sandbox
-from node.gateway.main import NICENESS, OOM_SCORE
+from node.gateway.main import NICENESS
+from node.process import OOM_SCORE
 
 data, identities, node, port, bulk = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6])
 libc = ctypes.CDLL(None, use_errno=True)

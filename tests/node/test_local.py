@@ -21,6 +21,7 @@ from kvstore import Client, ClientConfig, KVStoreError, Namespace, PutOutcome, o
 from kvstore.config import local_file
 from kvstore.tools import local_node
 from kvstore.tools.local_node import _Keeper
+from node.process import OOM_SCORE
 
 SPACE = Namespace("local", opaque_layout(4096))
 KEY, PAGE = b"k" * 32, bytes(range(256)) * 16
@@ -29,6 +30,7 @@ PATIENT: dict[str, Any] = {"timeout_s": 30.0, "connect_timeout_s": 20.0, "backof
 RANKS = """
 import os, sys
 from kvstore.tools.local_node import _Keeper
+from node.process import OOM_SCORE
 for _ in range(7):
     if not os.fork():
         break
@@ -160,6 +162,19 @@ def test_child_that_the_engine_forks_meanwhile_keeps_no_lock(
     for child in children:
         os.waitpid(child, 0)
     os.close(end)
+
+
+def test_node_leaves_the_engine_its_cores_and_its_life(runtime: Path, keeper: _Keeper) -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        keeper.look()
+    finally:
+        os.sched_setaffinity(0, cores)
+    wait_until(serves)
+    (node,) = nodes()
+    assert os.sched_getaffinity(node) >= cores
+    assert Path(f"/proc/{node}/oom_score_adj").read_text().strip() == OOM_SCORE
 
 
 @pytest.mark.parametrize("way", ["unused", "removed"])
