@@ -161,6 +161,7 @@ class ReadyRun:
         self._clock_s = clock_s
         self._lock = threading.Lock()
         self.count = 0  # keys that were reported
+        self._end = 0  # keys that may be: small pages are not all looked at again at each arrival
 
     def some_ready(self, pages: Sequence[Page | None]) -> None:
         """Report the next keys if they have enough pages; the last key is left for the last reply.
@@ -168,9 +169,10 @@ class ReadyRun:
         A page gets its checksum when its bytes are here and verified.
         """
         with self._lock:
-            end = self.count
+            end = self._end
             while end < len(pages) - 1 and ((page := pages[end]) is None or page.checksum):
                 end += 1
+            self._end = end
             if end - self.count >= self._pages_min:
                 part = self.reply(pages[self.count : end])
                 part.more = True

@@ -184,3 +184,18 @@ def test_leading_pages_are_reported_once_and_the_last_key_never() -> None:
     assert ready(3) == []  # one alone is no part
     assert run.count == 3
     assert run.reply(pages[3:]).offsets == [3, 4]
+
+
+def test_small_pages_are_not_looked_at_again_at_each_arrival() -> None:
+    looks = 0
+
+    class Seen(list[Any]):
+        def __getitem__(self, at: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().__getitem__(at)
+
+    run, pages = ReadyRun(lambda reply: None, 1024, lambda: 0), Seen([None] * 1000)
+    for _ in pages:
+        run.some_ready(pages)
+    assert looks < 3 * len(pages)
