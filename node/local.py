@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 IDLE_S = 3600.0  # an engine that is restarted finds its pages
 LOOK_S = 2.0
 TAKE_S = 1.0
+BEGIN_S = 20.0
 STARTED_S = 60.0  # a node that has run for so long counts as a try that did not fail
 # Of the memory that is free at the start. Models are loaded after that, and into GPUs.
 RAM_SHARE = 4
@@ -39,8 +40,11 @@ def main() -> None:
     arguments = parser.parse_args()
     # Not the engine's: a child that it forks meanwhile would have a copy of it, and keep it
     lock = os.open(local_file("lock"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    if not _take(lock) or (not arguments.stay and os.fork()):
+    if not _take(lock):
         os._exit(0)
+    before = _socket_made_ns()
+    if not arguments.stay and (node := os.fork()):
+        os._exit(_begun(node, before))
     # An engine binds its processes to cores, and pays more for its end than for that of a cache
     leave_cores()
     yield_memory_first()
@@ -66,6 +70,26 @@ def _take(lock: int) -> bool:
             time.sleep(0.01)
         else:
             return True
+
+
+def _begun(node: int, before: int) -> int:
+    """Wait some seconds until a node listens or has failed; return 1 if it has.
+
+    In a container without an init nobody else would collect those that fail, 144 of them a day.
+    """
+    end = time.monotonic() + BEGIN_S
+    while time.monotonic() < end and _socket_made_ns() == before:
+        if os.waitpid(node, os.WNOHANG)[0]:
+            return 1
+        time.sleep(0.05)
+    return 0
+
+
+def _socket_made_ns() -> int:
+    try:
+        return os.stat(local_file("sock")).st_ctime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _end_unused(lock: int, idle_s: float) -> None:

@@ -241,6 +241,16 @@ def test_node_that_can_not_start_is_one_warning_and_tried_by_one_engine(
     os.close(other._users)
 
 
+def test_starter_collects_a_node_that_fails(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_NODE_RAM_BYTES", "much")
+    runtime.mkdir(0o700)
+    for name in ("lock", "users"):
+        Path(local_file(name)).touch()
+    command = [sys.executable, "-m", "kvstore.programs", "node.local"]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, b"much" in ended.stderr) == (1, True)
+
+
 def test_directory_of_another_user_is_a_warning_and_not_used(
     runtime: Path,
     keeper: _Keeper,
