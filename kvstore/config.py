@@ -377,7 +377,10 @@ def parse_address(address: str) -> Address:
     Raises ConfigError; for other URLs it says what to write instead.
     """
     if address == LOCAL:
-        address = f"{UNIX_SCHEME}{local_file('sock')}"
+        try:
+            return Address("unix", path=_socket_path(f"{UNIX_SCHEME}{local_file('sock')}"))
+        except ConfigError as error:
+            raise ConfigError(f"address local needs another XDG_RUNTIME_DIR: {error}") from None
     if address.startswith(UNIX_SCHEME):
         return Address("unix", path=_socket_path(address))
     frames = address.startswith(BULK_SCHEME)

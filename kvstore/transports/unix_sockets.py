@@ -51,6 +51,10 @@ def private_directory() -> str:
     directory = runtime_dir()
     try:
         os.mkdir(directory, 0o700)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{os.path.dirname(directory)} does not exist: correct or unset XDG_RUNTIME_DIR"
+        ) from None
     except FileExistsError:
         found = os.lstat(directory)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:

@@ -18,7 +18,8 @@ from waiting import wait_until
 
 from gpu_agent.options import read_options
 from kvstore import Client, ClientConfig, KVStoreError, Namespace, PutOutcome, opaque_layout
-from kvstore.config import local_file
+from kvstore.config import local_file, parse_address
+from kvstore.errors import ConfigError
 from kvstore.tools import local_node
 from kvstore.tools.local_node import _Keeper
 from node.process import OOM_SCORE
@@ -272,6 +273,18 @@ def test_directory_of_another_user_is_a_warning_and_not_used(
         f"uid {os.geteuid()} may write to"
     )
     assert list(runtime.iterdir()) == []
+
+
+def test_runtime_directory_that_can_not_be_used_is_named(
+    keeper: _Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", f"{tmp_path}/none")
+    with pytest.raises(OSError, match=f"{tmp_path}/none does not exist: .* XDG_RUNTIME_DIR"):
+        keeper.look()
+    for wrong, why in (("run", "no absolute path"), (f"/tmp/{'x' * 100}", "at most 107 bytes")):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", wrong)
+        with pytest.raises(ConfigError, match=f"needs another XDG_RUNTIME_DIR: .*{why}"):
+            parse_address("local")
 
 
 def test_options_begin_to_keep_a_node_once_and_say_where_the_address_was_found(
