@@ -145,6 +145,8 @@ def _tier_lines(reply: NodeStatus) -> list[str]:
 
 
 def _tls_lines(reply: NodeStatus) -> list[str]:
+    if not reply.bulk_port:  # host=none
+        return ["TLS off: it serves by its Unix socket only"]
     if not reply.tls:
         return ["TLS off: anyone on the network path can read and change all traffic"]
     tls = reply.tls

@@ -81,6 +81,13 @@ def test_status_warns_of_a_node_without_tls(kvstore: Kvstore) -> None:
     )
 
 
+def test_status_of_a_node_without_tcp_does_not_warn(kvstore: Kvstore, tmp_path: Path) -> None:
+    path = f"{tmp_path}/only.sock"
+    with NodeProcess("--ram-bytes", "16MiB", "--host", "none", "--shm-socket", path):
+        said = kvstore("status", "-a", f"unix:{path}").stdout
+    assert "TLS off: it serves by its Unix socket only" in said
+
+
 def test_keys_are_private_and_certificates_have_the_given_names(
     kvstore: Kvstore, folder: Path
 ) -> None:
