@@ -6,13 +6,12 @@
     SCHEDULER   BlockScheduler: lookups, hits, which blocks to load and to save, pins
     WORKER      BlockRank: an agent per cache group, which moves them
 
-Options (docs/engines/vllm.md): those of gpu_agent.options, and OWN_OPTIONS.
+Options: docs/engines/vllm.md.
 """
 
 import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,18 +56,15 @@ from gpu_agent.engines.vllm_multi import (
     register,
     shards_of,
 )
+from gpu_agent.engines.vllm_options import connector_options
 from gpu_agent.engines.vllm_preemption import UncomputedBlocks
 from gpu_agent.identity.shards import shard_options
 from gpu_agent.identity.vllm import namespaces
 from gpu_agent.identity.vllm_shards import group_shards, rank_axes
-from gpu_agent.options import Options, read_options
-from gpu_agent.worker.choice import WHERE, agent_backend_for, lookup_backend_for
-from kvstore.errors import ConfigError
+from gpu_agent.worker.choice import agent_backend_for, lookup_backend_for
 
 logger = init_logger("vllm.kvstore")
 
-OWN_OPTIONS = ("min_tokens", "slow_hits", "lora", "agents", "head_shards", "layer_shards")
-MIN_TOKENS = 16
 ORDER_NBYTES = 256 << 20  # of one rank's save job: blocks are pinned until all of it has been read
 HOLD_S = 0.05  # time that a smaller job waits for more blocks,
 SCARCE_SHARE = 8  # unless less than this part of the blocks is free
@@ -562,38 +558,3 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 register(KVStoreConnector)
-
-
-def connector_options(values: Mapping[str, Any]) -> Options:
-    """Return the connector's options.
-
-    Raises ConfigError for an unknown, removed or invalid one.
-    """
-    if "load" in values:
-        raise ConfigError(
-            f"option load={values['load']!r} was removed: delete it; loads are always "
-            'asynchronous. With load="sync" '
-            "blocks of a failed load could stay in vLLM's prefix cache, and wrong pages could be "
-            "stored"
-        )
-    options = read_options(values, OWN_OPTIONS)
-    if options.own.get("agents", "auto") not in WHERE:
-        raise ConfigError(f"option agents={options.own['agents']!r} is none of {', '.join(WHERE)}")
-    if options.own.get("slow_hits", "decline") not in ("decline", "take"):
-        raise ConfigError(
-            f'option slow_hits={options.own["slow_hits"]!r} is neither "decline" nor "take"'
-        )
-    if options.own.get("lora", "skip") not in ("skip", "named"):
-        raise ConfigError(f'option lora={options.own["lora"]!r} is neither "skip" nor "named"')
-    shard_options(options.own)
-    return replace(
-        options,
-        own={**options.own, "min_tokens": _whole(options.own.get("min_tokens", MIN_TOKENS))},
-    )
-
-
-def _whole(value: Any) -> int:
-    try:
-        return int(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ConfigError(f"option min_tokens={value!r} is not a whole number") from None
