@@ -13,7 +13,7 @@ a running request: its stored pages, its load, and the blocks that need no save 
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from gpu_agent.blocks.lookups import Answer, beyond_ram
@@ -223,6 +223,7 @@ class EngineRequest(Protocol):
     request_id: str
     block_hashes: list[bytes]  # of all full blocks of known tokens; grows
     num_tokens: int
+    num_prompt_tokens: int
     num_computed_tokens: int
 
 
@@ -253,6 +254,7 @@ class TrackedRequest:
     # a step was scheduled since its blocks were allocated, so its tokens were computed
     scheduled: bool = False
     never_saved: bool = False  # its KV must not be stored
+    states: set[tuple[int, int]] = field(default_factory=set)  # staged: end in tokens, group
     # computed tokens before its first draft tokens since its blocks were allocated; None: no drafts
     drafted_at: int | None = None
 

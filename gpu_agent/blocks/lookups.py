@@ -271,6 +271,15 @@ class Lookups:
         pending.answered_at = pending.answered_at or now
         return pending.done.result() if done and not pending.done.exception() else pending.nothing
 
+    def failed(self, request_id: str) -> bool:
+        """Return whether the store did not answer a request's lookup, as far as known."""
+        pending = self._pending.get(request_id)
+        if pending is None:
+            return False
+        if pending.done.done():
+            return pending.done.exception() is not None
+        return time.monotonic() >= pending.overdue_at
+
     def awaited(self, request_id: str, timeout_s: float) -> Answer | None:
         """Wait for a lookup's answer; None if there is none in time."""
         end = time.monotonic() + timeout_s

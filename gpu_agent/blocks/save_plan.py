@@ -100,11 +100,12 @@ class Report:
 
 @dataclass
 class _Staged:
-    """Blocks of a request; `late` ones are not pinned."""
+    """Blocks of a request; `late` ones are not pinned, and `hurried` ones wait for no others."""
 
     owner: str
     parts: list[GroupBlocks]
     late: bool = False
+    hurried: bool = False
 
 
 @dataclass
@@ -158,6 +159,7 @@ class SavePlan:
         self._ready: deque[tuple[str, GroupBlocks]] = deque()  # and their owners
         self._ready_count = 0  # blocks of these
         self._ready_at = 0.0  # when the first of them became ready
+        self._hurried = False  # one of them waits for no others
         self._jobs: dict[int, _Job] = {}
         # By group: staged, ready or in a job, so that no block is saved twice
         self._known: dict[int, set[bytes]] = {}
@@ -186,10 +188,11 @@ class SavePlan:
         """Begin to schedule a step; numbers ascend."""
         self._steps[step] = []
 
-    def stage(self, owner: str, parts: Iterable[GroupBlocks]) -> None:
+    def stage(self, owner: str, parts: Iterable[GroupBlocks], hurried: bool = False) -> None:
         """Stage blocks whose tokens are computed by the end of the newest step, at most `room`.
 
         Without a running step they are ready. Blocks that are in a save already are left out.
+        `hurried`: as after `hurry`.
         """
         new = [part for part in (_without(self._known, part) for part in parts) if part.keys]
         if not new:
@@ -199,9 +202,9 @@ class SavePlan:
         for part in new:
             self._pin(part.blocks)
         if self._steps:
-            next(reversed(self._steps.values())).append(_Staged(owner, new))
+            next(reversed(self._steps.values())).append(_Staged(owner, new, hurried=hurried))
         else:
-            self._make_ready(_Staged(owner, new))
+            self._make_ready(_Staged(owner, new, hurried=hurried))
 
     def defer(self, owner: str, parts: Iterable[GroupBlocks]) -> None:
         """Remember blocks that the engine may free, in the order to save them, for `stage_late`.
@@ -236,12 +239,12 @@ class SavePlan:
             some = self._late.popleft()
             parts, rest = _split(some.parts, room)
             if rest:
-                self._late.appendleft(_Staged(some.owner, rest, late=True))
+                self._late.appendleft(_Staged(some.owner, rest, late=True, hurried=some.hurried))
             self._forget_late(parts)
             kept = [_select(part, self._cached(part)) for part in parts]
             self._lost += _count(parts) - _count(kept)
             before = self._pinned
-            self.stage(some.owner, kept)
+            self.stage(some.owner, kept, some.hurried)
             spare -= self._pinned - before
             self._late_at = time.monotonic()
         if self._late and time.monotonic() > self._late_at + LATE_S:
@@ -252,6 +255,12 @@ class SavePlan:
     def has_late(self) -> bool:
         """Return whether blocks of ended requests wait for room."""
         return bool(self._late)
+
+    def hurry(self, owner: str) -> None:
+        """Let what is staged or late of a request wait for no other blocks to be saved."""
+        for some in itertools.chain(self._late, *self._steps.values()):
+            some.hurried |= some.owner == owner
+        self._hurried |= any(one == owner for one, _ in self._ready)
 
     def take_lost(self) -> int:
         """Return the number of late blocks that were given up since the last call."""
@@ -284,10 +293,12 @@ class SavePlan:
         orders: list[SaveOrder] = []
         early = (
             self._ready_count < self._order_blocks
+            and not self._hurried
             and time.monotonic() < self._ready_at + self._hold_s
         )
         if not self._ready or (early and not self.scarce()):
             return orders
+        self._hurried = False
         while self._ready:
             parts, owners = self._next_order()
             self._jobs[self._next_job] = _Job(parts, self.ranks)
@@ -314,7 +325,7 @@ class SavePlan:
         self._late_keys.clear()
         self._release([part for _, part in self._ready])
         self._ready.clear()
-        self._ready_count = 0
+        self._ready_count, self._hurried = 0, False
 
     def check(self) -> list[str]:
         """Return violated invariants; empty if all is well."""
@@ -354,6 +365,7 @@ class SavePlan:
     def _make_ready(self, staged: _Staged) -> None:
         if not self._ready:
             self._ready_at = time.monotonic()
+        self._hurried |= staged.hurried
         self._ready.extend((staged.owner, part) for part in staged.parts)
         self._ready_count += _count(staged.parts)
 

@@ -27,6 +27,7 @@ from gpu_agent.blocks.groups import (
     longest_prefix,
     tokens_by_tier,
 )
+from gpu_agent.blocks.handover import HandoverCounts, Handovers, Next, Ticket
 from gpu_agent.blocks.lookups import Answer, Lookups, presence
 from gpu_agent.blocks.save_plan import GroupBlocks, LoadOrder, Report, SavePlan, StepOrders
 from kvstore.keys import Namespace
@@ -46,7 +47,7 @@ DROP_LOG_PAUSE_S = 10.0  # between two log lines with the same reason
 
 
 @dataclass
-class MatchCounts:
+class MatchCounts(HandoverCounts):
     """Count requested and loaded tokens, hits, declined hits and dropped pages.
 
     Loaded tokens are counted in all, and by the tiers in which the lookup found their blocks.
@@ -89,6 +90,8 @@ class BlockScheduler:
     `full_hits`: a hit may cover the last token, which the engine then computes again. It never
     does with recurrent states, because the token would be added to them twice.
 
+    `loads`, `saves`: whether it does. `handover_wait_s`: longest wait for pages of a ticket.
+
     Loads run beside steps: a request computes nothing, and no other one reads its blocks, until its
     load has ended on all ranks. So no step ever computes over blocks of a load that fails.
     """
@@ -105,11 +108,17 @@ class BlockScheduler:
         cost_model: LoadCostModel | None = None,
         takes_slow: bool = False,
         full_hits: bool = True,
+        loads: bool = True,
+        saves: bool = True,
+        handover_wait_s: float = 0.0,
     ) -> None:
         self._counts = MatchCounts()
+        self._can_load, self._can_save = loads, saves
         self._groups = groups
         self._last_tokens = int(not full_hits or any(group.is_state for group in groups))
         self._shards = shards
+        units = (hash_tokens, step_tokens, self._last_tokens)
+        self._handovers = Handovers(lookups, handover_wait_s, self._counts, groups, *units)
         self._hash_tokens = hash_tokens
         self._step_tokens = step_tokens
         self._lookups = lookups
@@ -147,12 +156,15 @@ class BlockScheduler:
 
     # ---- life of a request -----------------------------------------------------------------
 
-    def ask(self, request: EngineRequest) -> None:
-        """Begin the lookup of a new request."""
+    def ask(self, request: EngineRequest, ticket: Ticket | None = None) -> None:
+        """Begin the lookup of a new request, which waits for what its ticket promises."""
+        never_saved = self._stopped or not self._can_save
         self._requests[request.request_id] = TrackedRequest(
-            request, [0] * len(self._groups), never_saved=self._stopped
+            request, [0] * len(self._groups), never_saved=never_saved
         )
         self._ask(request)
+        if ticket and self._can_load:
+            self._handovers.expect(request, ticket, self._shards)
 
     def matched(self, request: EngineRequest, local_tokens: int) -> int | None:
         """Return how many tokens beyond `local_tokens` can be loaded; None if not known yet.
@@ -183,11 +195,31 @@ class BlockScheduler:
         limit, end = request.num_tokens - self._last_tokens, local_tokens
         if answer:
             end = longest_prefix(self._groups, answer, local_tokens, limit, self._step_tokens)
-        if end - local_tokens < self._min_tokens or self._declines(tracked, local_tokens, end):
+        if self._waits(tracked, local_tokens, end):
+            return None
+        if (
+            end - local_tokens < self._min_tokens
+            or not self._can_load
+            or self._declines(tracked, local_tokens, end)
+        ):
             end = local_tokens
         tracked.present, tracked.hit = answer, (local_tokens, end)
         self._hit_reported = True
         return end - local_tokens
+
+    def _waits(self, tracked: TrackedRequest, local_tokens: int, end: int) -> bool:
+        """Return whether a request waits for its handover. `end`: of what it could have now."""
+        request = tracked.request
+        goal = self._handovers.goal(request.request_id)
+        if not goal:
+            return False
+        if goal - local_tokens >= self._min_tokens and self._declines(tracked, local_tokens, goal):
+            self._handovers.drop(request.request_id)  # computing is faster
+            return False
+        found = self._handovers.next(request.request_id, end)
+        if found is Next.LOOK:
+            self._ask(request)
+        return found is not Next.GO
 
     def allocated(
         self, request: EngineRequest, tables: Sequence[Sequence[int]], tokens: int
@@ -200,6 +232,7 @@ class BlockScheduler:
         tracked.scheduled, tracked.drafted_at, self._quiet_steps = False, None, 0
         if self._lookups.age_s(request.request_id) is not None:
             self._lookups.drop(request.request_id)
+            self._handovers.drop(request.request_id)
             self._plan_anew(tracked)
             self._counts.queried_tokens += request.num_tokens - tracked.hit[0]
         if not tokens:
@@ -317,6 +350,7 @@ class BlockScheduler:
         """End a request whose blocks are about to be freed."""
         tracked = self._requests.pop(request.request_id, None)
         self._lookups.drop(request.request_id)
+        self._handovers.drop(request.request_id)
         if tracked is None:
             return
         if tracked.loading:
@@ -328,6 +362,19 @@ class BlockScheduler:
         if not tracked.never_saved:
             self._lookups.touch(request.request_id, self._question(request))
 
+    def hand_over(self, request: EngineRequest, tables: Sequence[Sequence[int]]) -> Ticket | None:
+        """End a request like `finished`, and promise its prompt to another engine.
+
+        None: nothing will be saved that is not stored yet.
+        """
+        tracked, dropped = self._requests.get(request.request_id), self._counts.pages_dropped
+        self.finished(request, tables)
+        lost = self._counts.pages_dropped > dropped
+        if tracked is None or tracked.never_saved or tracked.loading or lost:
+            return None
+        self._plan.hurry(request.request_id)
+        return self._handovers.promise(request, self._shards, tracked.states)
+
     def reset(self) -> None:
         """Invalidate everything stored so far, and what current requests have computed.
 
@@ -338,6 +385,7 @@ class BlockScheduler:
             [replace(namespace, epoch=self._epoch) for namespace in group] for group in self._shards
         ]
         self._lookups.drop_all()
+        self._handovers.drop_all()
         self.stop_saving()
         self._stopped = False
 
@@ -359,7 +407,8 @@ class BlockScheduler:
 
     def take_counts(self) -> MatchCounts:
         """Return the counts since the last call."""
-        counts, self._counts = self._counts, MatchCounts()
+        counts = self._counts
+        self._counts = self._handovers.counts = MatchCounts()
         return counts
 
     def check(self) -> list[str]:
@@ -512,6 +561,7 @@ class BlockScheduler:
         wanted = tracked.wants_state(offer.group, block - 1, offer.end_tokens)
         if offer.block == NULL_BLOCK or not wanted:
             return None
+        tracked.states.add((offer.end_tokens, offer.group))
         keys = group.keys_of(tracked.request.block_hashes, self._hash_tokens, [block - 1])
         return GroupBlocks(offer.group, keys, [offer.block])
 

@@ -36,6 +36,7 @@ from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.ranks import BlockRank, LoadsEnded
 from gpu_agent.blocks.save_plan import GroupBlocks, SavePlan, StepOrders
 from gpu_agent.blocks.scheduler import BlockScheduler, StateOffer
+from gpu_agent.engines import vllm_handover as handover
 from gpu_agent.engines.vllm_identity import (
     block_groups,
     block_sizes,
@@ -87,6 +88,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         # vLLM's numbers of the groups that are stored; all else here counts only these
         self._numbers, self._groups = list(stored), list(stored.values())
         self._caches = with_groups(kv_cache_config, self._numbers)
+        self._role = handover.role_of(transfer, KVStoreConnector)
         if role is KVConnectorRole.SCHEDULER:
             self._warn(groups)
         self._stats_at = 0.0
@@ -118,6 +120,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 'set it to "recompute"',
                 transfer.kv_load_failure_policy,
             )
+        if not (self._role.loads and self._role.saves):
+            does = "loads" if self._role.loads else "saves" if self._role.saves else "does"
+            logger.info("kvstore: by its kv_role, this engine only %s", does)
         events = self._config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
             # Routers weigh an unknown medium like the GPU, and would not learn what the store
@@ -342,6 +347,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             cost_model=LoadCostModel(),
             takes_slow=options.own.get("slow_hits") == "take",
             full_hits=full_hits(self._all_caches),
+            loads=self._role.loads,
+            saves=self._role.saves,
+            handover_wait_s=options.own["handover_wait_s"],
         )
         logger.info(
             "kvstore: store at %s, %d ranks, %d cache groups", options.store, ranks, len(shards)
@@ -349,7 +357,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._others.failed:
             self._stop_saving()
         for request in early.requests.values() if early else ():
-            self._scheduler.ask(request)
+            self._ask(request)
 
     def _make_lookups(self) -> Lookups:
         options = self._options
@@ -390,9 +398,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._uncomputed:
             self._uncomputed.add(request)
         if self._scheduler and self._wanted(request):
-            self._scheduler.ask(request)
+            self._ask(request)
         elif self._collector and self._wanted(request):
             self._collector.requests[request.request_id] = request
+
+    def _ask(self, request: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.ask(request, handover.ticket_of(request, self._others.beside))
 
     def _wanted(self, request: Any) -> bool:
         if (request.kv_transfer_params or {}).get("kvstore.skip") or getattr(
@@ -488,12 +500,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request and return that its blocks may be freed at once."""
+        """End a request and return that its blocks may be freed at once, and its ticket."""
         if self._uncomputed:
             self._uncomputed.finish(request)
         if self._scheduler:
-            self._scheduler.finished(request, self._tables(block_ids))
-        elif self._collector:
+            return False, handover.finish(self._scheduler, request, self._tables(block_ids))
+        if self._collector:
             self._collector.requests.pop(request.request_id, None)
         return False, None
 

@@ -20,6 +20,9 @@ COUNTERS = {
     "hit_tokens_peer": "those that a near node found at other members",
     "prefill_seconds_saved": "seconds that computing the loaded tokens would have taken, estimated "
     "from this engine's prompts",
+    "handovers": "requests that waited for pages of a prefill engine",
+    "handovers_short": "requests that went on without all of them",
+    "handover_wait_seconds": "time that requests waited for them, summed",
     "loads": "loads, on all ranks",
     "loads_failed": "incomplete loads, on all ranks",
     "load_seconds": "time from order to end, summed over loads on all ranks",

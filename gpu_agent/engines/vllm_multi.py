@@ -14,7 +14,7 @@ them.
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -30,7 +30,17 @@ STEPS_MAX = 64
 
 
 def called_by_other_connector(connector: type) -> bool:
-    """Return whether an enclosing connector called the calling method of `connector`.
+    """Return whether an enclosing connector called the calling method of `connector`."""
+    return any(True for _ in _callers(connector))
+
+
+def enclosing_connectors(connector: type) -> list[KVConnectorBase_V1]:
+    """Return the enclosing connectors, of which one called the calling method of `connector`."""
+    return [outer for outer in _callers(connector) if isinstance(outer, KVConnectorBase_V1)]
+
+
+def _callers(connector: type) -> Iterator[Any]:
+    """Yield the other connectors, or their classes, in the call stack.
 
     vLLM gives a connector in `MultiConnector` a configuration that does not mention the outer one,
     so only the call stack tells. A wrapper or a generator may lie between, so all of it is
@@ -42,9 +52,8 @@ def called_by_other_connector(connector: type) -> bool:
         caller = names.get("self", names.get("cls"))
         kind = caller if isinstance(caller, type) else type(caller)
         if issubclass(kind, KVConnectorBase_V1) and not issubclass(kind, connector):
-            return True
+            yield caller
         frame = frame.f_back
-    return False
 
 
 def register(connector: type[KVConnectorBase_V1]) -> None:

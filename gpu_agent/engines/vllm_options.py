@@ -1,5 +1,6 @@
 """Parse the options of vLLM's connector: those of gpu_agent.options, and OWN_OPTIONS."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,8 +10,18 @@ from gpu_agent.options import Options, read_options
 from gpu_agent.worker.choice import WHERE
 from kvstore.errors import ConfigError
 
-OWN_OPTIONS = ("min_tokens", "slow_hits", "lora", "agents", "head_shards", "layer_shards")
+OWN_OPTIONS = (
+    "min_tokens",
+    "slow_hits",
+    "lora",
+    "agents",
+    "head_shards",
+    "layer_shards",
+    "handover_wait_s",
+)
 MIN_TOKENS = 16
+HANDOVER_WAIT_S = 2.0
+HANDOVER_WAIT_S_MAX = 60.0
 
 
 def connector_options(values: Mapping[str, Any]) -> Options:
@@ -35,10 +46,11 @@ def connector_options(values: Mapping[str, Any]) -> Options:
     if options.own.get("lora", "skip") not in ("skip", "named"):
         raise ConfigError(f'option lora={options.own["lora"]!r} is neither "skip" nor "named"')
     shard_options(options.own)
-    return replace(
-        options,
-        own={**options.own, "min_tokens": _whole(options.own.get("min_tokens", MIN_TOKENS))},
-    )
+    numbers = {
+        "min_tokens": _whole(options.own.get("min_tokens", MIN_TOKENS)),
+        "handover_wait_s": _seconds(options.own.get("handover_wait_s", HANDOVER_WAIT_S)),
+    }
+    return replace(options, own={**options.own, **numbers})
 
 
 def _whole(value: Any) -> int:
@@ -46,3 +58,15 @@ def _whole(value: Any) -> int:
         return int(value)
     except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"option min_tokens={value!r} is not a whole number") from None
+
+
+def _seconds(value: Any) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 <= seconds <= HANDOVER_WAIT_S_MAX:
+        raise ConfigError(
+            f"option handover_wait_s={value!r} is no number in 0..{HANDOVER_WAIT_S_MAX:g}"
+        )
+    return seconds

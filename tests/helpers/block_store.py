@@ -40,6 +40,10 @@ class FakeRequest:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.tokens)
+
 
 class Store:
     """One rank, one block group and the scheduler side; `step` does what an engine step does."""

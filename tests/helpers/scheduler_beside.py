@@ -28,15 +28,18 @@ def orders_of(metadata: Any) -> Any:
     return next(one for one in inner if isinstance(one, Orders)).orders
 
 
-def transfer_config(store: dict[str, Any], policy: str, beside: Any) -> KVTransferConfig:
+def transfer_config(
+    store: dict[str, Any], policy: str, beside: Any, role: str = "kv_both", outer: str = "kv_both"
+) -> KVTransferConfig:
     """Return vLLM's transfer configuration with our connector.
 
-    `beside`: other connectors before and after ours in a `MultiConnector`, or None for ours alone.
+    `beside`: other connectors before and after ours in a `MultiConnector` of role `outer`, or None
+    for ours alone.
     """
     ours = {
         "kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "gpu_agent.engines.vllm",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": store,
     }
@@ -44,7 +47,7 @@ def transfer_config(store: dict[str, Any], policy: str, beside: Any) -> KVTransf
         return KVTransferConfig(**ours)
     return KVTransferConfig(
         kv_connector="MultiConnector",
-        kv_role="kv_both",
+        kv_role=outer,
         kv_load_failure_policy=policy,
         kv_connector_extra_config={"connectors": [*beside[0], ours, *beside[1]]},
     )

@@ -248,7 +248,7 @@ class Engine:
     many tokens. `states`: add a group of recurrent states with blocks of so many tokens;
     `checkpoints`: chunks of prompts store one within; `attention`: there are other groups;
     `ring`: the spec of a group that no hit needs. `overlap`: schedule a step before the result of
-    the previous one is processed.
+    the previous one is processed. `roles`: `role` and `outer` of `transfer_config`.
     """
 
     def __init__(
@@ -270,6 +270,7 @@ class Engine:
         overlap: bool = False,
         prefix_caching: bool = True,
         beside: tuple[list[dict[str, Any]], list[dict[str, Any]]] | None = None,
+        **roles: str,
     ) -> None:
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(CONFIG))
@@ -298,7 +299,7 @@ class Engine:
                 is_encoder_decoder=False,
                 async_scheduling=overlap,
             ),
-            kv_transfer_config=transfer_config(store, policy, beside),
+            kv_transfer_config=transfer_config(store, policy, beside, **roles),
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
             if events
             else None,
@@ -342,6 +343,7 @@ class Engine:
         self.stats: Any = self.outer.build_kv_connector_stats()
         self.steps: list[dict[str, int]] = []  # tokens scheduled, per step
         self.requests: dict[str, Request] = {}
+        self.answered: dict[str, Any] = {}  # the transfer parameters of each ended request
         self._overlap, self._attention = overlap, attention
         # Blocks are read within the step that orders it, instead of during later steps
         self.reads_at_once = False
@@ -402,7 +404,12 @@ class Engine:
             self.cached.setdefault(new.req_id, new.num_computed_tokens)
         self._running.append((output, self.execute(output)))
         while len(self._running) > (self._overlap and bool(output.num_scheduled_tokens)):
-            self.scheduler.update_from_output(*self._running.popleft())
+            for results in self.scheduler.update_from_output(*self._running.popleft()).values():
+                self.answered |= {
+                    one.request_id: one.kv_transfer_params
+                    for one in results.outputs
+                    if one.finish_reason is not None
+                }
         assert self.connector._scheduler is None or self.connector._scheduler.check() == []
         if not output.num_scheduled_tokens:
             time.sleep(0.001)
