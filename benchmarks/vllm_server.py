@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -164,16 +164,19 @@ class Server:
         self._said.flush()
         return Path(f"/proc/self/fd/{self._said.fileno()}").read_text()
 
-    def complete(self, prompt: Sequence[int], max_tokens: int = 8) -> Answer:
+    def prefill(self, prompt: Sequence[int], transfer: dict[str, Any]) -> dict[str, Any] | None:
+        """Compute a prompt and one token, and return the answer's `kv_transfer_params`."""
+        body = {**_request(prompt, 1, transfer), "stream": False}
+        with self._post("/v1/completions", body) as reply:
+            found: dict[str, Any] | None = json.load(reply).get("kv_transfer_params")
+        return found
+
+    def complete(
+        self, prompt: Sequence[int], max_tokens: int = 8, transfer: dict[str, Any] | None = None
+    ) -> Answer:
         """Complete a prompt greedily, streamed, without a tokenizer."""
         body = {
-            "model": "model",
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "detokenize": False,
-            "return_token_ids": True,
+            **_request(prompt, max_tokens, transfer),
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -241,3 +244,43 @@ class Server:
             self._base + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         return urllib.request.urlopen(request, timeout=ANSWER_S)
+
+
+def _request(
+    prompt: Sequence[int], max_tokens: int, transfer: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {
+        "model": "model",
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "detokenize": False,
+        "return_token_ids": True,
+        **({"kv_transfer_params": transfer} if transfer else {}),
+    }
+
+
+# What NIXL's proxies ask a prefill engine for
+REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def hand_over(
+    prefill: Server, decode: Server, prompt: Sequence[int], max_tokens: int = 8
+) -> Answer:
+    """Do what a proxy does: prefill on one server, decode on another, with the first's ticket.
+
+    `ttft_s` counts from the start of prefill; its own token is not the first one.
+    """
+    start = time.perf_counter()
+    transfer = prefill.prefill(prompt, REMOTE_DECODE)
+    before_s = time.perf_counter() - start
+    found = decode.complete(prompt, max_tokens, transfer)
+    return replace(found, ttft_s=before_s + found.ttft_s)

@@ -52,7 +52,7 @@ class EngineApart:
     def generate(self, *prompts: Sequence[int], **order: Any) -> list[dict[str, Any]]:
         """Serve prompts together and return one result each.
 
-        Keys of a result: tokens, logprobs, cached, finish, ttft_s.
+        Keys of a result: tokens, logprobs, cached, finish, transfer, ttft_s.
         """
         found = self.ask("generate", prompts=[list(prompt) for prompt in prompts], **order)
         requests: list[dict[str, Any]] = found["requests"]

@@ -13,9 +13,9 @@ HERE = Path(__file__).parent
 
 
 class EngineHandle(EngineApart):
-    """One vLLM engine."""
+    """One vLLM engine. `variables`: further ones of its environment."""
 
-    def __init__(self, name: str, arguments: dict[str, Any]) -> None:
+    def __init__(self, name: str, arguments: dict[str, Any], **variables: str) -> None:
         ranks = arguments.get("tensor_parallel_size", 1)
         # A single rank is not bound to a core: several engines share the machine's cores.
         bound = (
@@ -24,7 +24,8 @@ class EngineHandle(EngineApart):
             else "nobind"
         )
         # One thread: tiny models gain nothing from more, and engines share the cores.
-        more = environment(VLLM_CPU_OMP_THREADS_BIND=bound, OMP_NUM_THREADS="1")
+        usual = {"VLLM_CPU_OMP_THREADS_BIND": bound, "OMP_NUM_THREADS": "1"}
+        more = environment(**usual, **variables)
         super().__init__(name, HERE / "engine_process.py", arguments, more)
 
     def reset(self, connector: bool = False) -> None:

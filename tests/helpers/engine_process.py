@@ -134,8 +134,12 @@ class Engine:
         salts: Sequence[str | None] = (),
         logprobs: int | None = 5,
         skip: bool = False,
+        transfer: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Serve the prompts; with `skip`, the requests bypass the store."""
+        """Serve the prompts; with `skip`, the requests bypass the store.
+
+        `transfer`: the requests' `kv_transfer_params`.
+        """
         asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         for prompt, salt in zip(asked, salts, strict=False):
             if salt:
@@ -144,8 +148,9 @@ class Engine:
             temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True
         )
         params.logprobs = logprobs
-        if skip:
-            params.extra_args = {"kv_transfer_params": {"kvstore.skip": True}}
+        transfer = {"kvstore.skip": True} if skip else transfer
+        if transfer:
+            params.extra_args = {"kv_transfer_params": transfer}
         start = time.perf_counter()
         outputs = self.llm.generate(asked, params, use_tqdm=False)
         return {
@@ -169,6 +174,7 @@ class Engine:
             ],
             "cached": output.num_cached_tokens,
             "finish": sequence.finish_reason,
+            "transfer": output.kv_transfer_params,
             "ttft_s": output.metrics.first_token_latency if output.metrics else None,
         }
 
