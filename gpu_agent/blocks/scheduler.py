@@ -35,8 +35,7 @@ from kvstore.results import Tier
 
 log = logging.getLogger(__name__)
 
-# An engine with nothing else to compute waits this long for an answer, once: less than its next
-# step takes.
+# An engine without other work waits so long for an answer, once: less than its next step takes.
 IDLE_WAIT_S = 0.005
 ALONE_MAX = 16  # running requests: with so many, one of them is being computed
 REFRESH_S = 2.0  # how long an answer is valid while a request waits
@@ -50,11 +49,9 @@ DROP_LOG_PAUSE_S = 10.0  # between two log lines with the same reason
 class MatchCounts(HandoverCounts):
     """Count requested and loaded tokens, hits, declined hits and dropped pages.
 
-    Loaded tokens are counted in all, and by the tiers in which the lookup found their blocks.
-    A declined hit would have been slower than computing. A dropped page was evicted from the
-    engine's cache before there was room to save it. `prefill_seconds_saved`: what computing the
-    tokens of completed loads would have taken, by the prompts that this engine computed; 0 until it
-    has computed a few.
+    Loaded tokens count in all and by the tiers where lookups found them. A declined hit would have
+    been slower than computing; a dropped page left the engine's cache before it could be saved.
+    `prefill_seconds_saved`: time to compute loaded tokens; 0 until some prompts were computed.
     """
 
     queried_tokens: int = 0
