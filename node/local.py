@@ -5,6 +5,7 @@ KVSTORE_NODE_DATA_DIR.
 """
 
 import argparse
+import contextlib
 import fcntl
 import logging
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 
 from kvstore.config import in_environment, local_file
+from kvstore.tools.local_node import is_there
 from node.config import NodeConfig
 from node.main import STOP_SIGNALS
 from node.main import main as run
@@ -26,6 +28,7 @@ IDLE_S = 3600.0  # an engine that is restarted finds its pages
 LOOK_S = 2.0
 TAKE_S = 1.0
 BEGIN_S = 20.0
+TOUCH_S = 3600.0  # systemd removes files of /tmp that nobody has touched for ten days
 STARTED_S = 60.0  # a node that has run for so long counts as a try that did not fail
 # Of the memory that is free at the start. Models are loaded after that, and into GPUs.
 RAM_SHARE = 4
@@ -95,8 +98,15 @@ def _socket_made_ns() -> int:
 def _end_unused(lock: int, idle_s: float) -> None:
     """End this node when it was unused for so long, or when somebody removed its files."""
     users, began = os.open(local_file("users"), os.O_RDWR | os.O_CLOEXEC), time.monotonic()
-    used_at = began
-    while time.monotonic() - used_at < idle_s and _is_there("lock", lock):
+    used_at, touched_at = began, 0.0
+    while (
+        time.monotonic() - used_at < idle_s and is_there("lock", lock) and is_there("users", users)
+    ):
+        if not touched_at or time.monotonic() - touched_at > TOUCH_S:
+            touched_at = time.monotonic()
+            with contextlib.suppress(OSError):
+                os.utime(lock)
+                os.utime(users)
         time.sleep(min(LOOK_S, idle_s / 4))
         if time.monotonic() - began > STARTED_S and os.fstat(lock).st_size > 1:
             os.ftruncate(lock, 1)
@@ -108,13 +118,6 @@ def _end_unused(lock: int, idle_s: float) -> None:
     log.info("no engine has used this node for %g s, or its files are gone: it ends", idle_s)
     os.ftruncate(lock, 0)  # the next engine may start a node at once
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _is_there(name: str, fd: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(local_file(name)), os.fstat(fd))
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

@@ -70,6 +70,9 @@ class _Keeper:
         Raises ConfigError and OSError.
         """
         private_directory()
+        if self._users >= 0 and not is_there("users", self._users):
+            os.close(self._users)  # somebody removed it: a new node could not see this lock
+            self._users = -1
         if self._users < 0:
             self._users = os.open(local_file("users"), os.O_RDWR | _CREATED, 0o600)
         fcntl.flock(self._users, fcntl.LOCK_SH)  # a node holds it for microseconds
@@ -113,6 +116,14 @@ class _Keeper:
         finally:
             os.close(said)
         self.started = True
+
+
+def is_there(name: str, fd: int) -> bool:
+    """Return whether `local_file(name)` is the open file `fd`, and was not removed or replaced."""
+    try:
+        return os.path.samestat(os.stat(local_file(name)), os.fstat(fd))
+    except OSError:
+        return False
 
 
 def _taken(lock: int) -> bool:

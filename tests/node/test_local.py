@@ -165,6 +165,17 @@ def test_child_that_the_engine_forks_meanwhile_keeps_no_lock(
     os.close(end)
 
 
+def test_engine_shares_the_lock_anew_when_its_file_was_removed(
+    runtime: Path, keeper: _Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Keeper, "_start", lambda self: None)
+    keeper.look()
+    os.unlink(local_file("users"))
+    keeper.look()
+    with open(local_file("users")) as users, pytest.raises(BlockingIOError):
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def test_node_leaves_the_engine_its_cores_and_its_life(runtime: Path, keeper: _Keeper) -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
@@ -185,6 +196,8 @@ def test_node_ends_when_unused_or_when_its_files_are_gone(runtime: Path, way: st
         lock.write("tried")
         lock.flush()
         fcntl.flock(users, fcntl.LOCK_SH)
+        for one in (users, lock):
+            os.utime(one.fileno(), (0.0, 0.0))
         idle_s = "0.2" if way == "unused" else "3600"
         command = ["-m", "kvstore.programs", "node.local", "--stay", "--idle-s", idle_s]
         with subprocess.Popen(
@@ -194,6 +207,7 @@ def test_node_ends_when_unused_or_when_its_files_are_gone(runtime: Path, way: st
         ) as node:
             assert node.stdout is not None
             assert b"ready" in node.stdout.readline()
+            wait_until(lambda: all(os.fstat(one.fileno()).st_mtime for one in (users, lock)))
             if way == "unused":
                 time.sleep(0.5)
                 assert node.poll() is None
