@@ -11,15 +11,16 @@ import mmap
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from kvstore.buffers import advise, copy
 from kvstore.errors import ConfigError
 
 _POPULATE_STEP_NBYTES = 16 << 20  # takes 8 ms, on some virtual machines 160
-# Version 2 and version 1. Beyond this limit the kernel kills the node at its start, without a
-# message.
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+# Controller in /proc/self/cgroup, folder, file: of version 2, and of version 1. Beyond this limit
+# the kernel kills the node at its start, without a message.
+_CGROUPS = (("", "", "memory.max"), ("memory", "memory", "memory.limit_in_bytes"))
 _SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _GIVING = re.compile(rb"\[(always|within_size|advise|force)\]")
 _ZEROS = memoryview(bytes(1 << 20))
@@ -124,17 +125,40 @@ def huge_nbytes(inode: int) -> int:
 
 
 def available_nbytes() -> int:
-    """Return the memory that is available without swapping, within the container's limit."""
-    return min(_host_nbytes(), *(_limit_nbytes(path) for path in _CGROUP_LIMITS))
+    """Return the memory that is available without swapping, within the limits on this process."""
+    return min(_host_nbytes(), *map(_limit_nbytes, _limit_files()))
 
 
-def _limit_nbytes(path: str) -> int:
-    try:
-        with open(path) as file:
-            text = file.read().strip()
-    except OSError:
-        return sys.maxsize  # not in a container, or not this version of cgroups
+def _limit_files(process: str = "/proc/self", mounted: str = "/sys/fs/cgroup") -> Iterator[Path]:
+    """Yield the files with limits of this process's control groups, and of those above them.
+
+    A container sees its own as the topmost. A service's or a job's lies below it.
+    """
+    lines = _text(Path(process, "cgroup")).splitlines()
+    for controller, folder, name in _CGROUPS:
+        paths = [
+            path
+            for _, some, path in (line.split(":", 2) for line in lines)
+            if controller in some.split(",")
+        ]
+        for path in paths or ["/"]:
+            group = Path(mounted, folder, path.lstrip("/"))
+            yield group / name
+            for _ in Path(path).parents:
+                group = group.parent
+                yield group / name
+
+
+def _limit_nbytes(path: Path) -> int:
+    text = _text(path).strip()
     return int(text) if text.isdigit() else sys.maxsize  # "max"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""  # no limit, or not this version of cgroups
 
 
 def _host_nbytes() -> int:
