@@ -35,15 +35,14 @@ class Role(NamedTuple):
 
 
 def role_of(transfer: Any, connector: type) -> Role:
-    """Return what `kv_role` allows, of our connector and of those around it.
+    """Return what our `kv_role` allows, and whether connectors around ours are consumers, too.
 
     With overlapping steps, vLLM lets a step still write blocks that it has freed, unless the
     engine is a consumer. A load into such blocks would be overwritten.
     """
-    roles = [transfer.kv_role]
-    roles += [outer._kv_transfer_config.kv_role for outer in enclosing_connectors(connector)]
-    loads = all(role in get_args(KVConsumer) for role in roles)
-    return Role(loads, all(role in get_args(KVProducer) for role in roles))
+    outer = [one._kv_transfer_config.kv_role for one in enclosing_connectors(connector)]
+    loads = all(role in get_args(KVConsumer) for role in [transfer.kv_role, *outer])
+    return Role(loads, saves=transfer.kv_role in get_args(KVProducer))
 
 
 def ticket_of(request: Any, beside: bool) -> Ticket | None:

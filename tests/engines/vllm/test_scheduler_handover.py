@@ -336,7 +336,7 @@ def test_two_stores_in_one_multi_connector_give_one_ticket(make: Engines) -> Non
         ({"role": "kv_producer"}, False, True),
         ({"role": "kv_consumer"}, True, False),
         ({"outer": "kv_producer", "beside": ([], [])}, False, True),
-        ({"outer": "kv_consumer", "beside": ([], [])}, True, False),
+        ({"outer": "kv_consumer", "beside": ([], [])}, True, True),
     ],
     ids=str,
 )
