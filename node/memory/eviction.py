@@ -365,6 +365,8 @@ class Eviction:
         if is_full and account.is_over:
             return False
         pool = account.pool if is_full else self._accounts.first(account)
+        if pool.has_layers:
+            pool = self.order.layers(pool, size)[0]
         ours = pool.oldest(size)
         if ours is None or self.budget.left <= 0 or self.order.pins.nbytes:
             return False
@@ -393,16 +395,18 @@ class Eviction:
                 )
             ):
                 return True
-        for pool in self._accounts.victims(account):
-            if (yield from self._evict(size, pool)):
-                return True
+        for base in self._accounts.victims(account):
+            for pool in self.order.layers(base, size):
+                if (yield from self._evict(size, pool)):
+                    return True
         if self.order.expire_pins(now_ms):
             return True
-        for pool in dict.fromkeys((self._accounts.shared, account.pool)):
-            # The last resort, in slices like everything else
-            for area in self._slots.areas(self._slots.level(size)):
-                if (yield from self._clearing.clear(area, pool)):
-                    return True
+        for base in dict.fromkeys((self._accounts.shared, account.pool)):
+            for pool in self.order.layers(base, size):
+                # The last resort, in slices like everything else
+                for area in self._slots.areas(self._slots.level(size)):
+                    if (yield from self._clearing.clear(area, pool)):
+                        return True
         return False
 
     def _evict(self, size: int, pool: EvictionPool) -> Work[bool]:
@@ -423,12 +427,16 @@ class Eviction:
         """Evict the oldest page of a tenant at its quota; none for a page that never fits it."""
         if account.too_small_for(size):
             return False
-        ours = yield from self._oldest(size, account.pool)
-        for other in (
-            yield from self._older_sizes(rank_ms(ours) if ours else None, size, account.pool)
-        ):
-            if (older := (yield from self._oldest(other, account.pool))) is not None:
-                ours = older
+        ours = None
+        for pool in self.order.layers(account.pool, size):
+            ours = yield from self._oldest(size, pool)
+            for other in (
+                yield from self._older_sizes(rank_ms(ours) if ours else None, size, pool)
+            ):
+                if (older := (yield from self._oldest(other, pool))) is not None:
+                    ours = older
+                    break
+            if ours is not None:
                 break
         if ours is None:
             return self.order.expire_pins(now_ms) > 0

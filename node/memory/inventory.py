@@ -154,7 +154,12 @@ class Inventory:
                 if account.full_for(slot_nbytes)
                 else tier.eviction.order.accounts.first(account)
             )
-            loose = (page for page in pool.oldest_first(slot_nbytes) if not page.holds)
+            loose = (
+                page
+                for layer in tier.eviction.order.layers(pool, slot_nbytes)
+                for page in layer.oldest_first(slot_nbytes)
+                if not page.holds
+            )
             now_ms = tier.clock_ms()
             return [math.inf] * free_count + [
                 now_ms - page.used_ms for page in islice(loose, count - free_count)

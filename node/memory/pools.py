@@ -1,8 +1,9 @@
 """Keep the eviction order in one pool per tenant with a quota, and one for all others.
 
 Each pool has, for each slot size, copies and then other pages in LRU order, and knows which size
-has the oldest page. Not thread-safe: the tier's lock guards it. No call takes longer the more
-pages, sizes, holds or pins there are.
+has the oldest page. Pages of another class than the normal one (`classes.py`) are in pools beside
+it, its layers, which are evicted from one after the other. Not thread-safe: the tier's lock guards
+it. No call takes longer the more pages, sizes, holds or pins there are.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,6 +11,7 @@ from itertools import groupby, islice
 from operator import attrgetter
 
 from kvstore.keys import short
+from node.memory.classes import CLASSES, LOW, NORMAL, Kept, KeptPages
 from node.memory.lazy_heap import OldestBySize
 from node.memory.lock_slices import StepBudget
 from node.memory.lru import LruList, rank_ms
@@ -109,15 +111,46 @@ class SizeOrder:
 
 
 class EvictionPool:
-    """The pages of one tenant that has a quota, or of all without one.
+    """The pages of one tenant that has a quota, or of all without one, in one class.
 
-    `budget` is that of the current slice.
+    `budget` is that of the current slice. `base`: the pool of the normal class; None for itself.
     """
 
-    def __init__(self, budget: StepBudget) -> None:
+    def __init__(
+        self, budget: StepBudget, base: "EvictionPool | None" = None, rank: int = NORMAL
+    ) -> None:
         self._budget = budget
+        self.base = base or self
+        self.rank = rank
+        self._layers: dict[int, EvictionPool] = {}  # of a base, by class; made when first needed
         self._lists: dict[int, SizeOrder] = {}  # by slot size
         self._ages = OldestBySize(self._oldest_ms, lambda: budget.over)
+
+    # ---- classes -------------------------------------------------------------------------------
+
+    def layer(self, rank: int) -> "EvictionPool":
+        """Return the pool of a class beside this one, which is a base."""
+        if rank == NORMAL:
+            return self
+        if rank not in self._layers:
+            self._layers[rank] = EvictionPool(self._budget, self, rank)
+        return self._layers[rank]
+
+    @property
+    def has_layers(self) -> bool:
+        """Return whether a page was ever in another class."""
+        return bool(self._layers)
+
+    def layers(self) -> "Sequence[EvictionPool]":
+        """Return the pools of all classes that have pages, or only this one, lowest first."""
+        if not self._layers:
+            return (self,)
+        pools = (self if rank == NORMAL else self._layers.get(rank) for rank in CLASSES)
+        return [pool for pool in pools if pool is not None and pool._lists] or (self,)
+
+    def all_layers(self) -> "Sequence[EvictionPool]":
+        """Return this pool and those of other classes, with or without pages."""
+        return [self, *self._layers.values()]
 
     # ---- life of a page ------------------------------------------------------------------------
 
@@ -219,6 +252,12 @@ class EvictionPool:
         lru = self._lists.get(slot_nbytes)
         return lru.oldest_copy(self._budget) if lru is not None else None
 
+    def eldest_ms(self, slot_nbytes: int) -> int | None:
+        """Return when the oldest page was used, of this size or another one; None without one."""
+        sizes = [slot_nbytes, *self.older_sizes(None, slot_nbytes, 1)]
+        pages = (self.oldest(size) for size in sizes)
+        return min((rank_ms(page) for page in pages if page is not None), default=None)
+
     def older_sizes(self, than_ms: int | None, but: int, count: int) -> list[int]:
         """Return other sizes with an older evictable page (None: any; 0: a copy), oldest first."""
         if not self._lists or (len(self._lists) == 1 and but in self._lists):
@@ -260,12 +299,15 @@ class UseOrder:
         self._slots = slots
         self.accounts: TenantUsage[EvictionPool] = TenantUsage(slots, lambda: EvictionPool(budget))
         self.pins = Pins(slots)
+        self.kept = KeptPages(slots.region_nbytes)
 
     # ---- life of a page ------------------------------------------------------------------------
 
     def admit(self, page: Page) -> None:
         """Add a page that became visible, or is not pinned any more, as the newest."""
-        page.namespace.account.pool.admit([page])
+        kept = self.kept.get(page) if self.kept else None
+        pool: EvictionPool = page.namespace.account.pool
+        (pool.layer(kept.rank) if kept else pool).admit([page])
 
     def admit_new(self, pages: Sequence[Page], chain: Sequence[Page], now_ms: int) -> None:
         """Add new pages of a chain.
@@ -306,8 +348,10 @@ class UseOrder:
                 page.used_ms = now_ms
 
     def withdraw(self, page: Page) -> None:
-        """Remove a page that is not visible any more, and its pin."""
+        """Remove a page that is not visible any more, its pin and its class."""
         order: SizeOrder | None = page.order
+        if self.kept:
+            self.kept.discard(page)
         if order is not None:
             order.pool.withdraw(page)
         else:
@@ -334,10 +378,11 @@ class UseOrder:
         A page becomes the oldest there, or the newest if it was used meanwhile.
         """
         for used_ms, page in moving:
-            pool = page.namespace.account.pool
+            base: EvictionPool = page.namespace.account.pool
             order: SizeOrder | None = page.order
-            if order is None or order.pool is pool:
+            if order is None or order.pool.base is base:
                 continue
+            pool = base.layer(order.pool.rank)
             order.pool.withdraw(page)
             if page.used_ms == used_ms:
                 pool.admit_oldest(page)
@@ -347,11 +392,73 @@ class UseOrder:
 
     def pools(self) -> list[EvictionPool]:
         """Return all pools."""
-        return list(
-            dict.fromkeys(
-                (self.accounts.shared, *(account.pool for account in self.accounts.all()))
-            )
-        )
+        bases = (self.accounts.shared, *(account.pool for account in self.accounts.all()))
+        return [pool for base in dict.fromkeys(bases) for pool in base.all_layers()]
+
+    def layers(self, base: EvictionPool, slot_nbytes: int) -> Sequence[EvictionPool]:
+        """Return the pools of a base's classes in the order in which pages are evicted.
+
+        Tenants without a quota share one base, and a class of one must not cost another its pages:
+        where there are several, the age decides between them, as without classes.
+        """
+        layers = base.layers()
+        if len(layers) == 1 or base is not self.accounts.shared or not self.is_shared:
+            return layers
+        aged = [
+            (pool.rank != LOW, -1 if (ms := pool.eldest_ms(slot_nbytes)) is None else ms, pool)
+            for pool in layers
+        ]
+        return [pool for _, _, pool in sorted(aged, key=lambda entry: entry[:2])]
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether several tenants without a quota have pages."""
+        return self.accounts.sharing_count > 1
+
+    # ---- classes -------------------------------------------------------------------------------
+
+    def keep(self, page: Page, rank: int, end_ms: int, holder: bytes) -> None:
+        """Give a visible page a class; `settle` moves it there."""
+        self.kept.put(page, Kept(rank, holder, page.used_ms), end_ms)
+
+    def settle(self, pages: Iterable[Page]) -> None:
+        """Move pages into their class, each as the newest: pass a chain tail first."""
+        for page in pages:
+            kept = self.kept.get(page)
+            if kept:
+                self.kept.date(page, kept)
+            self._reorder(page, kept.rank if kept else NORMAL, newest=True)
+
+    def _reorder(self, page: Page, rank: int, newest: bool) -> None:
+        order: SizeOrder | None = page.order
+        if order is None or order.pool.rank == rank:  # pinned or gone, or there already
+            return
+        pool = order.pool.base.layer(rank)
+        order.pool.withdraw(page)
+        if newest:
+            pool.admit([page])
+        else:
+            pool.admit_oldest(page)
+
+    def end_classes(self, now_ms: int) -> None:
+        """Make some pages normal whose time in a class has ended; the next calls take the rest.
+
+        A page that was used meanwhile becomes the newest. Another one becomes the oldest, and every
+        one where others share the pool, whom a hint must not cost a page.
+        """
+        ended = self.kept.ended(now_ms, PINS_ENDED)
+        used = [
+            page
+            for page, kept in ended
+            if page.used_ms != kept.used_ms
+            and (page.namespace.account.nbytes_max or not self.is_shared)
+        ]
+        newest = set(used)
+        for page, _ in ended:
+            if page not in newest:
+                self._reorder(page, NORMAL, newest=False)
+        for page in reversed(used):
+            self._reorder(page, NORMAL, newest=True)
 
     # ---- pins ----------------------------------------------------------------------------
 
@@ -373,10 +480,12 @@ class UseOrder:
         return True
 
     def expire_pins(self, now_ms: int) -> int:
-        """End some of the expired pins, and return how many.
+        """End some of the expired pins, and return how many; and of the classes whose time ended.
 
         The next calls end the rest.
         """
+        if self.kept:
+            self.end_classes(now_ms)
         ended = self.pins.ended(now_ms, PINS_ENDED) if self.pins.nbytes else []
         for page in ended:
             self.admit(page)
@@ -413,4 +522,10 @@ class UseOrder:
                     f"tenant {account.tenant} has {pinned.get(account.tenant, 0)} pins, counted "
                     f"{account.pins}"
                 )
-        return wrong + self.accounts.check(found)
+        for page in self.kept:
+            kept = self.kept.get(page)
+            if page.state is not State.VISIBLE or page.is_copy or kept is None:
+                wrong.append(f"page {short(page.prefix_hash)} is in a class, but not visible")
+            elif page.order is not None and page.order.pool.rank != kept.rank:
+                wrong.append(f"page {short(page.prefix_hash)} is in another class than it should")
+        return wrong + self.kept.check() + self.accounts.check(found)

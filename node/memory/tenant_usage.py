@@ -137,6 +137,8 @@ class TenantAccount(Generic[Pool]):
         self.nbytes += nbytes
         if self.nbytes_max:
             self._accounts.grade(self)
+        elif self.nbytes == nbytes or not self.nbytes:
+            self._accounts.note_sharing(self)
 
     def counts(self) -> dict[int, int]:
         """Return the slots by size."""
@@ -198,11 +200,24 @@ class TenantUsage(Generic[Pool]):
         self._grades: list[dict[TenantAccount[Pool], None]] = [{} for _ in range(OVER + 1)]
         self._graded = 0  # bit g: there is a tenant of grade g
         self.promised_nbytes = 0  # all quotas together
+        self._sharing: dict[TenantAccount[Pool], None] = {}
 
     @property
     def any_limited(self) -> bool:
         """Return whether a tenant with a quota has pages."""
         return self._graded > 0
+
+    @property
+    def sharing_count(self) -> int:
+        """Return how many tenants have pages and no quota."""
+        return len(self._sharing)
+
+    def note_sharing(self, account: TenantAccount[Pool]) -> None:
+        """Note whether a tenant has pages and no quota, after its first and its last page."""
+        if account.nbytes and not account.nbytes_max:
+            self._sharing[account] = None
+        else:
+            self._sharing.pop(account, None)
 
     def of(self, tenant: str) -> TenantAccount[Pool]:
         """Return a tenant's account, which lives as long as a namespace has it."""
@@ -237,6 +252,7 @@ class TenantUsage(Generic[Pool]):
         """Set an account's limits; return whether its pool has changed."""
         account.nbytes_max, account.pins_max = self._limits(account.tenant)
         self.grade(account)
+        self.note_sharing(account)
         if (account.pool is self.shared) == (not account.nbytes_max):
             return False
         account.pool = self._make_pool() if account.nbytes_max else self.shared
@@ -326,6 +342,9 @@ class TenantUsage(Generic[Pool]):
             f"tenant {tenant} has slots {counts}, and no account"
             for tenant, counts in found.items()
         ]
+        sharing = {each for each in self.all() if each.nbytes and not each.nbytes_max}
+        if self._sharing.keys() != sharing:
+            wrong.append("tenants share the rest that have a quota or no pages, or are missing")
         if self._graded != sum(1 << grade for grade, there in enumerate(self._grades) if there):
             wrong.append("grades are listed that are empty, or empty that are not")
         return wrong

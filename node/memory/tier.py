@@ -69,7 +69,7 @@ class RamTier:
         self.lock = threading.Lock()
         self._copy = copy
         self.miss_reasons = MissReasons()
-        self.eviction = Eviction(slots, self._forget, self.hold_all, zero)
+        self.eviction = Eviction(slots, self.forget, self.hold_all, zero)
         lend = partial(self.eviction.place, for_a_while=True)
 
         def lower() -> Sequence[LowerTier]:
@@ -177,7 +177,7 @@ class RamTier:
         if page is None or page.state is not State.VISIBLE:
             return None
         if page.expiry_s and page.expiry_s <= self.clock_s():
-            self._forget(page, "expired")
+            self.forget(page, "expired")
             return None
         return page
 
@@ -331,7 +331,7 @@ class RamTier:
             self._offer([page for page in pages if not (page.is_copy or page in self._unwanted)])
             for page in self._unwanted.intersection(pages) if self._unwanted else ():
                 self._unwanted.discard(page)
-                self._forget(page, "removed")
+                self.forget(page, "removed")
             return stored
 
     def abort(self, reservation: Reservation) -> None:
@@ -553,7 +553,7 @@ class RamTier:
                 self._unwanted.add(page)  # its bytes may have been on their way before the removal
             removed.append(page is not None and page.state is State.VISIBLE)
             if removed[-1] and page is not None:
-                self._forget(page, "removed")
+                self.forget(page, "removed")
         below = self.below.remove(index.digest, prefix_hashes)
         return [here or there for here, there in zip(removed, below, strict=True)]
 
@@ -561,9 +561,9 @@ class RamTier:
         """Forget a corrupt page that the caller holds."""
         with self.lock:
             if page.state is State.VISIBLE:
-                self._forget(page, "corrupt")
+                self.forget(page, "corrupt")
 
-    def _forget(self, page: Page, reason: str, successor: Page | None = None) -> None:
+    def forget(self, page: Page, reason: str, successor: Page | None = None) -> None:
         """Remove a visible page; its slot is freed, or passed to its successor, when unread."""
         index = page.namespace
         index.drop(page)

@@ -108,7 +108,7 @@ class Bench:
         for index in self.node.tier.namespaces.all():
             with self.node.tier.lock:
                 for page in list(index.pages.values()):
-                    self.node.tier._forget(page, "evicted")
+                    self.node.tier.forget(page, "evicted")
 
     def charged(self, work: Callable[[], object]) -> int:
         """Return the bytes that `work` charges to the tenant while its clock stands still."""

@@ -168,7 +168,7 @@ class Pages(known_pages.Pages):
         with node.tier.lock:
             for page in list(node.tier.namespaces.find(self.digest).pages.values()):
                 assert page.holds == 0
-                node.tier._forget(page, "evicted")
+                node.tier.forget(page, "evicted")
 
 
 class Clock:

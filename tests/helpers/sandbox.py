@@ -104,3 +104,12 @@ class Sandbox:
 
     def remove(self, pages: Pages, keys: Sequence[bytes]) -> list[bool]:
         return self.tier.remove(pages.namespace.digest, keys)
+
+
+def fill(box: Any, space: Any, *numbers: int) -> list[bytes]:
+    """Put the pages one after the other, each 1 ms later; return their keys."""
+    keys: list[bytes] = space.keys(*numbers)
+    for key in keys:
+        box.now_ms += 1
+        box.put(space, [key])
+    return keys

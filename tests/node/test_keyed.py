@@ -355,7 +355,7 @@ def evict(node: Node, pages: Pages, keys: list[bytes], settle: Any) -> None:
     with node.tier.lock:
         there = node.tier.namespaces.find(pages.namespace.digest).pages
         for page in [there[key] for key in keys if key in there]:
-            node.tier._forget(page, "evicted")
+            node.tier.forget(page, "evicted")
 
 
 def test_random_forgeries_are_never_hits(node: Node, connect: Connect, seed: int) -> None:

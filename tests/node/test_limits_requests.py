@@ -317,7 +317,7 @@ def test_stat_and_list_work_after_the_clock_was_set_back(
             assert (stat.present, stat.age_ms, stat.idle_ms) == (True, 0, 0)
         for page in list(node.tier.namespaces.find(pages.namespace.digest).pages.values()):
             with node.tier.lock:
-                node.tier._forget(page, "evicted")
+                node.tier.forget(page, "evicted")
         (first, second) = client.stat(pages.namespace, keys)
         assert (first.on_disk, first.in_ram, first.idle_ms, second.idle_ms) == (True, False, 0, 0)
     finally:

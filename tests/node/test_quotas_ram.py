@@ -5,22 +5,13 @@ import random
 from typing import Any
 
 import pytest
-from sandbox import Sandbox
+from sandbox import Sandbox, fill
 
 from kvstore.errors import Exhausted
 from node.memory.page import PutStatus
 
 PAGE = 4096
 EXTENT = 16 * PAGE
-
-
-def fill(box: Any, space: Any, *numbers: int) -> list[bytes]:
-    """Put the pages one after the other, each 1 ms later; return their keys."""
-    keys: list[bytes] = space.keys(*numbers)
-    for key in keys:
-        box.now_ms += 1
-        box.put(space, [key])
-    return keys
 
 
 def test_tenant_at_its_quota_evicts_its_own_oldest_page() -> None:

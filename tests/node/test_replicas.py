@@ -215,7 +215,7 @@ def test_pages_only_on_disk_are_replicated(
     with tier.lock:
         index = tier.namespaces.find(pages.namespace.digest)
         for key in keys:
-            tier._forget(index.pages[key], "evicted")
+            tier.forget(index.pages[key], "evicted")
     tell(nodes, view_of(nodes, 2))
     promises = nodes[0].service.write_acks
     waiter = promises.replicate(

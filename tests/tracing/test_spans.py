@@ -94,7 +94,7 @@ def test_read_from_disk_is_a_child_span_of_its_get(
         wait_until(lambda: not node.tier.held_count)
         with node.tier.lock:
             for page in list(index.pages.values()):
-                node.tier._forget(page, "evicted")
+                node.tier.forget(page, "evicted")
         recorded.clear()
         buffers = [bytearray(4096) for _ in KEYS]
         assert all(caller.get(PAGES, KEYS, buffers))
