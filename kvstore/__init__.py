@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvstore.keys import Namespace, prefix_hashes
     from kvstore.layout import ByteRange, LayerGroup, PageLayout, Plane, opaque_layout
     from kvstore.results import Keep, LookupResult, PutOutcome
+    from kvstore.results.hints import Hint, HintAction, HintResult
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,9 @@ __all__ = [
     "DeadlineExceeded",
     "Exhausted",
     "Forbidden",
+    "Hint",
+    "HintAction",
+    "HintResult",
     "InvalidRequest",
     "KVStoreError",
     "Keep",
@@ -67,6 +71,9 @@ _HOMES = {
     "PageLayout": "layout",
     "Plane": "layout",
     "opaque_layout": "layout",
+    "Hint": "results.hints",
+    "HintAction": "results.hints",
+    "HintResult": "results.hints",
     "Keep": "results",
     "LookupResult": "results",
     "PutOutcome": "results",

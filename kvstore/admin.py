@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.cluster.calls import check_goes_on, keyed_replies, per_key, wait_ms
 from kvstore.cluster.fan_out import Ask, Call, FanOut, Indices, select
+from kvstore.cluster.hints import end_session, send_hint
 from kvstore.cluster.routing import FIRST_SHARE, Away
 from kvstore.cluster.view import View
 from kvstore.config import ClientConfig
@@ -22,6 +23,7 @@ from kvstore.messages import result, results
 from kvstore.otel import set_up as set_up_spans
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import VerifyResult
+from kvstore.results.hints import Hint, HintAction, HintResult
 from kvstore.transports.channel import NodeChannel, NodeConnection
 from kvstore.transports.connections import check_process
 from kvstore.transports.tls import check_tls
@@ -188,6 +190,26 @@ class Admin:
         return self._fan_out.broadcast(
             ask, namespace, prefix_hashes, self._deadline(timeout_s), or_, False, away
         )
+
+    def hint(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        hint: Hint,
+        timeout_s: float | None = None,
+    ) -> HintResult:
+        """Tell the store what is known of pages' future; return what became of it.
+
+        `prefix_hashes`: a chain, head first; empty for `DELETE`.
+        """
+        deadline = self._deadline(timeout_s)
+        if hint.action is not HintAction.DELETE:
+            check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
+            return send_hint(self._fan_out, namespace, prefix_hashes, hint, deadline)
+        deleted = end_session(self._fan_out, namespace, hint, deadline)
+        if deleted and self._fan_out.nodes.view is not None:  # copies of others
+            self.remove(namespace, deleted, deadline.remaining())
+        return HintResult(deleted=len(deleted))
 
     def stat(
         self, namespace: Namespace, prefix_hashes: Sequence[bytes], timeout_s: float | None = None

@@ -96,7 +96,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
         ("auth/",),
         ("memory/",),
-        ("disk/", "cluster/", "feed/", "events.py"),
+        ("disk/", "cluster/", "feed/", "hints/", "events.py"),
         ("serving/",),
         ("gateway/",),
         ("console/",),

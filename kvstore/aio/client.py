@@ -43,6 +43,7 @@ from kvstore.results import (
     PutOutcome,
     VerifyResult,
 )
+from kvstore.results.hints import Hint, HintResult
 from kvstore.steps import run_async
 from kvstore.threads import ThreadPool
 from kvstore.tracing import carried
@@ -300,6 +301,18 @@ class Client:
         """Unpin all copies of pages; return True for each page that was pinned."""
         return await self._thread(
             self._deadline(timeout_s), self.sync.unpin, namespace, prefix_hashes, away=away
+        )
+
+    async def hint(
+        self,
+        namespace: Namespace,
+        prefix_hashes: Sequence[bytes],
+        hint: Hint,
+        timeout_s: float | None = None,
+    ) -> HintResult:
+        """Tell the store what is known of pages' future; return what became of it."""
+        return await self._thread(
+            self._deadline(timeout_s), self.sync.hint, namespace, prefix_hashes, hint
         )
 
     async def stat(

@@ -27,6 +27,23 @@ class PageHealth(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PAGE_ABSENT: _ClassVar[PageHealth]
     PAGE_INTACT: _ClassVar[PageHealth]
     PAGE_DROPPED: _ClassVar[PageHealth]
+
+class HintAction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HINT_ACTION_UNSPECIFIED: _ClassVar[HintAction]
+    HINT_NAME: _ClassVar[HintAction]
+    HINT_RETAIN: _ClassVar[HintAction]
+    HINT_PIN: _ClassVar[HintAction]
+    HINT_PREFETCH: _ClassVar[HintAction]
+    HINT_DEMOTE: _ClassVar[HintAction]
+    HINT_DELETE: _ClassVar[HintAction]
+
+class HintVerdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HINT_VERDICT_UNSPECIFIED: _ClassVar[HintVerdict]
+    HINT_ACCEPTED: _ClassVar[HintVerdict]
+    HINT_CLIPPED: _ClassVar[HintVerdict]
+    HINT_REFUSED: _ClassVar[HintVerdict]
 MEMBER_STATE_UNSPECIFIED: MemberState
 MEMBER_JOINING: MemberState
 MEMBER_SERVING: MemberState
@@ -40,6 +57,17 @@ PAGE_HEALTH_UNSPECIFIED: PageHealth
 PAGE_ABSENT: PageHealth
 PAGE_INTACT: PageHealth
 PAGE_DROPPED: PageHealth
+HINT_ACTION_UNSPECIFIED: HintAction
+HINT_NAME: HintAction
+HINT_RETAIN: HintAction
+HINT_PIN: HintAction
+HINT_PREFETCH: HintAction
+HINT_DEMOTE: HintAction
+HINT_DELETE: HintAction
+HINT_VERDICT_UNSPECIFIED: HintVerdict
+HINT_ACCEPTED: HintVerdict
+HINT_CLIPPED: HintVerdict
+HINT_REFUSED: HintVerdict
 
 class HelloRequest(_message.Message):
     __slots__ = ("protocol_version", "token")
@@ -533,6 +561,62 @@ class UnpinReply(_message.Message):
     unpinned: _containers.RepeatedScalarFieldContainer[bool]
     def __init__(self, unpinned: _Optional[_Iterable[bool]] = ...) -> None: ...
 
+class HintRequest(_message.Message):
+    __slots__ = ("namespace", "prefix_hashes", "action", "priority", "ttl_ms", "session", "session_age_ms")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASHES_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    prefix_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    action: HintAction
+    priority: int
+    ttl_ms: int
+    session: bytes
+    session_age_ms: int
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hashes: _Optional[_Iterable[bytes]] = ..., action: _Optional[_Union[HintAction, str]] = ..., priority: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., session: _Optional[bytes] = ..., session_age_ms: _Optional[int] = ...) -> None: ...
+
+class HintReply(_message.Message):
+    __slots__ = ("verdicts", "reason", "deleted", "more")
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DELETED_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    verdicts: _containers.RepeatedScalarFieldContainer[HintVerdict]
+    reason: str
+    deleted: _containers.RepeatedScalarFieldContainer[bytes]
+    more: bool
+    def __init__(self, verdicts: _Optional[_Iterable[_Union[HintVerdict, str]]] = ..., reason: _Optional[str] = ..., deleted: _Optional[_Iterable[bytes]] = ..., more: bool = ...) -> None: ...
+
+class HintCount(_message.Message):
+    __slots__ = ("action", "verdict", "pages")
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    action: str
+    verdict: str
+    pages: int
+    def __init__(self, action: _Optional[str] = ..., verdict: _Optional[str] = ..., pages: _Optional[int] = ...) -> None: ...
+
+class HintStatus(_message.Message):
+    __slots__ = ("counts", "retained_count", "session_count", "session_page_count", "sessions_forgotten", "prefetching_count")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_PAGE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    PREFETCHING_COUNT_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedCompositeFieldContainer[HintCount]
+    retained_count: int
+    session_count: int
+    session_page_count: int
+    sessions_forgotten: int
+    prefetching_count: int
+    def __init__(self, counts: _Optional[_Iterable[_Union[HintCount, _Mapping]]] = ..., retained_count: _Optional[int] = ..., session_count: _Optional[int] = ..., session_page_count: _Optional[int] = ..., sessions_forgotten: _Optional[int] = ..., prefetching_count: _Optional[int] = ...) -> None: ...
+
 class ListRequest(_message.Message):
     __slots__ = ("namespace", "key_prefix", "page_token", "limit", "owner")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -816,7 +900,7 @@ class TenantUse(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., ram_nbytes: _Optional[int] = ..., ram_quota_nbytes: _Optional[int] = ..., disk_nbytes: _Optional[int] = ..., disk_quota_nbytes: _Optional[int] = ..., pin_count: _Optional[int] = ..., pin_quota: _Optional[int] = ..., held_nbytes: _Optional[int] = ..., held_quota_nbytes: _Optional[int] = ..., refused_puts: _Optional[int] = ..., refused_pins: _Optional[int] = ..., refused_holds: _Optional[int] = ..., refused_connections: _Optional[int] = ..., refused_requests: _Optional[int] = ..., refused_bytes: _Optional[int] = ...) -> None: ...
 
 class NodeStatusReply(_message.Message):
-    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers", "tenants", "insecure", "refused_calls", "tls", "now_unix_ms", "gateways", "gateway_ends", "identities", "request_times")
+    __slots__ = ("version", "instance_id", "state", "uptime_ms", "pid", "rss_nbytes", "session_count", "ram", "namespaces", "totals", "limits", "bulk_port", "metrics_port", "disk", "shm", "peers", "tenants", "insecure", "refused_calls", "tls", "now_unix_ms", "gateways", "gateway_ends", "identities", "request_times", "hints")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -842,6 +926,7 @@ class NodeStatusReply(_message.Message):
     GATEWAY_ENDS_FIELD_NUMBER: _ClassVar[int]
     IDENTITIES_FIELD_NUMBER: _ClassVar[int]
     REQUEST_TIMES_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     version: str
     instance_id: bytes
     state: str
@@ -867,7 +952,8 @@ class NodeStatusReply(_message.Message):
     gateway_ends: _containers.RepeatedCompositeFieldContainer[GatewayEnd]
     identities: IdentitiesStatus
     request_times: RequestTimes
-    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ..., insecure: _Optional[str] = ..., refused_calls: _Optional[int] = ..., tls: _Optional[_Union[TlsStatus, _Mapping]] = ..., now_unix_ms: _Optional[int] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., gateway_ends: _Optional[_Iterable[_Union[GatewayEnd, _Mapping]]] = ..., identities: _Optional[_Union[IdentitiesStatus, _Mapping]] = ..., request_times: _Optional[_Union[RequestTimes, _Mapping]] = ...) -> None: ...
+    hints: HintStatus
+    def __init__(self, version: _Optional[str] = ..., instance_id: _Optional[bytes] = ..., state: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., pid: _Optional[int] = ..., rss_nbytes: _Optional[int] = ..., session_count: _Optional[int] = ..., ram: _Optional[_Union[RamStatus, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., totals: _Optional[_Union[Counters, _Mapping]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., bulk_port: _Optional[int] = ..., metrics_port: _Optional[int] = ..., disk: _Optional[_Union[DiskStatus, _Mapping]] = ..., shm: _Optional[_Union[ShmStatus, _Mapping]] = ..., peers: _Optional[_Union[PeersStatus, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ..., insecure: _Optional[str] = ..., refused_calls: _Optional[int] = ..., tls: _Optional[_Union[TlsStatus, _Mapping]] = ..., now_unix_ms: _Optional[int] = ..., gateways: _Optional[_Iterable[_Union[GatewayStatus, _Mapping]]] = ..., gateway_ends: _Optional[_Iterable[_Union[GatewayEnd, _Mapping]]] = ..., identities: _Optional[_Union[IdentitiesStatus, _Mapping]] = ..., request_times: _Optional[_Union[RequestTimes, _Mapping]] = ..., hints: _Optional[_Union[HintStatus, _Mapping]] = ...) -> None: ...
 
 class IdentitiesStatus(_message.Message):
     __slots__ = ("digest", "identity_count", "problem_count", "writable")
@@ -1208,7 +1294,7 @@ class AdmitReply(_message.Message):
     def __init__(self) -> None: ...
 
 class BulkRequest(_message.Message):
-    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "remove_namespace", "flush", "scrub", "recover", "release", "drain", "sweep", "forget", "record", "follow", "admit", "on_behalf", "events", "push_identities", "feed", "trace")
+    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "remove_namespace", "flush", "scrub", "recover", "release", "drain", "sweep", "forget", "record", "follow", "admit", "on_behalf", "events", "push_identities", "feed", "hint", "trace")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LIST_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
@@ -1238,6 +1324,7 @@ class BulkRequest(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     PUSH_IDENTITIES_FIELD_NUMBER: _ClassVar[int]
     FEED_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     hello: HelloRequest
     open_namespace: OpenNamespaceRequest
@@ -1268,8 +1355,9 @@ class BulkRequest(_message.Message):
     events: EventsRequest
     push_identities: PushIdentitiesRequest
     feed: FeedRequest
+    hint: HintRequest
     trace: bytes
-    def __init__(self, hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesRequest, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., verify: _Optional[_Union[VerifyRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., list: _Optional[_Union[ListRequest, _Mapping]] = ..., stat: _Optional[_Union[StatRequest, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusRequest, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceRequest, _Mapping]] = ..., flush: _Optional[_Union[FlushRequest, _Mapping]] = ..., scrub: _Optional[_Union[ScrubRequest, _Mapping]] = ..., recover: _Optional[_Union[RecoverRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., drain: _Optional[_Union[DrainRequest, _Mapping]] = ..., sweep: _Optional[_Union[SweepRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., record: _Optional[_Union[RecordRequest, _Mapping]] = ..., follow: _Optional[_Union[FollowRequest, _Mapping]] = ..., admit: _Optional[_Union[AdmitRequest, _Mapping]] = ..., on_behalf: _Optional[_Union[OnBehalfRequest, _Mapping]] = ..., events: _Optional[_Union[EventsRequest, _Mapping]] = ..., push_identities: _Optional[_Union[PushIdentitiesRequest, _Mapping]] = ..., feed: _Optional[_Union[FeedRequest, _Mapping]] = ..., trace: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[HelloRequest, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceRequest, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesRequest, _Mapping]] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., put: _Optional[_Union[PutRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., get: _Optional[_Union[GetRequest, _Mapping]] = ..., verify: _Optional[_Union[VerifyRequest, _Mapping]] = ..., remove: _Optional[_Union[RemoveRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., list: _Optional[_Union[ListRequest, _Mapping]] = ..., stat: _Optional[_Union[StatRequest, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusRequest, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceRequest, _Mapping]] = ..., flush: _Optional[_Union[FlushRequest, _Mapping]] = ..., scrub: _Optional[_Union[ScrubRequest, _Mapping]] = ..., recover: _Optional[_Union[RecoverRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., drain: _Optional[_Union[DrainRequest, _Mapping]] = ..., sweep: _Optional[_Union[SweepRequest, _Mapping]] = ..., forget: _Optional[_Union[ForgetRequest, _Mapping]] = ..., record: _Optional[_Union[RecordRequest, _Mapping]] = ..., follow: _Optional[_Union[FollowRequest, _Mapping]] = ..., admit: _Optional[_Union[AdmitRequest, _Mapping]] = ..., on_behalf: _Optional[_Union[OnBehalfRequest, _Mapping]] = ..., events: _Optional[_Union[EventsRequest, _Mapping]] = ..., push_identities: _Optional[_Union[PushIdentitiesRequest, _Mapping]] = ..., feed: _Optional[_Union[FeedRequest, _Mapping]] = ..., hint: _Optional[_Union[HintRequest, _Mapping]] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "last")
@@ -1282,7 +1370,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., last: bool = ...) -> None: ...
 
 class BulkReply(_message.Message):
-    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "error", "remove_namespace", "flush", "scrub", "recover", "drain", "sweep", "forget", "record", "follow", "admit", "events", "push_identities", "feed")
+    __slots__ = ("hello", "open_namespace", "list_namespaces", "lookup", "put", "commit", "get", "verify", "remove", "pin", "unpin", "list", "stat", "node_status", "error", "remove_namespace", "flush", "scrub", "recover", "drain", "sweep", "forget", "record", "follow", "admit", "events", "push_identities", "feed", "hint")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     LIST_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
@@ -1311,6 +1399,7 @@ class BulkReply(_message.Message):
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     PUSH_IDENTITIES_FIELD_NUMBER: _ClassVar[int]
     FEED_FIELD_NUMBER: _ClassVar[int]
+    HINT_FIELD_NUMBER: _ClassVar[int]
     hello: HelloReply
     open_namespace: OpenNamespaceReply
     list_namespaces: ListNamespacesReply
@@ -1339,4 +1428,5 @@ class BulkReply(_message.Message):
     events: EventsReply
     push_identities: PushIdentitiesReply
     feed: FeedReply
-    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesReply, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., put: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., get: _Optional[_Union[GetReply, _Mapping]] = ..., verify: _Optional[_Union[VerifyReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., list: _Optional[_Union[ListReply, _Mapping]] = ..., stat: _Optional[_Union[StatReply, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceReply, _Mapping]] = ..., flush: _Optional[_Union[FlushReply, _Mapping]] = ..., scrub: _Optional[_Union[ScrubReply, _Mapping]] = ..., recover: _Optional[_Union[RecoverReply, _Mapping]] = ..., drain: _Optional[_Union[DrainReply, _Mapping]] = ..., sweep: _Optional[_Union[SweepReply, _Mapping]] = ..., forget: _Optional[_Union[ForgetReply, _Mapping]] = ..., record: _Optional[_Union[RecordReply, _Mapping]] = ..., follow: _Optional[_Union[View, _Mapping]] = ..., admit: _Optional[_Union[AdmitReply, _Mapping]] = ..., events: _Optional[_Union[EventsReply, _Mapping]] = ..., push_identities: _Optional[_Union[PushIdentitiesReply, _Mapping]] = ..., feed: _Optional[_Union[FeedReply, _Mapping]] = ...) -> None: ...
+    hint: HintReply
+    def __init__(self, hello: _Optional[_Union[HelloReply, _Mapping]] = ..., open_namespace: _Optional[_Union[OpenNamespaceReply, _Mapping]] = ..., list_namespaces: _Optional[_Union[ListNamespacesReply, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., put: _Optional[_Union[PutReply, _Mapping]] = ..., commit: _Optional[_Union[CommitReply, _Mapping]] = ..., get: _Optional[_Union[GetReply, _Mapping]] = ..., verify: _Optional[_Union[VerifyReply, _Mapping]] = ..., remove: _Optional[_Union[RemoveReply, _Mapping]] = ..., pin: _Optional[_Union[PinReply, _Mapping]] = ..., unpin: _Optional[_Union[UnpinReply, _Mapping]] = ..., list: _Optional[_Union[ListReply, _Mapping]] = ..., stat: _Optional[_Union[StatReply, _Mapping]] = ..., node_status: _Optional[_Union[NodeStatusReply, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., remove_namespace: _Optional[_Union[RemoveNamespaceReply, _Mapping]] = ..., flush: _Optional[_Union[FlushReply, _Mapping]] = ..., scrub: _Optional[_Union[ScrubReply, _Mapping]] = ..., recover: _Optional[_Union[RecoverReply, _Mapping]] = ..., drain: _Optional[_Union[DrainReply, _Mapping]] = ..., sweep: _Optional[_Union[SweepReply, _Mapping]] = ..., forget: _Optional[_Union[ForgetReply, _Mapping]] = ..., record: _Optional[_Union[RecordReply, _Mapping]] = ..., follow: _Optional[_Union[View, _Mapping]] = ..., admit: _Optional[_Union[AdmitReply, _Mapping]] = ..., events: _Optional[_Union[EventsReply, _Mapping]] = ..., push_identities: _Optional[_Union[PushIdentitiesReply, _Mapping]] = ..., feed: _Optional[_Union[FeedReply, _Mapping]] = ..., hint: _Optional[_Union[HintReply, _Mapping]] = ...) -> None: ...

@@ -79,6 +79,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.UnpinRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.UnpinReply.FromString,
                 )
+        self.Hint = channel.unary_unary(
+                '/kvstore.KVStore/Hint',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.HintRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.HintReply.FromString,
+                )
         self.List = channel.unary_unary(
                 '/kvstore.KVStore/List',
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.ListRequest.SerializeToString,
@@ -238,6 +243,13 @@ class KVStoreServicer(object):
 
     def Unpin(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Hint(self, request, context):
+        """What a client knows about pages' future: keep them longer or shorter, pin, prefetch, demote; or end a session.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -404,6 +416,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Unpin,
                     request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.UnpinRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_kvstore__pb2.UnpinReply.SerializeToString,
+            ),
+            'Hint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hint,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.HintRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.HintReply.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -703,6 +720,23 @@ class KVStore(object):
         return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Unpin',
             kvstore_dot_pb_dot_kvstore__pb2.UnpinRequest.SerializeToString,
             kvstore_dot_pb_dot_kvstore__pb2.UnpinReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Hint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Hint',
+            kvstore_dot_pb_dot_kvstore__pb2.HintRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.HintReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -361,6 +361,31 @@ class RequestTimes(Reply):
 
 
 @dataclass(frozen=True)
+class HintCount(Reply):
+    """Pages that were named in hints with this action and this answer."""
+
+    action: str = ""
+    verdict: str = ""
+    pages: int = 0
+
+
+@dataclass(frozen=True)
+class HintStatus(Reply):
+    """What became of hints since the node's start, and what the node remembers for them.
+
+    `retained_count`: pages in another eviction class than the normal one. `session_page_count`:
+    pages that the known sessions own or share. `prefetching_count`: chains that wait.
+    """
+
+    counts: tuple[HintCount, ...] = ()
+    retained_count: int = 0
+    session_count: int = 0
+    session_page_count: int = 0
+    sessions_forgotten: int = 0
+    prefetching_count: int = 0
+
+
+@dataclass(frozen=True)
 class NodeStatus(Reply):
     """A node's own status.
 
@@ -395,6 +420,7 @@ class NodeStatus(Reply):
     gateway_ends: tuple[GatewayEnd, ...] = ()
     identities: IdentitiesStatus = IdentitiesStatus()
     request_times: RequestTimes = RequestTimes()
+    hints: HintStatus = HintStatus()
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ _METHODS = {
     "remove": "Remove",
     "pin": "Pin",
     "unpin": "Unpin",
+    "hint": "Hint",
     "list": "List",
     "feed": "Feed",
     "stat": "Stat",

@@ -55,6 +55,7 @@ RULES = {
     "remove": _WRITE,
     "pin": _WRITE,
     "unpin": _WRITE,
+    "hint": _WRITE,
     "remove_namespace": Rule(Role.ADMIN, is_act=True),
     "flush": _OF_NODE,
     "scrub": _OF_NODE,

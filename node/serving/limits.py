@@ -471,6 +471,7 @@ _TYPES = {
     for field in pb.BulkRequest.DESCRIPTOR.fields
     if field.message_type
 }
+KEYED = ("lookup", "put", "verify", "remove", "pin", "unpin", "stat", "hint")
 _OPS = {number: op for op, (number, _) in _TYPES.items()}
 
 
@@ -489,7 +490,7 @@ class Requests:
             config.batch_keys_max * (LEAF_SUM_NBYTES + 3)
             + config.batch_nbytes_max // LEAF_NBYTES * 8
         )
-        most = dict.fromkeys(("lookup", "put", "verify", "remove", "pin", "unpin", "stat"), keys)
+        most = dict.fromkeys(KEYED, keys)
         most |= {"get": keys + GET_RANGES_MAX * _RANGE_WIRE_NBYTES, "commit": leaves}
         most["open_namespace"] = 4 * DESCRIPTION_NBYTES_MAX
         self._nbytes_max = {op: max(most.get(op, 0), REQUEST_NBYTES_FREE) for op in _TYPES}

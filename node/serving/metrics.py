@@ -1,9 +1,9 @@
 """Export Prometheus metrics, made from the node's counters, and serve them over HTTP."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -19,6 +19,7 @@ from kvstore.cluster.view import REGISTRIES
 from kvstore.errors import Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from node.auth.access import Caller
+from node.hints.calls import hint_names
 from node.serving.http_server import HttpClient, HttpServer, Request, Respond, Response, text
 from node.serving.reference import HELP
 from node.serving.request_metrics import BOUNDS_S, Histogram
@@ -185,8 +186,21 @@ class NodeCollector:
         if status.HasField("shm"):
             yield GaugeMetricFamily("kvstore_shm_clients", "", status.shm.client_count)
             yield GaugeMetricFamily("kvstore_shm_orphan_pages", "", status.shm.orphan_page_count)
+        yield from self._of_hints(status.hints)
         yield from self._of_tls(status)
         yield from self._of_requests()
+
+    def _of_hints(self, hints: pb.HintStatus) -> Iterator[Metric]:
+        pages = CounterMetricFamily("kvstore_hint_pages", "", labels=["action", "verdict"])
+        told = {(count.action, count.verdict): count.pages for count in hints.counts}
+        for labels in itertools.product(hint_names(pb.HintAction), hint_names(pb.HintVerdict)):
+            pages.add_metric(labels, told.get(labels, 0))
+        yield pages
+        forgotten = hints.sessions_forgotten
+        yield GaugeMetricFamily("kvstore_ram_retained_pages", "", hints.retained_count)
+        yield GaugeMetricFamily("kvstore_hint_sessions", "", hints.session_count)
+        yield CounterMetricFamily("kvstore_hint_sessions_forgotten", "", forgotten)
+        yield GaugeMetricFamily("kvstore_prefetching_hints", "", hints.prefetching_count)
 
     def _of_disk(self, disk: pb.DiskStatus) -> Iterator[Metric]:
         yield GaugeMetricFamily("kvstore_disk_serving", "", disk.state == "SERVING")
@@ -297,7 +311,7 @@ def _histogram(
     family = HistogramMetricFamily(name, "", labels=labels)
     bounds = [*map(str, BOUNDS_S), "+Inf"]
     for values, histogram in histograms.items():
-        buckets = zip(bounds, accumulate(histogram.counts), strict=True)
+        buckets = zip(bounds, itertools.accumulate(histogram.counts), strict=True)
         family.add_metric(values, list(buckets), histogram.sum_ns / 1e9)
     return family
 

@@ -29,6 +29,7 @@ from node.config import NodeConfig
 from node.disk.durability import Durability
 from node.disk.tier import DiskTier
 from node.feed.feed import Feed
+from node.hints.calls import Hints
 from node.memory.arena import Arena
 from node.memory.inventory import Inventory
 from node.memory.promotion import parts_wanted
@@ -94,6 +95,7 @@ class Service:
         listing = Listing(self._inventory, self.cluster, config.batch_keys_max)
         self.recorder = Recorder(tier.namespace)
         self.hot_prefixes = HotPrefixes()
+        self.hints = Hints(config, tier)
         # Called with a removed namespace, and the removal's id
         self.on_removed: Callable[[bytes, bytes], None] = lambda digest, removal: None
         self.durability = Durability(tier, disk, config.flush_s)
@@ -129,6 +131,7 @@ class Service:
             "remove": self._remove,
             "pin": self._pin,
             "unpin": self._unpin,
+            "hint": self._hint,
             "list": listing.list_pages,
             "feed": self._feed,
             "stat": listing.stat,
@@ -166,6 +169,7 @@ class Service:
 
     def close(self) -> None:
         """Close everything that is open."""
+        self.hints.close()
         self._status.memory.close()
         self.followers.close()
 
@@ -435,6 +439,12 @@ class Service:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
         return pb.UnpinReply(unpinned=self._tier.unpin(request.namespace, request.prefix_hashes))
 
+    def _hint(self, request: pb.HintRequest, caller: Caller) -> pb.HintReply:
+        if request.action == pb.HINT_PREFETCH and self.draining:
+            raise Unavailable("this node is draining and fetches no pages")
+        charge = self.tenants.charge(self.authorizer.principal_of(caller))
+        return self.hints.hint(request, caller.peer, charge.add_processed)
+
     def _node_status(self, request: pb.NodeStatusRequest, caller: Caller) -> pb.NodeStatusReply:
         status = self._status.node(
             instance_id=self.instance_id,
@@ -450,6 +460,7 @@ class Service:
             tenants=self.tenants.uses(),
             identities=self._identity_calls.status(),
             request_times=self.traffic.times(),
+            hints=self.hints.status(),
             gateways=self.gateway_status(),
             gateway_ends=[
                 pb.GatewayEnd(why=why, count=count)

@@ -67,7 +67,7 @@ ROLES = {
 NEEDS = {
     Role.READ: "hello follow open_namespace list_namespaces node_status metrics lookup get verify "
     "list stat release events feed",
-    Role.WRITE: "put commit remove pin unpin",
+    Role.WRITE: "put commit remove pin unpin hint",
     Role.ADMIN: "remove_namespace reflection",
 }
 # For identities of all tenants
@@ -154,7 +154,7 @@ SAMPLE = {
     "other": "open_namespace get put verify |",
     "narrow": "lookup stat | list_namespaces",
     "modeller": "list flush |",
-    "watcher": "unpin | get",
+    "watcher": "unpin hint | get",
     "member": "sweep forget push_identities | put",
     "operator": "| flush",
 }

@@ -126,6 +126,7 @@ def unary() -> dict[str, Any]:
         "remove": pb.RemoveRequest(namespace=SPACE.digest, prefix_hashes=KEYS[3:5]),
         "pin": pb.PinRequest(**some, ttl_ms=1000),
         "unpin": pb.UnpinRequest(**some),
+        "hint": pb.HintRequest(**some, action=pb.HINT_RETAIN, ttl_ms=9, session=b"s"),
         "list": pb.ListRequest(
             namespace=SPACE.digest, key_prefix=b"\1", page_token=KEYS[0], limit=3
         ),

@@ -167,6 +167,7 @@ CASES = [
     *keyed("remove", pb.RemoveRequest),
     *keyed("pin", pb.PinRequest, ttl_ms=1),
     *keyed("unpin", pb.UnpinRequest),
+    *keyed("hint", pb.HintRequest, action=pb.HINT_NAME),
     *keyed("stat", pb.StatRequest),
     pytest.param(
         "put",

@@ -17,7 +17,7 @@ from known_pages import Pages
 from local_nodes import Connect
 from waiting import wait_until
 
-from kvstore import Client, DeadlineExceeded, KVStoreError, Unavailable
+from kvstore import Client, DeadlineExceeded, Hint, HintAction, KVStoreError, Unavailable
 from kvstore.layout import ByteRange
 from kvstore.tools.node_process import NodeProcess
 
@@ -46,6 +46,9 @@ CALLS: dict[str, Callable[[Client, Any, float], Any]] = {
     "remove": lambda client, chain, s: client.remove(chain.namespace, chain.keys(1), timeout_s=s),
     "pin": lambda client, chain, s: client.pin(chain.namespace, chain.keys(1), 1.0, timeout_s=s),
     "unpin": lambda client, chain, s: client.unpin(chain.namespace, chain.keys(1), timeout_s=s),
+    "hint": lambda client, chain, s: client.hint(
+        chain.namespace, chain.keys(1), Hint(HintAction.RETAIN, ttl_s=1.0), timeout_s=s
+    ),
     "stat": lambda client, chain, s: client.stat(chain.namespace, chain.keys(1), timeout_s=s),
     "list_pages": lambda client, chain, s: list(client.list_pages(chain.namespace)),
     "namespaces": lambda client, chain, s: client.namespaces(timeout_s=s),

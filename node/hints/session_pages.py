@@ -1,0 +1,161 @@
+"""Remember which pages each session has named, within bounds.
+
+A session owns a page if it named it, no other session did, and the page was stored after the
+session began. So what a session deletes at its end is its own: shared prefixes stay. A page that is
+not in RAM when it is named is owned by nobody.
+
+Records are bounded in number. A tenant that needs more than its half loses the record of its oldest
+session, and only that: the pages stay, and are evicted as any others.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+SESSIONS_MAX = 16_384
+PAGES_MAX = 131_072  # about 200 bytes each
+
+Key = tuple[bytes, bytes]  # namespace digest, name of the session
+
+
+@dataclass(slots=True)
+class _Session:
+    tenant: str
+    began_ms: int
+    # In order, head first; shared ones too, so that no third session owns them
+    pages: dict[bytes, None] = field(default_factory=dict)
+
+
+class _Tenant:
+    def __init__(self) -> None:
+        self.sessions: OrderedDict[Key, _Session] = OrderedDict()  # the longest unused first
+        self.page_count = 0
+
+
+def _used(tenant: _Tenant, pages: bool) -> int:
+    return tenant.page_count if pages else len(tenant.sessions)
+
+
+class SessionPages:
+    """The sessions' records. Thread-safe."""
+
+    def __init__(self, sessions_max: int = SESSIONS_MAX, pages_max: int = PAGES_MAX) -> None:
+        self._sessions_max = sessions_max
+        self._pages_max = pages_max
+        self._lock = threading.Lock()
+        self._tenants: dict[str, _Tenant] = {}
+        self._owners: dict[Key, bytes] = {}  # (digest, prefix hash): its session; empty: several
+        self.session_count = 0
+        self.forgotten_count = 0
+
+    @property
+    def page_count(self) -> int:
+        """Return how many pages are remembered."""
+        return len(self._owners)
+
+    def name(
+        self,
+        tenant: str,
+        digest: bytes,
+        session: bytes,
+        began_ms: int,
+        prefix_hashes: Sequence[bytes],
+        stored_ms: Sequence[int | None],
+    ) -> None:
+        """Note that a session uses pages, which were stored then; a known session began earlier."""
+        with self._lock:
+            there = self._tenants.setdefault(tenant, _Tenant())
+            key = (digest, session)
+            record = there.sessions.get(key)
+            if record is None:
+                self._make_room(tenant, there, pages=False)
+                record = there.sessions[key] = _Session(tenant, began_ms)
+                self._tenants[tenant] = there
+                self.session_count += 1
+            there.sessions.move_to_end(key)
+            for prefix_hash, stored in zip(prefix_hashes, stored_ms, strict=True):
+                page = (digest, prefix_hash)
+                owner = self._owners.get(page)
+                if owner is not None:
+                    if owner != session:
+                        self._owners[page] = b""
+                elif stored is not None and stored >= record.began_ms:
+                    self._make_room(tenant, there, pages=True)
+                    if key not in there.sessions:  # it was the oldest itself: more than its share
+                        return
+                    record.pages[prefix_hash] = None
+                    self._owners[page] = session
+                    there.page_count += 1
+
+    def owns(self, digest: bytes, session: bytes, prefix_hash: bytes) -> bool:
+        """Return whether the page is a session's own; without a session, whether no one's is it."""
+        owner = self._owners.get((digest, prefix_hash))
+        return owner is None if not session else owner == session
+
+    def take(
+        self, tenant: str, digest: bytes, session: bytes, count: int
+    ) -> tuple[list[bytes], bool]:
+        """Take some pages of a session's own, and its record when none are left.
+
+        Return them, and whether there are more.
+        """
+        taken: list[bytes] = []
+        with self._lock:
+            there, key = self._tenants.get(tenant), (digest, session)
+            record = there.sessions.get(key) if there is not None else None
+            if there is None or record is None:
+                return [], False
+            while record.pages and len(taken) < count:
+                prefix_hash, _ = record.pages.popitem()
+                there.page_count -= 1
+                if self._owners.pop((digest, prefix_hash)) == session:
+                    taken.append(prefix_hash)
+            if not record.pages:
+                self._forget(tenant, there, key)
+            return taken, bool(record.pages)
+
+    def _make_room(self, tenant: str, asking: _Tenant, pages: bool) -> None:
+        """Forget old sessions until there is room for one more, or for one more page (`pages`)."""
+        while True:
+            if pages:
+                most, total = self._pages_max, len(self._owners)
+            else:
+                most, total = self._sessions_max, self.session_count
+            whose, goes = tenant, asking
+            if _used(asking, pages) < -(-most // 2):
+                if total < most:
+                    return
+                whose, goes = max(self._tenants.items(), key=lambda each: _used(each[1], pages))
+            self.forgotten_count += 1
+            self._forget(whose, goes, next(iter(goes.sessions)))
+
+    def _forget(self, tenant: str, there: _Tenant, key: Key) -> None:
+        record = there.sessions.pop(key)
+        for prefix_hash in record.pages:
+            del self._owners[key[0], prefix_hash]
+        there.page_count -= len(record.pages)
+        self.session_count -= 1
+        if not there.sessions:
+            self._tenants.pop(tenant, None)
+
+    def check(self) -> list[str]:
+        """Return violations of what must always hold; empty if all is well."""
+        with self._lock:
+            named = {
+                (digest, prefix_hash)
+                for tenant in self._tenants.values()
+                for (digest, _), record in tenant.sessions.items()
+                for prefix_hash in record.pages
+            }
+            wrong = [] if named == self._owners.keys() else ["owners and sessions differ"]
+            for name, tenant in self._tenants.items():
+                counted = sum(len(record.pages) for record in tenant.sessions.values())
+                if counted != tenant.page_count or not tenant.sessions:
+                    wrong.append(f"tenant {name} has {counted} pages, counted {tenant.page_count}")
+            sessions = sum(len(tenant.sessions) for tenant in self._tenants.values())
+            if sessions != self.session_count or sessions > self._sessions_max:
+                wrong.append(f"{sessions} sessions, counted {self.session_count}")
+            if len(self._owners) > self._pages_max:
+                wrong.append(f"{len(self._owners)} pages of sessions")
+            return wrong
