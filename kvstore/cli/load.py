@@ -94,6 +94,12 @@ SpeedOption = Annotated[
     float | None,
     typer.Option("--speed", metavar="X", help="X times the trace's own pace. [default: no pauses]"),
 ]
+LimitOption = Annotated[
+    int | None, typer.Option("--limit", metavar="N", help="Only the first N requests.")
+]
+HintsOption = Annotated[
+    bool, typer.Option("--hints", help="Sessions tell what their clients know; needs --speed.")
+]
 
 
 def replay_command(
@@ -106,9 +112,8 @@ def replay_command(
         str, typer.Option("--page-bytes", metavar="SIZE", help="Size of each page.")
     ] = "4096",
     speed: SpeedOption = None,
-    limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", help="Only the first N requests.")
-    ] = None,
+    limit: LimitOption = None,
+    hints: HintsOption = False,
 ) -> int:
     """Replay a trace; show its hit rate.
 
@@ -124,11 +129,9 @@ def replay_command(
       kvstore replay conversation_trace.jsonl
       kvstore replay trace.jsonl --capacity-pages 10000 --page-bytes 4096 --json
       kvstore replay trace.jsonl --address node7:7440 --speed 10 --limit 1000
+      kvstore replay trace.jsonl --capacity-pages 2000 --speed 100 --hints
     """
-    if limit is not None and limit < 1:
-        raise InvalidRequest(f"--limit {limit} must be at least 1")
-    if speed is not None and not speed > 0:
-        raise InvalidRequest(f"--speed {speed:g} must be above 0")
+    _check_replay(limit, speed, hints)
     page_nbytes = option_nbytes(page_bytes, "--page-bytes")
     count = count_requests(trace, limit)
     named, own = run.names_address, dict[str, str]()
@@ -151,7 +154,12 @@ def replay_command(
         if named:
             stack.callback(lambda: away.update(remove_all(client, namespace)))
         report = replay(
-            client, read_trace(trace, limit), namespace, speed, lambda r: on_progress(r.requests)
+            client,
+            read_trace(trace, limit),
+            namespace,
+            speed,
+            lambda r: on_progress(r.requests),
+            hints,
         )
         corrupt = client.stats.corrupt_pages
     if run.as_json:
@@ -164,6 +172,15 @@ def replay_command(
             "can free"
         )
     return _verdict(report.mismatches, corrupt, sorted(away))
+
+
+def _check_replay(limit: int | None, speed: float | None, hints: bool) -> None:
+    if limit is not None and limit < 1:
+        raise InvalidRequest(f"--limit {limit} must be at least 1")
+    if speed is not None and not speed > 0:
+        raise InvalidRequest(f"--speed {speed:g} must be above 0")
+    if hints and speed is None:
+        raise InvalidRequest("--hints needs --speed: what sessions tell has a time to live")
 
 
 def _show_replay(report: ReplayReport) -> None:

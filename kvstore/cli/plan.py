@@ -6,7 +6,7 @@ A picture is a PNG, or an HTML page that needs nothing else, with figures and wo
 import html
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +29,8 @@ from kvstore.cli.output import (
 from kvstore.errors import InvalidRequest
 from kvstore.tools.model_config import cache_size
 from kvstore.tools.plan import NEARLY_ALL, Plan, Rate, Row, Wishes, planned, surveyed
-from kvstore.tools.survey import EXACT, MOST, Sampling, page_size, sampling
+from kvstore.tools.sessions import hit_rate
+from kvstore.tools.survey import EXACT, MOST, Sampling, Survey, page_size, sampling
 from kvstore.tools.trace import TraceRequest, read_trace, trace_size
 
 LITTLE = 0.01  # gain of the hit rate that twice the size must bring to be worth it
@@ -37,6 +38,7 @@ NEAR_BOUND = 0.95
 # page uses: up to here exact, in some 2.5 minutes and 1 GiB; beyond, a sample
 EXACT_PAGES_MAX = 10**8
 SAMPLE_PAGES = 10**7  # page uses in a sample
+HINTED_PAGES_MAX = 3 * 10**6  # page uses up to which hints are simulated, 10 s a size
 PREFILL_TOKENS_PER_S = 10_000.0
 
 _Sizes = list[str] | None
@@ -170,7 +172,7 @@ def plan(
             _counted(read_trace(trace, limit), on_progress), wishes, _sample(one_in, pages)
         )
     with progress("planning", 1.0) as on_progress:
-        made = planned(survey, wishes, on_progress)
+        made = planned(survey, wishes, on_progress, _hinted(survey, trace, limit))
     words = recommendation(made)
     for path in picture or []:
         draw(made, words, path)
@@ -186,6 +188,15 @@ def _sample(one_in: float | None, pages: int) -> Sampling:
     if one_in is not None:
         return sampling(one_in)
     return sampling(pages / SAMPLE_PAGES) if pages > EXACT_PAGES_MAX else EXACT
+
+
+def _hinted(survey: Survey, trace: Path, limit: int | None) -> Callable[[int], float] | None:
+    """Return a function that simulates hints, for a trace with sessions that is not too long."""
+    if not survey.has_sessions or survey.sample is not EXACT:
+        return None
+    if survey.pages_asked > HINTED_PAGES_MAX:
+        return None
+    return lambda pages: hit_rate(read_trace(trace, limit), pages, hinted=True)
 
 
 def _counted(requests: Iterator[TraceRequest], on_progress: Report) -> Iterator[TraceRequest]:
@@ -209,13 +220,15 @@ def _show(plan: Plan, words: Sequence[str]) -> None:
             "are also slightly too low"
         )
     print()
-    rows = [_cells(plan, row) for row in plan.rows]
+    with_hints = any(row.hit_rate_hinted is not None for row in plan.rows)
+    rows = [_cells(plan, row, with_hints) for row in plan.rows]
     show_fitting(
         (
             ">RAM",
             ">DISK",
             ">PAGES",
             ">HIT",
+            *([">WITH HINTS"] if with_hints else []),
             ">IN RAM",
             ">BOUND",
             ">TOKENS SAVED",
@@ -229,12 +242,14 @@ def _show(plan: Plan, words: Sequence[str]) -> None:
         print(f"* {sentence}")
 
 
-def _cells(plan: Plan, row: Row) -> tuple[object, ...]:
+def _cells(plan: Plan, row: Row, with_hints: bool) -> tuple[object, ...]:
+    hinted = "" if row.hit_rate_hinted is None else percent(row.hit_rate_hinted)
     return (
         human_nbytes(row.ram_nbytes),
         human_nbytes(row.disk_nbytes) if row.disk_nbytes else "-",
         row.pages,
         _rate_cell(row.hit_rate, row.hit_rate_error),
+        *([hinted] if with_hints else []),
         percent(row.hit_rate_ram) if row.disk_nbytes else "",
         _rate_cell(row.bound, row.bound_error),
         human_count(row.tokens_saved),

@@ -113,7 +113,8 @@ class Rate:
 class Row:
     """A store with this much RAM and disk.
 
-    `hit_rate_ram`: found in RAM; `hit_rate_doubled`: with twice the RAM. Rates are of pages:
+    `hit_rate_ram`: found in RAM; `hit_rate_doubled`: with twice the RAM; `hit_rate_hinted`: if
+    sessions tell what they know, for RAM alone and a trace that names them. Rates are of pages:
     between the store and engines, and between RAM and disk.
     """
 
@@ -124,6 +125,7 @@ class Row:
     hit_rate_error: float
     hit_rate_ram: float
     hit_rate_doubled: float
+    hit_rate_hinted: float | None
     bound: float
     bound_error: float
     tokens_saved: int
@@ -212,14 +214,23 @@ def surveyed(requests: Iterable[TraceRequest], wishes: Wishes, sample: Sampling 
 
 
 def planned(
-    survey: Survey, wishes: Wishes, on_progress: Callable[[float], None] = lambda done: None
+    survey: Survey,
+    wishes: Wishes,
+    on_progress: Callable[[float], None] = lambda done: None,
+    hinted: Callable[[int], float] | None = None,
 ) -> Plan:
-    """Compute the plan; `on_progress` receives the share that is done."""
-    return _Planner(survey, wishes).plan(on_progress)
+    """Compute the plan; `on_progress` receives the share that is done.
+
+    `hinted`: the hit rate of a store of so many pages with hints, if sessions are known.
+    """
+    return _Planner(survey, wishes, hinted).plan(on_progress)
 
 
 class _Planner:
-    def __init__(self, survey: Survey, wishes: Wishes) -> None:
+    def __init__(
+        self, survey: Survey, wishes: Wishes, hinted: Callable[[int], float] | None
+    ) -> None:
+        self._hinted = hinted
         self._survey = survey
         self._wishes = wishes
         self._asked = survey.pages_asked
@@ -293,6 +304,7 @@ class _Planner:
             hit_rate_error=hits.error / self._asked,
             hit_rate_ram=self._share(survey.hits(ram_pages)),
             hit_rate_doubled=self._share(survey.hits(max(wishes.ram_pages(2 * ram), pages))),
+            hit_rate_hinted=None if disk or self._hinted is None else self._hinted(pages),
             bound=max(self._share(bound), self._share(hits))
             if survey.sample is not EXACT
             else self._share(bound),

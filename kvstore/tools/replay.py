@@ -5,7 +5,8 @@ For each request, in order and one at a time (the order decides the hit rate):
     lookup all its pages -> get the leading run, verify every byte -> put the whole chain
 
 The put names the existing pages, too: so the node ages the whole chain, tail first. Requests that a
-recorded trace marks as `stored` are only put. Content is derived from the key, so hits are verified
+recorded trace marks as `stored` are only put. With `hints` each request's session then tells what
+its client knows (`kvstore.tools.sessions`). Content is derived from the key, so hits are verified
 without remembering what was stored.
 """
 
@@ -20,11 +21,17 @@ from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import opaque_layout, slot_nbytes
 from kvstore.results import PutOutcome
+from kvstore.results.hints import PRIORITY_HIGH, Hint, HintAction
 from kvstore.security.secrets import DEFAULT_TENANT
 from kvstore.tools.bench import Stopwatch, latency_ms
 from kvstore.tools.node_process import NodeProcess
+from kvstore.tools.sessions import SessionClients, with_sessions
 from kvstore.tools.trace import TraceRequest, page_content, trace_prefix_hash
 
+PRIORITY_OVER = 0
+OVER_S = 86_400.0
+LEAST_S = 0.001
+FIRST_S = 0.05  # at most, from a session's first request to its first hint
 PAUSE_S = 0.2  # seconds between two reports of progress
 
 
@@ -45,6 +52,7 @@ class ReplayReport:
     pages_lost: int = 0
     verified_nbytes: int = 0
     mismatches: int = 0
+    hinted_pages: int = 0
     page_nbytes: int = 0
     seconds: float = 0.0
     put_gb_per_s: float = 0.0
@@ -83,14 +91,20 @@ def replay(
     namespace: Namespace,
     speed: float | None = None,
     on_progress: Callable[[ReplayReport], None] = lambda report: None,
+    hints: bool = False,
 ) -> ReplayReport:
     """Replay requests against a store; return the report.
 
-    `speed` is relative to the trace's clock; None is as fast as possible. `on_progress` sees the
+    `speed` is relative to the trace's clock; None is as fast as possible, and not possible with
+    `hints`, whose times are real. `on_progress` sees the
     unfinished report after each request and while waiting; what it raises ends the replay. Raises
     the client's errors; a page that differs from what was stored is counted instead.
     """
-    return _Replay(store, namespace, speed, on_progress).run(requests)
+    if hints and speed is None:
+        raise InvalidRequest("hints have times to live: give the speed of the replay, too")
+    if hints:
+        requests = with_sessions(requests)
+    return _Replay(store, namespace, speed, on_progress, hints).run(requests)
 
 
 class _Replay:
@@ -100,11 +114,14 @@ class _Replay:
         namespace: Namespace,
         speed: float | None,
         on_progress: Callable[[ReplayReport], None],
+        hints: bool,
     ) -> None:
         self._store = store
         self._namespace = namespace
         self._speed = speed
         self._on_progress = on_progress
+        self._sessions = SessionClients() if hints else None
+        self._began_s: dict[str, float] = {}
         self._page_nbytes = namespace.layout.page_nbytes
         self._blank = bytes(self._page_nbytes)
         self._report = ReplayReport(page_nbytes=self._page_nbytes)
@@ -123,6 +140,8 @@ class _Replay:
             if request.hash_ids:
                 hashes = [trace_prefix_hash(hash_id) for hash_id in request.hash_ids]
                 (self._store_all if request.stored else self._serve)(hashes)
+                if self._sessions is not None:
+                    self._tell(request, hashes)
             self._on_progress(report)
         report.seconds = round(time.perf_counter() - start, 3)
         report.prefix_hit_rate = (
@@ -135,6 +154,25 @@ class _Replay:
         }
         report.wire = self._store.wire_name
         return report
+
+    def _tell(self, request: TraceRequest, hashes: list[bytes]) -> None:
+        told = self._sessions.after(request) if self._sessions is not None else None
+        if told is None or self._speed is None:
+            return
+        now_s, name = time.perf_counter(), request.session
+        # The session began before the put of its first request, whose pages are its own
+        age_s = now_s - self._began_s.setdefault(name, now_s) + FIRST_S
+        hint = Hint(
+            HintAction.RETAIN,
+            PRIORITY_OVER if told.over else PRIORITY_HIGH,
+            max(LEAST_S, OVER_S if told.over else told.ttl_ms / 1000 / self._speed),
+            session=name,
+            session_age_s=age_s,
+        )
+        result = self._store.hint(self._namespace, hashes, hint)
+        self._report.hinted_pages += result.accepted
+        if told.over:
+            del self._began_s[name]
 
     def _serve(self, hashes: list[bytes]) -> None:
         self._report.pages_asked += len(hashes)

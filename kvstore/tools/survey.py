@@ -99,6 +99,7 @@ class Survey:
         self.asked: Counter[int] = Counter()  # pages by window
         self._stored: Counter[int] = Counter()  # of requests without a lookup
         self.first_ms, self.last_ms = math.inf, -math.inf
+        self.has_sessions = False
 
     def add(self, request: TraceRequest) -> None:
         """Add a request."""
@@ -108,6 +109,8 @@ class Survey:
             self.first_ms = now
         if now > self.last_ms:
             self.last_ms = now
+        if request.session:
+            self.has_sessions = True
         if asks:
             self.requests += 1
             self.pages_asked += pages

@@ -7,6 +7,8 @@ A trace is one JSON object per line, as published by Mooncake:
 `timestamp` is in milliseconds, lengths are in tokens. An id stands for one page *and everything
 before it* (one parent per id), so ids are prefix hashes already, only shorter ones.
 
+A trace with sessions has `session`, a name, and `ended` at a session's last request.
+
 `kvstore record` adds `page_nbytes` and `page_tokens` of its pages, and `stored` where pages were
 stored or used without a lookup. Its ids are numbered in order of appearance. A request may have
 only the end of its chain, such as the pages that an engine stores in one step. The order of pages
@@ -36,6 +38,7 @@ CHAT_PAGES_MAX = 48
 _NUMBERS = ("timestamp", "input_length", "output_length")
 _PAGE_NUMBERS = ("page_nbytes", "page_tokens")
 
+SESSION_LENGTH_MAX = 64
 LINE_NBYTES = 120  # bytes of a recorded request, without its pages
 _UNKNOWN = -1  # no page is known to precede this one
 
@@ -44,6 +47,7 @@ class TraceRequest(NamedTuple):
     """One request of a trace.
 
     `hash_ids`: its pages, head first. `page_nbytes`, `page_tokens`: 0 if the trace does not say.
+    `session`: its name, empty if the trace does not say; `ended`: this was its last request.
     """
 
     timestamp_ms: float
@@ -53,6 +57,8 @@ class TraceRequest(NamedTuple):
     page_nbytes: int = 0
     page_tokens: float = 0.0
     stored: bool = False
+    session: str = ""
+    ended: bool = False
 
 
 def trace_prefix_hash(hash_id: int) -> bytes:
@@ -160,10 +166,19 @@ def _parse(line: bytes) -> TraceRequest:
     if len(fields) == len(_NUMBERS) + 1:
         return request
     page_nbytes, page_tokens = [_number(name, fields.get(name, 0)) for name in _PAGE_NUMBERS]
-    stored = fields.get("stored", False)
-    if not isinstance(stored, bool):
-        raise ValueError(f"stored is {stored!r}, not true or false")
-    return request._replace(page_nbytes=int(page_nbytes), page_tokens=page_tokens, stored=stored)
+    for name in ("stored", "ended"):
+        if not isinstance(fields.get(name, False), bool):
+            raise ValueError(f"{name} is {fields[name]!r}, not true or false")
+    session = fields.get("session", "")
+    if not isinstance(session, str) or len(session) > SESSION_LENGTH_MAX:
+        raise ValueError(f"session is {session!r:.80}, not a short string")
+    return request._replace(
+        page_nbytes=int(page_nbytes),
+        page_tokens=page_tokens,
+        stored=fields.get("stored", False),
+        session=session,
+        ended=fields.get("ended", False),
+    )
 
 
 def _number(name: str, number: Any) -> float:

@@ -37,6 +37,16 @@ def trace(tmp_path: Path) -> Path:
     return written(tmp_path / "trace.jsonl", 400)
 
 
+def test_trace_with_sessions_has_hit_rates_with_hints(kvstore: Kvstore, tmp_path: Path) -> None:
+    path = written(tmp_path / "sessions.jsonl", 200, session="s")
+    shown = kvstore("plan", str(path), "--ram", "1GiB", "--disk", "8GiB")
+    assert "WITH HINTS" in shown.stdout
+    rows = json.loads(kvstore("plan", str(path), "--ram", "1GiB", "--json").stdout)["rows"]
+    assert 0 <= rows[0]["hit_rate_hinted"] <= rows[0]["bound"]
+    plain = kvstore("plan", str(written(tmp_path / "plain.jsonl", 20)), "--ram", "1GiB")
+    assert "WITH HINTS" not in plain.stdout
+
+
 def test_table_has_a_line_for_each_pair_of_sizes_and_a_recommendation(
     kvstore: Kvstore, trace: Path
 ) -> None:

@@ -32,6 +32,12 @@ def test_page_sizes_of_a_recording_are_read(tmp_path: Path) -> None:
     assert list(read_trace(path)) == [TraceRequest(5, 7, 3, (0, 2**64 - 1))]
 
 
+def test_sessions_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", {**GOOD, "session": "a", "ended": True})
+    (request,) = read_trace(path)
+    assert (request.session, request.ended, request.stored) == ("a", True, False)
+
+
 def test_blank_lines_are_not_requests(tmp_path: Path) -> None:
     path = write(tmp_path / "trace.jsonl", GOOD, "", "  ", GOOD)
     assert count_requests(path) == len(list(read_trace(path))) == 2
@@ -55,6 +61,9 @@ def test_limit_ends_reading_before_an_invalid_line(tmp_path: Path) -> None:
         ({**GOOD, "hash_ids": {}}, "hash_ids is dict"),
         ({**GOOD, "hash_ids": [1, True]}, "hash id True"),
         ({**GOOD, "stored": 1}, "stored is 1"),
+        ({**GOOD, "ended": 1}, "ended is 1"),
+        ({**GOOD, "session": 1}, "session is 1"),
+        ({**GOOD, "session": "x" * 65}, "session is 'xxx"),
         ({**GOOD, "page_tokens": -1}, "page_tokens is -1"),
         ({**GOOD, "page_nbytes": None}, "page_nbytes is None"),
         ({**GOOD, "hash_ids": [1, 2.5]}, "hash id 2.5"),
