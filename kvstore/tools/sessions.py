@@ -8,7 +8,7 @@ the client of a session knows, at each request, only what has happened:
     after the last    the session is over: its own pages go before all others
 
 It does not know when, or whether, the next request comes. `Simulated` is a node with one page size
-(node/memory/pools.py): exact LRU in three classes, a request's pages aged tail first.
+(node/memory/pools.py): exact LRU in classes, a request's pages aged tail first.
 """
 
 import heapq
@@ -24,7 +24,7 @@ from kvstore.tools.trace import SYSTEM_PROMPT_PAGES, TraceRequest
 PAUSES = 2.0
 FIRST_PAUSE_MS = 60_000.0
 RAISED_SHARE = 0.5  # as node/memory/classes.py
-LOW, NORMAL, HIGH = range(3)
+LOW, NORMAL, LAPSED, HIGH = range(4)
 AGENTS = 48  # at a time
 TURNS, PAUSE_MS, NEXT_MS = 7.0, 8000.0, 10_000.0  # medians, and the mean until another one begins
 
@@ -123,9 +123,11 @@ class Simulated:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._classes: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(3)]
+        self._classes: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(4)]
         self._rank: dict[int, int] = {}
-        self._ends: list[tuple[float, int]] = []
+        self._used: dict[int, int] = {}  # number of the last use
+        self._uses = itertools.count()
+        self._ends: list[tuple[float, int, int]] = []
         self._end: dict[int, float] = {}  # of a page in another class
         self._owner: dict[int, str] = {}  # empty: several sessions
 
@@ -143,26 +145,30 @@ class Simulated:
         for page in reversed(ids):
             if page in ranks:
                 self._classes[ranks[page]][page] = None
+                self._used[page] = next(self._uses)
             if self._owner.setdefault(page, request.session) != request.session:
                 self._owner[page] = ""
         return hits
 
     def _evict(self) -> bool:
-        for pages in self._classes:
+        low, normal, lapsed, high = self._classes
+        by_age = sorted(
+            filter(None, (normal, lapsed)), key=lambda some: self._used[next(iter(some))]
+        )
+        for pages in (low, *by_age, high):
             if pages:
                 page, _ = pages.popitem(last=False)
-                del self._rank[page]
+                del self._rank[page], self._used[page]
                 self._end.pop(page, None)
                 return True
         return False
 
     def _end_classes(self, now_ms: float) -> None:
         while self._ends and self._ends[0][0] <= now_ms:
-            end_ms, page = heapq.heappop(self._ends)
+            end_ms, _, page = heapq.heappop(self._ends)
             if self._end.get(page) == end_ms:
                 del self._end[page]
-                self._move(page, NORMAL)
-                self._classes[NORMAL].move_to_end(page, last=False)
+                self._move(page, LAPSED)
 
     def _move(self, page: int, rank: int) -> None:
         del self._classes[self._rank[page]][page]
@@ -173,23 +179,23 @@ class Simulated:
         """Obey what the client tells after the request."""
         moving: list[int] = []
         raised, most = len(self._classes[HIGH]), int(RAISED_SHARE * self._capacity)
-        end_ms = math.inf if told.over else request.timestamp_ms + told.ttl_ms
         for page in request.hash_ids:
-            if page not in self._rank or (told.over and self._owner[page] != request.session):
+            if page not in self._rank:
                 continue
             is_high = self._rank[page] == HIGH
-            if not told.over:
-                if not is_high and raised >= most:
-                    continue
+            if told.over:
+                if self._owner[page] == request.session:
+                    self._end[page] = math.inf
+                    moving.append(page)
+            elif is_high or raised < most:
                 raised += not is_high
-                end_ms = max(
-                    request.timestamp_ms + told.ttl_ms, self._end.get(page, 0.0) if is_high else 0.0
-                )
-                heapq.heappush(self._ends, (end_ms, page))
-            self._end[page] = end_ms
-            moving.append(page)
+                end_ms = request.timestamp_ms + told.ttl_ms
+                self._end[page] = max(end_ms, self._end.get(page, 0.0) if is_high else 0.0)
+                moving.append(page)
         for page in reversed(moving):
             self._move(page, LOW if told.over else HIGH)
+            if not told.over:
+                heapq.heappush(self._ends, (self._end[page], next(self._uses), page))
 
 
 def hit_rates(requests: Sequence[TraceRequest], capacity: int) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
     LOW      evicted before all other pages of the tenant, whatever their age
     NORMAL   pages that nobody has said anything about
+    LAPSED   pages whose time in another class has ended: the age decides between them and NORMAL
     HIGH     after them
     HIGHEST  last
 
@@ -16,18 +17,16 @@ from node.memory.lazy_heap import LazyHeap
 from node.memory.page import Page
 from node.memory.tenant_usage import TenantAccount
 
-LOW, NORMAL, HIGH, HIGHEST = range(4)
-CLASSES = (LOW, NORMAL, HIGH, HIGHEST)
+LOW, NORMAL, LAPSED, HIGH, HIGHEST = CLASSES = range(5)
 RAISED_SHARE = 0.5  # of a tenant's quota, or of the RAM
 SHARED = b"\xff" * 65  # a holder that no session can be: several retain the page
 
 
 class Kept(NamedTuple):
-    """A page's class, who gave it, and the page's last use before that."""
+    """A page's class, and who gave it."""
 
     rank: int
     holder: bytes
-    used_ms: int
 
 
 class KeptPages:
@@ -69,10 +68,6 @@ class KeptPages:
         self._count(page, 1)
         self._ends.put(page, end_ms)
 
-    def date(self, page: Page, kept: Kept) -> None:
-        """Note that the page has not been used since now."""
-        self._kept[page] = kept._replace(used_ms=page.used_ms)
-
     def discard(self, page: Page) -> bool:
         """Make a page normal; return False if it was."""
         if not self._ends.discard(page):
@@ -90,15 +85,16 @@ class KeptPages:
             else:
                 del self._raised[account]
 
-    def ended(self, now_ms: int, entries_max: int) -> list[tuple[Page, Kept]]:
-        """Make pages normal whose time has ended; return them with what was known of them.
+    def ended(self, now_ms: int, entries_max: int) -> list[Page]:
+        """Forget and return pages whose time has ended, in the order of their ends and `put`s.
 
         It visits so many entries; another call continues.
         """
         pages = self._ends.take(now_ms, entries_max)
         for page in pages:
             self._count(page, -1)
-        return [(page, self._kept.pop(page)) for page in pages]
+            del self._kept[page]
+        return pages
 
     def check(self) -> list[str]:
         """Return violations of what must always hold; empty if all is well."""

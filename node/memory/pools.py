@@ -6,12 +6,13 @@ it, its layers, which are evicted from one after the other. Not thread-safe: the
 it. No call takes longer the more pages, sizes, holds or pins there are.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from operator import attrgetter
 
 from kvstore.keys import short
-from node.memory.classes import CLASSES, LOW, NORMAL, Kept, KeptPages
+from node.memory.classes import CLASSES, HIGHEST, LAPSED, LOW, NORMAL, Kept, KeptPages
 from node.memory.lazy_heap import OldestBySize
 from node.memory.lock_slices import StepBudget
 from node.memory.lru import LruList, rank_ms
@@ -252,11 +253,11 @@ class EvictionPool:
         lru = self._lists.get(slot_nbytes)
         return lru.oldest_copy(self._budget) if lru is not None else None
 
-    def eldest_ms(self, slot_nbytes: int) -> int | None:
-        """Return when the oldest page was used, of this size or another one; None without one."""
+    def eldest_ms(self, slot_nbytes: int) -> float:
+        """Return when the oldest page was used, of this size or another one; infinity if none."""
         sizes = [slot_nbytes, *self.older_sizes(None, slot_nbytes, 1)]
         pages = (self.oldest(size) for size in sizes)
-        return min((rank_ms(page) for page in pages if page is not None), default=None)
+        return min((rank_ms(page) for page in pages if page is not None), default=math.inf)
 
     def older_sizes(self, than_ms: int | None, but: int, count: int) -> list[int]:
         """Return other sizes with an older evictable page (None: any; 0: a copy), oldest first."""
@@ -283,6 +284,10 @@ class EvictionPool:
                         f"LRU of {size}: page {short(page.prefix_hash)} does not belong there"
                     )
         return wrong
+
+    def pages(self) -> list[Page]:
+        """Return all pages."""
+        return [page for lru in self._lists.values() for page in lru.pages()]
 
     def __contains__(self, page: Page) -> bool:
         lru = self._lists.get(page.namespace.slot_nbytes)
@@ -399,16 +404,22 @@ class UseOrder:
         """Return the pools of a base's classes in the order in which pages are evicted.
 
         Tenants without a quota share one base, and a class of one must not cost another its pages:
-        where there are several, the age decides between them, as without classes.
+        where there are several, the age decides between raised pages and others, too.
         """
         layers = base.layers()
-        if len(layers) == 1 or base is not self.accounts.shared or not self.is_shared:
+        if len(layers) == 1:
             return layers
-        aged = [
-            (pool.rank != LOW, -1 if (ms := pool.eldest_ms(slot_nbytes)) is None else ms, pool)
-            for pool in layers
-        ]
-        return [pool for _, _, pool in sorted(aged, key=lambda entry: entry[:2])]
+        last = HIGHEST if base is self.accounts.shared and self.is_shared else LAPSED
+        by_age = [pool for pool in layers if LOW < pool.rank <= last]
+        if len(by_age) < 2:
+            return layers
+        by_age.sort(key=lambda pool: pool.eldest_ms(slot_nbytes))
+        others = [pool for pool in layers if pool not in by_age]
+        return (
+            [pool for pool in others if pool.rank == LOW]
+            + by_age
+            + [pool for pool in others if pool.rank != LOW]
+        )
 
     @property
     def is_shared(self) -> bool:
@@ -419,46 +430,32 @@ class UseOrder:
 
     def keep(self, page: Page, rank: int, end_ms: int, holder: bytes) -> None:
         """Give a visible page a class; `settle` moves it there."""
-        self.kept.put(page, Kept(rank, holder, page.used_ms), end_ms)
+        self.kept.put(page, Kept(rank, holder), end_ms)
 
     def settle(self, pages: Iterable[Page]) -> None:
         """Move pages into their class, each as the newest: pass a chain tail first."""
         for page in pages:
             kept = self.kept.get(page)
-            if kept:
-                self.kept.date(page, kept)
-            self._reorder(page, kept.rank if kept else NORMAL, newest=True)
+            if kept:  # again, so that a chain's classes end tail first
+                self.kept.put(page, kept, self.kept.end_ms(page))
+            self._reorder(page, kept.rank if kept else NORMAL)
 
-    def _reorder(self, page: Page, rank: int, newest: bool) -> None:
+    def _reorder(self, page: Page, rank: int) -> None:
         order: SizeOrder | None = page.order
         if order is None or order.pool.rank == rank:  # pinned or gone, or there already
             return
+        if rank == NORMAL:
+            if order.pool.rank == LAPSED:
+                return
+            rank = LAPSED
         pool = order.pool.base.layer(rank)
         order.pool.withdraw(page)
-        if newest:
-            pool.admit([page])
-        else:
-            pool.admit_oldest(page)
+        pool.admit([page])
 
     def end_classes(self, now_ms: int) -> None:
-        """Make some pages normal whose time in a class has ended; the next calls take the rest.
-
-        A page that was used meanwhile becomes the newest. Another one becomes the oldest, and every
-        one where others share the pool, whom a hint must not cost a page.
-        """
-        ended = self.kept.ended(now_ms, PINS_ENDED)
-        used = [
-            page
-            for page, kept in ended
-            if page.used_ms != kept.used_ms
-            and (page.namespace.account.nbytes_max or not self.is_shared)
-        ]
-        newest = set(used)
-        for page, _ in ended:
-            if page not in newest:
-                self._reorder(page, NORMAL, newest=False)
-        for page in reversed(used):
-            self._reorder(page, NORMAL, newest=True)
+        """End the classes of some pages whose time is over; the next calls take the rest."""
+        for page in self.kept.ended(now_ms, PINS_ENDED):
+            self._reorder(page, NORMAL)
 
     # ---- pins ----------------------------------------------------------------------------
 
@@ -528,4 +525,7 @@ class UseOrder:
                 wrong.append(f"page {short(page.prefix_hash)} is in a class, but not visible")
             elif page.order is not None and page.order.pool.rank != kept.rank:
                 wrong.append(f"page {short(page.prefix_hash)} is in another class than it should")
+        for pool in self.pools():
+            if pool.rank not in (NORMAL, LAPSED) and not all(map(self.kept.get, pool.pages())):
+                wrong.append(f"pages of class {pool.rank} are there without an end")
         return wrong + self.kept.check() + self.accounts.check(found)
