@@ -45,6 +45,8 @@ from gpu_agent.engines.vllm_identity import (
 )
 from gpu_agent.engines.vllm_multi import register
 from gpu_agent.engines.vllm_preemption import UncomputedBlocks
+from gpu_agent.hint_sender import HintSender
+from gpu_agent.hints import NOTHING, RequestHints, request_hints
 from gpu_agent.host.slot_copies import SlotCopies
 from gpu_agent.identity.checkpoint import named
 from gpu_agent.identity.vllm import check_tier, model_facts, tier_facts, tier_namespace, weights_of
@@ -185,6 +187,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._client = Client(options.client)
         self._agent: Agent = Agent(self._client, namespace, pool, config, SlotCopies())
         self._lookups = LookupCache(self._agent.present, config.lookup_timeout_s)
+        self._hints = HintSender(self._client, namespace, config.lookup_timeout_s)
         self._jobs: dict[int, _TierJob] = {}
         self._reported = AgentStats()  # counters that `get_stats` has returned
         log.info("tier %s at %s, namespace %s", tier_type, options.store, namespace.digest.hex())
@@ -192,7 +195,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     # ---- lookups ---------------------------------------------------------------------------
 
     def on_new_request(self, req_context: Any) -> Any:
-        """Return an empty context."""
+        """Return an empty context, and note the request's session."""
+        self._hints.begin(_said(req_context))
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
@@ -207,8 +211,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._lookups.flush()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget a request's lookups."""
+        """Forget a request's lookups, and end its session if it was the last."""
         self._lookups.release(req_context.req_id)
+        self._hints.end(_said(req_context))
 
     # ---- jobs ------------------------------------------------------------------------------
 
@@ -223,7 +228,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     def _submit(
         self, metadata: Any, start: Callable[[list[bytes], torch.Tensor], "_Future"]
     ) -> None:
-        job = _TierJob(metadata.is_promotion)
+        job = _TierJob(metadata.is_promotion, metadata.req_context)
         with request(getattr(metadata.req_context, "req_id", None)):
             for keys, rows in _by_group(metadata):
                 try:
@@ -240,6 +245,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def _finish(self, job_id: int, job: "_TierJob") -> Any:
         moved, lost = job.outcome()
+        if moved and (said := _said(job.context)) is not NOTHING:
+            ends = [job.context.get_offload_key_position(key) or 1 for key in moved]
+            self._hints.send(said, moved, [end - 1 for end in ends])
         if job.is_load:
             # otherwise the scheduler would request the same load for ever
             self._lookups.mark_miss(lost)
@@ -265,6 +273,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def shutdown(self) -> None:
         """End all transfers before vLLM unmaps the rows."""
+        self._hints.close()
         self._lookups.close()
         self._agent.close()
         self._client.close()
@@ -310,6 +319,12 @@ def _metric(name: str) -> str:
     return f"vllm:kvstore_tier_{name}"
 
 
+def _said(context: Any) -> RequestHints:
+    """Return what a request says about its pages; vLLM 0.32 has no envelope."""
+    params, envelope = context.kv_transfer_params, getattr(context, "kv_hints", None)
+    return request_hints(params, envelope) if params or envelope is not None else NOTHING
+
+
 _Future = concurrent.futures.Future[Any]  # with a SaveResult or a LoadResult
 
 
@@ -319,8 +334,9 @@ class _TierJob:
     A future of None was refused.
     """
 
-    def __init__(self, is_load: bool) -> None:
+    def __init__(self, is_load: bool, context: Any) -> None:
         self.is_load = is_load
+        self.context = context  # of the request
         self.started = self.ended = time.monotonic()
         self._parts: list[tuple[list[bytes], _Future | None]] = []
 

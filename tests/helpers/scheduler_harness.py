@@ -151,12 +151,13 @@ class Engine:
         cache_salt: str | None = None,
         max_tokens: int = 2,
         transfer: dict[str, Any] | None = None,
+        hints: Any = None,
     ) -> Request:
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         sampling.update_from_generation_config({}, 2)
         hasher = get_request_block_hasher(self.hash_tokens, self._hash)
         request = Request(name, tokens, sampling, None, cache_salt=cache_salt, block_hasher=hasher)
-        request.kv_transfer_params = transfer
+        request.kv_transfer_params, request.kv_hints = transfer, hints
         self.scheduler.add_request(request)
         return request
 
