@@ -493,6 +493,7 @@ class Node:
         return (
             self.tier.check()
             + self.peers.check()
+            + self.service.hints.sessions.check()
             + (self.disk.check() if self.disk is not None else [])
         )
 

@@ -115,6 +115,13 @@ class SessionPages:
                 self._forget(tenant, there, key)
             return taken, bool(record.pages)
 
+    def drop(self, tenant: str) -> None:
+        """Forget all sessions of a tenant."""
+        with self._lock:
+            there = self._tenants.get(tenant)
+            while there is not None and there.sessions:
+                self._forget(tenant, there, next(iter(there.sessions)))
+
     def _make_room(self, tenant: str, asking: _Tenant, pages: bool) -> None:
         """Forget old sessions until there is room for one more, or for one more page (`pages`)."""
         while True:

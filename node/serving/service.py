@@ -137,7 +137,7 @@ class Service:
             "stat": listing.stat,
             "node_status": self._node_status,
             "remove_namespace": self._remove_namespace,
-            "forget": self.erasure.forget,
+            "forget": self._forget,
             "flush": disk_calls.flush,
             "scrub": disk_calls.scrub,
             "recover": disk_calls.recover,
@@ -444,6 +444,10 @@ class Service:
             raise Unavailable("this node is draining and fetches no pages")
         charge = self.tenants.charge(self.authorizer.principal_of(caller))
         return self.hints.hint(request, caller.peer, charge.add_processed)
+
+    def _forget(self, request: pb.ForgetRequest, caller: Caller) -> pb.ForgetReply:
+        self.hints.sessions.drop(request.tenant)
+        return self.erasure.forget(request, caller)
 
     def _node_status(self, request: pb.NodeStatusRequest, caller: Caller) -> pb.NodeStatusReply:
         status = self._status.node(

@@ -268,6 +268,9 @@ def test_storm_of_sessions_stays_within_its_share_and_leaves_others_theirs() -> 
     )
     assert sessions.check() == []
     assert sessions.owns(b"q", b"s", b"page")
+    sessions.drop("loud")
+    sessions.drop("nobody")
+    assert (sessions.session_count, sessions.page_count) == (1, 1)
 
 
 def test_many_tenants_together_stay_within_the_limit() -> None:
