@@ -5,7 +5,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -24,7 +24,8 @@ from kvstore.results import Recorded
 from kvstore.security.secrets import tenant_of
 from kvstore.tools.bench import BenchOptions, BenchReport, bench
 from kvstore.tools.replay import ReplayReport, replay, replay_namespace, throwaway_node
-from kvstore.tools.trace import Recording, count_requests, read_trace
+from kvstore.tools.sessions import with_sessions
+from kvstore.tools.trace import Recording, TraceRequest, count_requests, read_trace
 
 CAPACITY_PAGES = 10_000
 ASK_S = 5.0  # a node keeps recorded requests this long, at 100,000 pages a second
@@ -155,7 +156,7 @@ def replay_command(
             stack.callback(lambda: away.update(remove_all(client, namespace)))
         report = replay(
             client,
-            read_trace(trace, limit),
+            _requests(trace, limit, hints),
             namespace,
             speed,
             lambda r: on_progress(r.requests),
@@ -172,6 +173,14 @@ def replay_command(
             "can free"
         )
     return _verdict(report.mismatches, corrupt, sorted(away))
+
+
+def _requests(trace: Path, limit: int | None, hints: bool) -> Iterator[TraceRequest]:
+    """Return the requests; with hints, and if the trace names no session, with named ones."""
+    requests = read_trace(trace, limit)
+    if hints and not any(request.session for request in read_trace(trace, limit)):
+        return with_sessions(requests)
+    return requests
 
 
 def _check_replay(limit: int | None, speed: float | None, hints: bool) -> None:

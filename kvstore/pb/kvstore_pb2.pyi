@@ -1124,18 +1124,22 @@ class RecordRequest(_message.Message):
     def __init__(self, ms: _Optional[int] = ..., recording: _Optional[bytes] = ..., end: bool = ...) -> None: ...
 
 class RecordedUse(_message.Message):
-    __slots__ = ("at_ms", "stored", "page_nbytes", "page_tokens", "pages")
+    __slots__ = ("at_ms", "stored", "page_nbytes", "page_tokens", "pages", "session", "ended")
     AT_MS_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     PAGE_NBYTES_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     at_ms: int
     stored: bool
     page_nbytes: int
     page_tokens: float
     pages: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, at_ms: _Optional[int] = ..., stored: bool = ..., page_nbytes: _Optional[int] = ..., page_tokens: _Optional[float] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
+    session: int
+    ended: bool
+    def __init__(self, at_ms: _Optional[int] = ..., stored: bool = ..., page_nbytes: _Optional[int] = ..., page_tokens: _Optional[float] = ..., pages: _Optional[_Iterable[int]] = ..., session: _Optional[int] = ..., ended: bool = ...) -> None: ...
 
 class RecordReply(_message.Message):
     __slots__ = ("recording", "uses", "more", "dropped", "over")

@@ -547,7 +547,8 @@ class RecordedUse(Reply):
     """Pages of one recorded request, by ids of this recording.
 
     `at_ms`: since its start. `stored`: used or stored without a lookup before. `page_tokens`:
-    tokens of a page, divided by the ranks that share them.
+    tokens of a page, divided by the ranks that share them. `session`: that a hint named, 0 for
+    none; `ended`: by that hint.
     """
 
     at_ms: int = 0
@@ -555,6 +556,8 @@ class RecordedUse(Reply):
     page_nbytes: int = 0
     page_tokens: float = 0.0
     pages: tuple[int, ...] = ()
+    session: int = 0
+    ended: bool = False
 
 
 @dataclass(frozen=True)

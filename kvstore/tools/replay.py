@@ -25,7 +25,7 @@ from kvstore.results.hints import PRIORITY_HIGH, Hint, HintAction
 from kvstore.security.secrets import DEFAULT_TENANT
 from kvstore.tools.bench import Stopwatch, latency_ms
 from kvstore.tools.node_process import NodeProcess
-from kvstore.tools.sessions import SessionClients, with_sessions
+from kvstore.tools.sessions import SessionClients
 from kvstore.tools.trace import TraceRequest, page_content, trace_prefix_hash
 
 PRIORITY_OVER = 0
@@ -102,8 +102,6 @@ def replay(
     """
     if hints and speed is None:
         raise InvalidRequest("hints have times to live: give the speed of the replay, too")
-    if hints:
-        requests = with_sessions(requests)
     return _Replay(store, namespace, speed, on_progress, hints).run(requests)
 
 

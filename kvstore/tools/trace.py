@@ -9,6 +9,8 @@ before it* (one parent per id), so ids are prefix hashes already, only shorter o
 
 A trace with sessions has `session`, a name, and `ended` at a session's last request.
 
+In a recording these are requests that hints were about, `stored`.
+
 `kvstore record` adds `page_nbytes` and `page_tokens` of its pages, and `stored` where pages were
 stored or used without a lookup. Its ids are numbered in order of appearance. A request may have
 only the end of its chain, such as the pages that an engine stores in one step. The order of pages
@@ -279,6 +281,8 @@ class Recording:
             fields |= {"page_nbytes": use.page_nbytes, "page_tokens": use.page_tokens}
             if use.stored:
                 fields["stored"] = True
+            if use.session:
+                fields |= {"session": f"{use.session:x}", "ended": use.ended}
             self.stores += use.stored
             self.requests += not use.stored
             self._spool.write(json.dumps(fields).encode() + b"\n")

@@ -8,6 +8,7 @@ from typing import Any
 from kvstore.errors import Exhausted, InvalidRequest
 from kvstore.keys import check_prefix_hashes
 from kvstore.pb import kvstore_pb2 as pb
+from kvstore.results.hints import PRIORITY_DEFAULT, PRIORITY_HIGH, PRIORITY_MAX, SESSION_NBYTES_MAX
 from node.config import NodeConfig
 from node.hints.prefetch import Prefetcher
 from node.hints.session_pages import SessionPages
@@ -15,10 +16,8 @@ from node.memory.classes import HIGH, HIGHEST, LOW, NORMAL
 from node.memory.hinting import ACCEPTED, Answer, Verdict, demote, retain, stored_ms
 from node.memory.tier import RamTier
 
-SESSION_NBYTES_MAX = 64
-PRIORITY_MAX = 100
-# Least priority of each class. 35 is what TensorRT-LLM gives a block without a priority.
-LEAST = ((85, HIGHEST), (60, HIGH), (35, NORMAL), (0, LOW))
+# Least priority of each class
+LEAST = ((85, HIGHEST), (PRIORITY_HIGH, HIGH), (PRIORITY_DEFAULT, NORMAL), (0, LOW))
 
 FULL = Answer(Verdict.REFUSED, "too many hints to prefetch wait")
 SHORTER = "the time is longer than pin_ttl_ms_max, which is taken instead"
@@ -27,6 +26,11 @@ SHORTER = "the time is longer than pin_ttl_ms_max, which is taken instead"
 def hint_names(kind: Any) -> list[str]:
     """Return the names of an enumeration's values from 1 on, such as `retain`."""
     return [name.removeprefix("HINT_").lower() for name in kind.keys()[1:]]
+
+
+def ends_session(request: pb.HintRequest) -> bool:
+    """Return whether a hint gives a session's pages away: they are not used again."""
+    return request.action == pb.HINT_RETAIN and request.priority < PRIORITY_DEFAULT
 
 
 class Hints:

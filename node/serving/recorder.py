@@ -34,6 +34,8 @@ class _Use(NamedTuple):
     namespace: bytes
     prefix_hashes: Sequence[bytes]
     stored: bool
+    session: bytes
+    ended: bool
 
 
 class _Recording:
@@ -65,8 +67,18 @@ class Recorder:
         self._lock = threading.Lock()
         self._recording: _Recording | None = None
 
-    def note(self, namespace: bytes, prefix_hashes: Sequence[bytes], stored: bool) -> None:
-        """Record a use of a chain; `stored`: it was used or stored without a lookup."""
+    def note(
+        self,
+        namespace: bytes,
+        prefix_hashes: Sequence[bytes],
+        stored: bool,
+        session: bytes = b"",
+        ended: bool = False,
+    ) -> None:
+        """Record a use of a chain; `stored`: it was used or stored without a lookup.
+
+        `session`: a hint named it, and perhaps said that it has `ended`.
+        """
         with self._lock:
             recording, now = self._recording, self._clock_s()
             if recording is None or recording.is_abandoned(now):
@@ -76,7 +88,9 @@ class Recorder:
             elif recording.pages + len(prefix_hashes) + USE_PAGES > WAITING_PAGES_MAX:
                 recording.dropped += 1
             else:
-                recording.waiting.append(_Use(now, namespace, prefix_hashes, stored))
+                recording.waiting.append(
+                    _Use(now, namespace, prefix_hashes, stored, session, ended)
+                )
                 recording.pages += len(prefix_hashes) + USE_PAGES
 
     def record(self, request: pb.RecordRequest, caller: object) -> pb.RecordReply:
@@ -153,6 +167,11 @@ class Recorder:
             pages=[
                 _id(recording.key, use.namespace + prefix_hash) for prefix_hash in use.prefix_hashes
             ],
+            # of all ranks' namespaces the same
+            session=_id(recording.key, value.tenant.encode() + b"\0" + use.session)
+            if use.session
+            else 0,
+            ended=use.ended,
         )
 
 

@@ -29,7 +29,7 @@ from node.config import NodeConfig
 from node.disk.durability import Durability
 from node.disk.tier import DiskTier
 from node.feed.feed import Feed
-from node.hints.calls import Hints
+from node.hints.calls import Hints, ends_session
 from node.memory.arena import Arena
 from node.memory.inventory import Inventory
 from node.memory.promotion import parts_wanted
@@ -443,7 +443,16 @@ class Service:
         if request.action == pb.HINT_PREFETCH and self.draining:
             raise Unavailable("this node is draining and fetches no pages")
         charge = self.tenants.charge(self.authorizer.principal_of(caller))
-        return self.hints.hint(request, caller.peer, charge.add_processed)
+        reply = self.hints.hint(request, caller.peer, charge.add_processed)
+        if self.recorder.on and request.session and request.prefix_hashes:
+            self.recorder.note(
+                request.namespace,
+                request.prefix_hashes[:],
+                stored=True,
+                session=request.session,
+                ended=ends_session(request),
+            )
+        return reply
 
     def _forget(self, request: pb.ForgetRequest, caller: Caller) -> pb.ForgetReply:
         self.hints.sessions.drop(request.tenant)

@@ -1,16 +1,19 @@
 """Sessions of a trace: what their clients know, and what a store makes of it."""
 
+import io
 import itertools
+import json
 from array import array
 
 import pytest
 
 from kvstore import Client, ClientConfig
 from kvstore.errors import InvalidRequest
+from kvstore.results.replies import Recorded, RecordedUse
 from kvstore.tools.hit_curve import Curve, Stack
 from kvstore.tools.replay import replay, replay_namespace, throwaway_node
 from kvstore.tools.sessions import FIRST_PAUSE_MS, SessionClients, agents, hit_rate, with_sessions
-from kvstore.tools.trace import TraceRequest
+from kvstore.tools.trace import Recording, TraceRequest
 
 
 def request(at_ms: float, session: str = "s", ended: bool = False) -> TraceRequest:
@@ -47,6 +50,18 @@ def test_simulated_store_without_hints_is_exact_lru(capacity: int) -> None:
     if max(len(each.hash_ids) for each in requests) <= capacity:
         assert hit_rate(requests, capacity, hinted=False) == curve.hits(capacity) / asked
     assert 0 <= hit_rate(requests, capacity, hinted=True) <= 1
+
+
+def test_recorded_hints_are_requests_with_a_session() -> None:
+    recording = Recording(io.BytesIO())
+    uses = [
+        RecordedUse(0, False, 4096, 16.0, (5, 6)),
+        RecordedUse(1, True, 4096, 16.0, (5, 6), session=255, ended=True),
+    ]
+    recording.add(Recorded(uses=tuple(uses)))
+    asked, hinted = map(json.loads, recording.lines())
+    assert "session" not in asked
+    assert (hinted["session"], hinted["ended"], hinted["stored"]) == ("ff", True, True)
 
 
 def test_generated_agents_grow_and_end() -> None:

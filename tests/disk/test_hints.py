@@ -79,6 +79,23 @@ def test_deleted_session_leaves_shared_prefixes(nodes: Nodes, pages: Pages) -> N
     assert client.node_status().hints.session_count == 2
 
 
+def test_hints_with_a_session_are_recorded(nodes: Nodes, pages: Pages) -> None:
+    client = nodes.connect(nodes.start())
+    keys = pages.keys(0, 1)
+    pages.put(client, keys)
+    name = client.record(60.0).recording
+    client.lookup(pages.namespace, keys)
+    client.hint(pages.namespace, keys, RETAIN)
+    client.hint(pages.namespace, keys, Hint(HintAction.DEMOTE))  # of no session
+    client.hint(pages.namespace, keys, Hint(HintAction.RETAIN, 0, ttl_s=1.0, session="s"))
+    uses = client.record(recording=name, end=True).uses
+    assert [(use.stored, bool(use.session), use.ended) for use in uses] == [
+        (False, False, False),
+        (True, True, False),
+        (True, True, True),
+    ]
+
+
 @pytest.mark.parametrize(
     ("request_", "why"),
     [

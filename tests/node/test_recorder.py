@@ -68,6 +68,17 @@ def test_recorder_is_off_outside_a_recording(recorder: Recorder, clock: Clock) -
     assert not recorder.on
 
 
+def test_hint_that_names_a_session_is_recorded_by_an_id(recorder: Recorder) -> None:
+    name = begin(recorder)
+    recorder.note(SPACE.digest, KEYS[:2], stored=True, session=b"secret")
+    recorder.note(SPACE.digest, KEYS[:3], stored=True, session=b"secret", ended=True)
+    reply = fetch(recorder, name, end=True)
+    first, last = reply.uses
+    assert first.session == last.session != 0
+    assert (first.ended, last.ended) == (False, True)
+    assert b"secret" not in reply.SerializeToString()
+
+
 def test_ids_reveal_no_keys_and_differ_between_recordings(recorder: Recorder) -> None:
     seen = []
     for _ in range(2):
