@@ -1,5 +1,6 @@
 """Hints in RAM: classes never invert, and a tenant's hints cost no other tenant a page."""
 
+import contextlib
 import random
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from known_pages import Pages
 from sandbox import Sandbox, fill
 
+from kvstore.errors import Exhausted
 from node.hints.session_pages import SessionPages
 from node.memory.classes import HIGH, HIGHEST, LOW, NORMAL
 from node.memory.hinting import Answer, Verdict, demote, retain
@@ -279,3 +281,48 @@ def test_many_tenants_together_stay_within_the_limit() -> None:
         sessions.name(f"t{number}", b"d", b"s", 0, [bytes([number]), bytes([number, 1])], [1, 1])
         assert sessions.check() == []
     assert sessions.session_count == 10
+
+
+# ---- all together ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_books_hold_with_sizes_quotas_pins_reads_and_hints(seed: int) -> None:
+    storm(seed, 250)
+
+
+def storm(seed: int, steps: int) -> None:
+    chance, box = random.Random(seed), Sandbox(12 * 16 * PAGE, 16 * PAGE)
+    spaces = [
+        box.open(f"m{nbytes}", nbytes, tenant=tenant)
+        for tenant in ("quoted", "free", "other")
+        for nbytes in (PAGE, 3 * PAGE, 9000)
+    ]
+    held: list[Any] = []
+    for step in range(steps):
+        box.now_ms += chance.randint(0, 30)
+        space = chance.choice(spaces)
+        first = chance.randrange(60)
+        keys = space.keys(*range(first, first + chance.randint(1, 6)))
+        what = chance.randrange(9)
+        with contextlib.suppress(Exhausted):
+            if what < 4:
+                box.put(space, keys)
+            elif what == 4:
+                box.limit(**{"quoted": chance.choice((0, 3, 6)) * EXTENT})
+            elif what == 5:
+                held.append(box.hold(space, keys))
+            elif what == 6:
+                (box.pin if chance.random() < 0.5 else box.unpin)(space, keys)
+            elif what == 7:
+                box.remove(space, keys[:1])
+            else:
+                rank, ttl_ms = chance.choice((LOW, NORMAL, HIGH, HIGHEST)), chance.randint(1, 900)
+                holder = chance.choice((b"", b"a", b"b"))
+                keep(box, space, keys, rank, ttl_ms, holder)
+        if held and chance.random() < 0.5:
+            pages = held.pop(chance.randrange(len(held)))
+            box.tier.release([page for page in pages if page is not None])
+        if not step % 10:
+            assert box.tier.check() == []
+    assert box.tier.check() == []
