@@ -201,6 +201,7 @@ def _show_replay(report: ReplayReport) -> None:
         f"wire {report.wire}, {report.seconds:.1f} s; {human_nbytes(report.verified_nbytes)} "
         f"verified, {report.mismatches} pages wrong; {report.pages_stored:,} stored, "
         f"{report.pages_full:,} found no space"
+        + (f"; {report.hinted_pages:,} hinted" if report.hinted_pages else "")
     )
     rates = {"put": f"{report.put_gb_per_s:.2f}", "get": f"{report.get_gb_per_s:.2f}", "lookup": ""}
     rows = []
