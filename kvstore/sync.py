@@ -373,11 +373,12 @@ def run_in_helper_thread(
         _wait_uninterrupted(task, stop, interrupts)
         if interrupts.first is not None:
             interrupts.throw()
-    if task.error is not None:
+    error, task.error = task.error, None  # its traceback refers to the task, and to this frame
+    if error is not None:
         try:
-            raise task.error
+            raise error
         finally:
-            del task  # the error's traceback refers to this frame
+            del error
     return task.result  # type: ignore[no-any-return]
 
 

@@ -104,9 +104,11 @@ class ShmWire:
 
     @property
     def arena(self) -> ArenaMap:
-        """Return the mapped arena; it exists after the first connection."""
-        assert self._arena is not None, "there is none before the first connection"
-        return self._arena
+        """Return the mapped arena; it exists from the first connection until `close`."""
+        arena = self._arena
+        if arena is None:
+            raise Unavailable(f"the connections to {self._path} are closed")
+        return arena
 
     def connect(self, deadline: Deadline) -> None:
         """Make sure that the arena is mapped.
@@ -356,7 +358,7 @@ class ShmWire:
         if fd is None:
             raise ProtocolError("the node passed no arena")
         with self._lock:
-            if self._arena is not None:
+            if self._arena is not None or self._closed.is_set():
                 return
             self._arena = arena = ArenaMap(fd, nbytes)
         _beside("kvstore-populate", lambda: arena.populate(self._closed))
@@ -364,12 +366,13 @@ class ShmWire:
     def close(self) -> None:
         """Close idle connections; those in use close when their call or context ends.
 
-        The map ends with the last view of it.
+        The map ends with the last view of it, without a garbage collection: a node that has died
+        leaves its memory to the last process that maps it.
         """
         if self._pool.forked:
             return self._pool.close()
         with self._lock:
-            arena = None if self._closed.is_set() else self._arena
+            arena, self._arena = self._arena, None
             self._closed.set()
         self._pool.close()
         self._threads.close()

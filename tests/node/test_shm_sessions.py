@@ -3,6 +3,8 @@
 They are free at once after a release, but never while its process may still write.
 """
 
+import contextlib
+import gc
 import os
 import signal
 import socket
@@ -10,15 +12,18 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from known_pages import Pages
 from local_nodes import Connect, StartNode, settle
+from waiting import wait_until
 
-from kvstore import Client, PutOutcome, Unavailable
+from kvstore import Client, ClientConfig, PutOutcome, Unavailable
 from kvstore.checksum import leaves
+from kvstore.tools.node_process import NodeProcess
 from node.config import NodeConfig
 from node.server import Node
 
@@ -328,3 +333,24 @@ def test_delayed_client_still_releases_its_slots(
             assert len(slots.pages) == 2
     settle(node, sessions=None)
     assert client.stats.connects == 1
+
+
+def test_memory_of_a_dead_node_is_given_back_without_a_garbage_collection() -> None:
+    """Regression: references in circles kept it, as long as no other node was there."""
+    pages = Pages("dead", PAGE)
+    with (
+        NodeProcess("--ram-bytes", "16MiB") as node,
+        Client(ClientConfig(address=node.address, wire="shm", timeout_s=30.0)) as client,
+    ):
+        pages.put(client, pages.keys(1))
+        with client.open_get(pages.namespace, pages.keys(1)) as slots:
+            arena = weakref.ref(slots.arena)
+        del slots
+        node.kill()
+        gc.disable()
+        try:
+            with contextlib.suppress(Unavailable):
+                client.lookup(pages.namespace, pages.keys(1))
+            wait_until(lambda: arena() is None)
+        finally:
+            gc.enable()
