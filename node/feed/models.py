@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from operator import is_
+from typing import NamedTuple
 
 from kvstore.keys import Namespace, block_part
 from kvstore.pb import kvstore_pb2 as pb
@@ -30,8 +31,8 @@ class Model:
             return
         part = block_part(index.value)
         self._groups.setdefault(part.group, {}).setdefault(part.rank, []).append(index)
-        self._wanted[part.group] = part.ranks
-        self._group_count = part.groups
+        self._wanted[part.group] = max(part.ranks, self._wanted.get(part.group, 0))
+        self._group_count = max(part.groups, self._group_count)
 
     def finish(self) -> None:
         """Find out whether all parts are there."""
@@ -41,6 +42,20 @@ class Model:
         )
         groups = (self._groups[group] for group in range(self._group_count)) if there else ()
         self.parts = [some for ranks in groups for some in ranks.values()]
+
+    def needs_more(self, before: "Model") -> bool:
+        """Return whether blocks that were stored before may lack a part now that nobody has told.
+
+        `before`: the same model, before namespaces were opened or learned their part.
+        """
+        return bool(before.parts) and (
+            (self._part, self._group_count) != (before._part, before._group_count)
+            or any(
+                self._wanted[group] != before._wanted.get(group)
+                or not ranks.keys() <= before._groups[group].keys()
+                for group, ranks in self._groups.items()
+            )
+        )
 
     @property
     def message(self) -> pb.FeedModel:
@@ -60,6 +75,14 @@ class Model:
         )
 
 
+class _Open(NamedTuple):
+    """An open namespace, its description when it was looked at, and the id of its model."""
+
+    space: NamespaceIndex
+    value: Namespace
+    model_id: bytes
+
+
 class Models:
     """The models of a node. One thread at a time.
 
@@ -71,43 +94,75 @@ class Models:
         self._single = single
         self._spaces: Sequence[NamespaceIndex] = ()
         self._values: Sequence[Namespace] = ()
-        self._open: dict[bytes, bytes] = {}  # ids of models by digest
-        self._closed: dict[bytes, bytes] = {}
+        self._open: dict[bytes, _Open] = {}  # by digest
+        self._closed: dict[bytes, bytes] = {}  # ids of models
         self._by_id: dict[bytes, Model] = {}
 
     def refresh(self, spaces: list[NamespaceIndex]) -> bool:
         """Take the namespaces that are open now.
 
-        Return whether one of them belongs to another model than before: then all is new.
+        Return whether one of them belongs to another model than before, or a model needs more of
+        them: then all is new.
         """
         values = [index.value for index in spaces]
         if spaces == self._spaces and all(map(is_, values, self._values)):
             return False
-        known, self._values = self._open, values
-        self._closed |= self._open
-        before, self._by_id, self._open, self._spaces = self._by_id, {}, {}, spaces
-        for index in spaces:
-            model_id = index.digest if self._single else block_part(index.value).id
-            self._open[index.digest] = model_id
-            if model_id not in self._by_id:
-                self._by_id[model_id] = Model(model_id, index, self._single)
-            self._by_id[model_id].add(index)
-        for model in self._by_id.values():
+        self._spaces, self._values = spaces, values
+        before, now = self._open, dict[bytes, _Open]()
+        for index, value in zip(spaces, values, strict=True):
+            known = before.get(index.digest)
+            same = known is not None and known.space is index and known.value is value
+            now[index.digest] = known if known and same else self._opened(index, value)
+        self._open = now
+        pairs = ((before, now), (now, before))
+        return self._build(
+            before,
+            [some for here, there in pairs for d, some in here.items() if there.get(d) is not some],
+        )
+
+    def _opened(self, index: NamespaceIndex, value: Namespace) -> _Open:
+        return _Open(index, value, index.digest if self._single else block_part(value).id)
+
+    def _build(self, before: dict[bytes, _Open], changed: list[_Open]) -> bool:
+        """Build the models of which namespaces have changed; return as `refresh` does."""
+        ids = {some.model_id for some in changed}
+        old, new = {name: self._by_id.get(name) for name in ids}, dict[bytes, Model]()
+        for index, _, model_id in self._open.values():
+            if model_id in ids:
+                if model_id not in new:
+                    new[model_id] = Model(model_id, index, self._single)
+                new[model_id].add(index)
+        for model in new.values():
             model.finish()
+        is_new = any(
+            known and new[name].needs_more(known) for name, known in old.items() if name in new
+        )
+        for index, _, model_id in changed:
+            there = self._open.get(index.digest)
+            is_new |= there is not None and there.model_id != model_id
+        self._by_id |= new
+        self._close(before)
+        return is_new
+
+    def _close(self, before: dict[bytes, _Open]) -> None:
+        """Remember the models of namespaces that are not open any more."""
         for digest in self._open:
             self._closed.pop(digest, None)
+        self._closed |= {
+            digest: known.model_id for digest, known in before.items() if digest not in self._open
+        }
         while len(self._closed) > CLOSED_MAX:
             del self._closed[next(iter(self._closed))]
-        for model_id in {*self._closed.values()} - self._by_id.keys():
-            if model_id in before:
-                self._by_id[model_id] = before[model_id]
-                before[model_id].parts = []
-        return any(known.get(digest, name) != name for digest, name in self._open.items())
+        there = {known.model_id for known in self._open.values()}
+        for model_id in self._by_id.keys() - there:
+            self._by_id[model_id].parts = []
+        for model_id in self._by_id.keys() - there - {*self._closed.values()}:
+            del self._by_id[model_id]
 
     def of(self, digest: bytes) -> Model | None:
         """Return the model of a namespace; None if it is unknown."""
-        model_id = self._open.get(digest) or self._closed.get(digest, b"")
-        return self._by_id.get(model_id)
+        known = self._open.get(digest)
+        return self._by_id.get(known.model_id if known else self._closed.get(digest, b""))
 
     def find(self, model_id: bytes) -> Model | None:
         """Return a model; None if it is unknown."""

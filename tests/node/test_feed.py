@@ -97,6 +97,20 @@ def test_part_that_is_known_later_tells_all_anew(node: Node, connect: Connect) -
     assert reader.begins == 2
 
 
+def test_blocks_of_a_model_that_needs_more_now_are_not_told_any_more(
+    node: Node, connect: Connect
+) -> None:
+    """Somebody opens a further group, or rank, of a KV that seemed to be complete."""
+    client, reader = connect(node), Reader()
+    for name, of_more in (("e", part_of("e", 1, 2)), ("f", part_of("f", 0, 1, ranks=2))):
+        few = Pages(name, 4096, part=part_of(name, 0, 1, ranks=1))
+        more = Pages(name, 8192, part=of_more, tp_rank=1, tp_size=2)
+        few.put(client, few.keys(1, 2))
+        assert reader.catch_up(node, name) == {block_part(few.namespace).id: {*few.keys(1, 2)}}
+        more.put(client, more.keys(3))
+        assert reader.catch_up(node, name) == Reader().catch_up(node, name) == {}
+
+
 def test_parts_of_other_weights_do_not_complete_a_block(node: Node, connect: Connect) -> None:
     client = connect(node)
     for rank, epoch in ((0, 1), (1, 2)):
