@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from kvstore.pb import kvstore_pb2 as pb
 
-KEYS_MAX = 1 << 18  # kept; 20 to 40 MB
+KEYS_MAX = 1 << 18  # kept; 20 to 40 MB,
+CHANGES_MAX = 1 << 15  # and half a kilobyte more for each change
 CHANGE_KEYS = 1024  # of one change
 
 _AT = struct.Struct("<8sQ")
@@ -59,7 +60,7 @@ class Told:
                 model=model_id, sequence=self.last, removed=removed, prefix_hashes=some
             )
             self._key_count += len(some)
-        while self._key_count > KEYS_MAX:
+        while self._key_count > KEYS_MAX or len(self._changes) > CHANGES_MAX:
             self._key_count -= len(self._changes.pop(self.first).prefix_hashes)
             self.first += 1
 

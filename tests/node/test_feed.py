@@ -19,6 +19,7 @@ from kvstore.keys import block_part, part_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.feed import feed as module
+from node.feed import told
 from node.memory import changes
 from node.memory.changes import ChangeRing
 from node.server import Node
@@ -244,18 +245,59 @@ def test_snapshots_are_limited_and_forgotten(
 ) -> None:
     node = start_node()
     pages.put(connect(node), pages.keys(1))
-    monkeypatch.setattr(module, "SNAPSHOTS_MAX", 2)
-    first, second, third = Reader(), Reader(), Reader()
+    monkeypatch.setattr(module, "SNAPSHOTS_MAX", 4)
+    first, others = Reader(), [Reader() for _ in range(2)]
     first.poll(node)
-    second.poll(node)
-    with pytest.raises(Exhausted, match="snapshots"):
-        third.poll(node)
+    Reader().poll(node)
+    with pytest.raises(Exhausted, match="2 of them to this peer"):
+        Reader().poll(node)
+    monkeypatch.setattr(Caller, "peer", "another")
+    for reader in others:
+        reader.poll(node)
+    monkeypatch.setattr(Caller, "peer", "a third")
+    with pytest.raises(Exhausted, match="4 snapshots"):
+        Reader().poll(node)
     monkeypatch.setattr(module, "SNAPSHOT_IDLE_S", -1.0)
     node.service.feed.look()
-    third.catch_up(node)
+    others[0].catch_up(node)
     first.catch_up(node)  # its snapshot is forgotten, so it begins anew
-    assert first.now() == third.now()
-    assert (first.begins, third.begins) == (2, 1)
+    assert first.now() == others[0].now()
+    assert (first.begins, others[0].begins) == (2, 2)
+
+
+def test_periodic_look_does_not_wait_for_a_reader_that_hangs(node: Node) -> None:
+    """It shares a thread with the look at the identities."""
+    Reader().catch_up(node)
+    with node.service.feed._lock:
+        node.service.feed.look()
+
+
+def test_snapshot_of_an_unknown_model_visits_no_pages(
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages.put(connect(node), pages.keys(1))
+    monkeypatch.setattr(module.Feed, "_below", None)
+    assert Reader().catch_up(node, "unknown") == {}
+
+
+def test_changes_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(told, "CHANGES_MAX", 4)
+    kept = told.Told()
+    for number in range(10):
+        kept.add(b"model", True, [b"%d" % number])
+    assert [change.sequence for change in kept.after(6)] == [7, 8, 9, 10]
+    assert kept.has_next_of(6)
+    assert not kept.has_next_of(5)
+
+
+def test_expiry_that_changes_needs_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "EXPIRIES_MAX", 1)
+    expiries = module.Expiries()
+    assert expiries.note(b"model", b"a", 10)
+    assert not expiries.note(b"model", b"b", 10)
+    assert expiries.note(b"model", b"a", 20)
+    assert expiries.due(15) == []
+    assert expiries.due(20) == [(b"model", b"a")]
 
 
 def test_ring_takes_changes_of_many_threads() -> None:
