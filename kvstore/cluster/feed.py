@@ -29,7 +29,7 @@ log.addFilter(LogRate())
 CURSOR_NBYTES = 16  # outside of a snapshot
 PAUSE_S_MIN, PAUSE_S_MAX = 0.1, 5.0  # after a failed call
 ROUND_S = 0.1  # between two polls of all members
-FEW = 4  # a reply with fewer changes was a member's last for now
+FEW = 4096  # a reply with fewer keys was a member's last for now
 POLL_S = 0.001  # of one member, whatever it has to tell
 # What a member told that answers no more is forgotten after so long, as its lease in the registry.
 AWAY_S = 15.0
@@ -184,5 +184,5 @@ class _ClusterFeed:
             yield from map(_event, self._merged.take(name, reply))
             if not (reply.begin or reply.changes or reply.snapshot):
                 return
-            if not reply.snapshot and len(reply.changes) < FEW:
+            if not reply.snapshot and sum(len(c.prefix_hashes) for c in reply.changes) < FEW:
                 return
