@@ -4,6 +4,7 @@ A member tells pages of single namespaces. A page is there while a member has it
 it: an owner, or who owned it before others joined. A block is stored when all its parts are there.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,30 +30,63 @@ class _Space:
         self.about = about
         self.holders: dict[bytes, int] = {}
 
+    def is_other(self, about: pb.FeedModel) -> bool:
+        """Return whether this tells of another part of blocks, which the engine knew later.
+
+        A member whose row is older may still tell less.
+        """
+        now = self.about
+        return (about.blocks, about.group, about.rank) != (now.blocks, now.group, now.rank) and (
+            (about.groups, about.ranks) >= (now.groups, now.ranks)
+        )
+
 
 class _Blocks:
     """The namespaces of one engine's KV, by group and rank."""
 
-    def __init__(self) -> None:
-        self.spaces: dict[tuple[int, int], list[_Space]] = {}
+    def __init__(self, about: pb.FeedModel) -> None:
+        self._about = about
+        self._spaces: dict[tuple[int, int], list[_Space]] = {}
         self.told: set[bytes] = set()
+        # The namespaces of each part; one part without any while one is missing
+        self.parts: list[list[_Space]] = [[]]
 
     def add(self, space: _Space) -> None:
-        self.spaces.setdefault((space.about.group, space.about.rank), []).append(space)
+        """Add a namespace."""
+        self._spaces.setdefault((space.about.group, space.about.rank), []).append(space)
+        self._find_parts()
 
     @property
-    def parts(self) -> list[list[_Space]]:
-        """Return the namespaces of each part; empty while one is missing."""
-        ranks = {place[0]: some[0].about.ranks for place, some in self.spaces.items()}
-        groups = next(iter(self.spaces.values()))[0].about.groups
-        wanted = [(group, rank) for group in range(groups) for rank in range(ranks.get(group, 1))]
-        return [self.spaces.get(place, []) for place in wanted]
+    def is_empty(self) -> bool:
+        """Return whether there is no namespace."""
+        return not self._spaces
+
+    def drop(self, space: _Space) -> None:
+        """Remove a namespace."""
+        place = space.about.group, space.about.rank
+        self._spaces[place].remove(space)
+        if not self._spaces[place]:
+            del self._spaces[place]
+        self._find_parts()
+
+    def _find_parts(self) -> None:
+        """Find the parts as the node does, without a visit of each that is missing."""
+        known = [space.about for some in self._spaces.values() for space in some]
+        groups = max((about.groups for about in known), default=1)
+        ranks = Counter(group for group, _ in self._spaces)
+        wanted = dict[int, int]()
+        for about in known:
+            wanted[about.group] = max(about.ranks, wanted.get(about.group, 0))
+        is_whole = all(ranks[group] == wanted.get(group) for group in range(groups))
+        self.parts = [
+            some for (group, _), some in self._spaces.items() if is_whole and group < groups
+        ] or [[]]
 
     @property
     def model(self) -> FeedModel:
         """Return its description."""
-        about = next(iter(self.spaces.values()))[0].about
-        known = [space for some in self.spaces.values() for space in some]
+        about = self._about
+        known = [space for some in self._spaces.values() for space in some]
         message = pb.FeedModel(
             id=about.blocks,
             tenant=about.tenant,
@@ -64,6 +98,9 @@ class _Blocks:
         )
         found: FeedModel = result(message)
         return found
+
+
+_Looks = tuple[_Blocks, list[bytes]]  # blocks to look at
 
 
 class MergedFeed:
@@ -106,22 +143,25 @@ class MergedFeed:
             return []
         bit = self._bits[member]
         keys = [
-            (space, [key for key, bits in space.holders.items() if bits & bit])
+            (
+                self._blocks[space.about.blocks],
+                [k for k, bits in space.holders.items() if bits & bit],
+            )
             for space in self._spaces.values()
         ]
         self._drop(member)
-        return self._look(keys)
+        found = self._look(keys)
+        self._close_empty(list(self._spaces.values()))
+        return found
 
     def take(self, member: str, reply: pb.FeedReply) -> list[Change]:
         """Take a member's reply, and return what has changed by it."""
         bit = self._bit(member)
         if reply.begin:
             self._fresh[member] = set()
-        fresh, looks = self._fresh.get(member), list[tuple[_Space, list[bytes]]]()
+        fresh, looks = self._fresh.get(member), list[_Looks]()
         for about in reply.models:
-            if about.id not in self._spaces:
-                space = self._spaces[about.id] = _Space(about)
-                self._blocks.setdefault(about.blocks, _Blocks()).add(space)
+            looks += self._describe(about)
         for change in reply.changes:
             space = self._spaces[change.model]
             for key in change.prefix_hashes:
@@ -133,15 +173,41 @@ class MergedFeed:
                     space.holders.pop(key, None)
                 if fresh is not None:
                     fresh.add((space.digest, key))
-            looks.append((space, list(change.prefix_hashes)))
+            looks.append((self._blocks[space.about.blocks], list(change.prefix_hashes)))
+        touched = [self._spaces[change.model] for change in reply.changes]
         if fresh is not None and not reply.snapshot:
+            touched = list(self._spaces.values())
             looks += self._end_snapshot(bit, fresh)
             del self._fresh[member]
-        return self._look(looks)
+        found = self._look(looks)
+        self._close_empty(touched)
+        return found
 
-    def _end_snapshot(
-        self, bit: int, fresh: set[tuple[bytes, bytes]]
-    ) -> list[tuple[_Space, list[bytes]]]:
+    def _close_empty(self, spaces: Sequence[_Space]) -> None:
+        """Forget namespaces without pages: a salt per request makes many."""
+        for space in spaces:
+            if not space.holders and self._spaces.pop(space.digest, None) is not None:
+                blocks = self._blocks[space.about.blocks]
+                blocks.drop(space)
+                if blocks.is_empty:
+                    del self._blocks[space.about.blocks]
+
+    def _describe(self, about: pb.FeedModel) -> list[_Looks]:
+        """Take the description of a namespace; return blocks of which parts are others now."""
+        space, looks = self._spaces.get(about.id), list[_Looks]()
+        if space is not None and not space.is_other(about):
+            return looks
+        if space is not None:
+            looks.append((self._blocks[space.about.blocks], list(space.holders)))
+            looks[0][0].drop(space)
+            space.about = about
+        else:
+            space = self._spaces[about.id] = _Space(about)
+        blocks = self._blocks.setdefault(about.blocks, _Blocks(about))
+        blocks.add(space)
+        return [*looks, (blocks, [*blocks.told, *space.holders])]
+
+    def _end_snapshot(self, bit: int, fresh: set[tuple[bytes, bytes]]) -> list[_Looks]:
         """Forget what the member had before, and has not any more."""
         looks = []
         for space in self._spaces.values():
@@ -154,7 +220,7 @@ class MergedFeed:
                 space.holders[key] &= ~bit
                 if not space.holders[key]:
                     del space.holders[key]
-            looks.append((space, gone))
+            looks.append((self._blocks[space.about.blocks], gone))
         return looks
 
     def _bit(self, member: str) -> int:
@@ -165,11 +231,10 @@ class MergedFeed:
             self._bits[member] = bit
         return self._bits[member]
 
-    def _look(self, keys: Sequence[tuple[_Space, list[bytes]]]) -> list[Change]:
+    def _look(self, keys: Sequence[_Looks]) -> list[Change]:
         """Look at blocks of which pages came or went."""
         found: list[Change] = []
-        for space, some in keys:
-            blocks = self._blocks[space.about.blocks]
+        for blocks, some in keys:
             parts, came, went = blocks.parts, [], []
             for key in dict.fromkeys(some):
                 stored, told = self._is_stored(parts, key), key in blocks.told

@@ -1,6 +1,7 @@
 """The feed of a cluster, merged from its members' feeds."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from fleet import view_of
@@ -11,7 +12,8 @@ from told_blocks import ToldBlocks
 
 from kvstore import Client, InvalidRequest
 from kvstore.cluster import feed as module
-from kvstore.cluster.view import State
+from kvstore.cluster.merged_feed import MergedFeed
+from kvstore.cluster.view import Member, State, View
 from kvstore.pb import kvstore_pb2 as pb
 from node.server import Node
 
@@ -108,3 +110,76 @@ def test_member_tells_single_namespaces_only(cluster: list[Node], connect: Conne
     with pytest.raises(InvalidRequest, match="merge"):
         feed.poll(pb.FeedRequest(), Caller(), lambda model: True)
     assert feed.poll(pb.FeedRequest(member=True), Caller(), lambda model: True).begin
+
+
+# ---- merging, without nodes ------------------------------------------------------------------
+
+
+A, B, KV, KEY = b"A" * 16, b"B" * 16, b"kv" * 8, b"k" * 32
+
+
+class Merging:
+    """One member, and what the merged feed has told of it."""
+
+    def __init__(self) -> None:
+        self.feed = MergedFeed()
+        self.feed.set_view(View("fleet", 1, (Member("n0", "h:1"),)))
+        self.stored: dict[bytes, set[bytes]] = {}
+        self.take(begin=True)
+
+    def take(
+        self, about: pb.FeedModel | None = None, removed: bool = False, **fields: bool
+    ) -> None:
+        reply = pb.FeedReply(**fields)
+        if about is not None:
+            reply.models.append(about)
+            reply.changes.add(model=about.id, removed=removed, prefix_hashes=[KEY])
+        for change in self.feed.take("n0", reply):
+            keys = self.stored.setdefault(change.model.id, set())
+            (keys.difference_update if change.removed else keys.update)(change.prefix_hashes)
+
+    def now(self) -> list[bytes]:
+        return [model for model, keys in self.stored.items() if keys]
+
+
+def part(digest: bytes, blocks: bytes = KV, **place: Any) -> pb.FeedModel:
+    return pb.FeedModel(id=digest, blocks=blocks, **{"groups": 1, "ranks": 1, **place})
+
+
+def test_namespace_that_belongs_to_other_blocks_later_leaves_its_own() -> None:
+    merging = Merging()
+    merging.take(part(A, A))
+    assert merging.now() == [A]
+    merging.take(part(A, groups=2))
+    assert merging.now() == []
+    merging.take(part(A, A))  # a member whose row is older
+    assert merging.now() == []
+    merging.take(part(B, group=1, groups=2))
+    assert merging.now() == [KV]
+
+
+def test_blocks_that_need_more_now_are_removed() -> None:
+    merging = Merging()
+    merging.take(part(A))
+    assert merging.now() == [KV]
+    merging.take(part(B, rank=1, ranks=3))
+    assert merging.now() == []
+
+
+def test_millions_of_ranks_cost_nothing() -> None:
+    merging = Merging()
+    merging.take(part(A, groups=2**31, ranks=2**31))
+    assert merging.now() == []
+
+
+def test_namespaces_without_pages_are_forgotten() -> None:
+    merging = Merging()
+    merging.take(part(A))
+    merging.take(part(A), removed=True)
+    assert merging.now() == []
+    assert not merging.feed._spaces
+    assert not merging.feed._blocks
+    merging.take(part(A))
+    assert merging.now() == [KV]
+    merging.feed.forget("n0")
+    assert not merging.feed._spaces
