@@ -235,8 +235,11 @@ class GatewayConnection(BulkConnection):
         return partial(self._forwarded, op)
 
     def _forwarded(self, op: str, _: object, request: Any) -> None:
-        """Serve a call that the gateway forwards, within the limits on such calls."""
-        with self._calls.calls.lent(self.peer):
+        """Serve a call that the gateway forwards, within the limits on such calls.
+
+        Feeds have a limit of their own, and may wait for as long as nothing happens.
+        """
+        with self._calls.calls.lent(self.peer, int(op != "feed")):
             if op == "admit":
                 self._admit_op(request.op)
             elif op == "put":

@@ -199,6 +199,21 @@ def test_only_members_of_a_cluster_tell_as_members(node: Node) -> None:
 # ---- what it costs ---------------------------------------------------------------------------
 
 
+def test_streams_leave_calls_to_others(
+    start_node: StartNode, connect: Connect, pages: Pages
+) -> None:
+    """As many streams as one peer may have, at a node that allows it eight calls."""
+    node = start_node(grpc_threads=4)
+    with grpc.insecure_channel(f"127.0.0.1:{node.grpc.port}") as channel:
+        streams = [KVStoreStub(channel).Feed(pb.FeedRequest(), timeout=60.0) for _ in range(8)]
+        for stream in streams:
+            assert next(iter(stream)).begin
+            assert not next(iter(stream)).begin  # from here on it waits for news
+        pages.put(connect(node, "grpc"), pages.keys(1))
+        for stream in streams:
+            stream.cancel()
+
+
 def test_nothing_is_noted_without_a_reader(
     start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch, pages: Pages
 ) -> None:

@@ -128,9 +128,9 @@ class Merging:
         self.take(begin=True)
 
     def take(
-        self, about: pb.FeedModel | None = None, removed: bool = False, **fields: bool
+        self, about: pb.FeedModel | None = None, removed: bool = False, begin: bool = False
     ) -> None:
-        reply = pb.FeedReply(**fields)
+        reply = pb.FeedReply(begin=begin)
         if about is not None:
             reply.models.append(about)
             reply.changes.add(model=about.id, removed=removed, prefix_hashes=[KEY])
