@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         NodeStatus,
         PageStat,
         PushedIdentities,
+        QueryResult,
         Recorded,
         ScrubResult,
         SweepResult,
@@ -430,6 +431,26 @@ class Admin:
 
         timeout_s = self._deadline(timeout_s).seconds
         return feed(self._fan_out.nodes, model, idle_s, timeout_s)
+
+    def query(
+        self,
+        model: str,
+        prefix_hashes: Sequence[bytes],
+        tenant: str = "",
+        timeout_s: float | None = None,
+    ) -> "list[QueryResult]":
+        """Return how many leading blocks of a prompt are stored, for each KV of this model's name.
+
+        It is neither a use nor a lookup of the pages. `tenant`: empty for all that the caller may
+        see. A KV is what engines with equal settings share; those without the first block are left
+        out. In a cluster all members are asked; those that do not answer count
+        as empty.
+        """
+        from kvstore.cluster.query import query  # as in `feed`
+
+        check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
+        about = pb.QueryRequest(model=model, tenant=tenant)
+        return query(self._fan_out, answered, about, prefix_hashes, self._deadline(timeout_s))
 
     def push_identities(
         self,

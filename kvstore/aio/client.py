@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         NodeStatus,
         PageStat,
         PushedIdentities,
+        QueryResult,
         Recorded,
         ScrubResult,
         SweepResult,
@@ -396,6 +397,17 @@ class Client:
         """Replace the identities file of the named member; `check` only validates the content."""
         deadline = self._deadline(timeout_s)
         return await self._thread(deadline, self.sync.push_identities, content, force, check)
+
+    async def query(
+        self,
+        model: str,
+        prefix_hashes: Sequence[bytes],
+        tenant: str = "",
+        timeout_s: float | None = None,
+    ) -> "list[QueryResult]":
+        """Return how many leading blocks of a prompt are stored; see `kvstore.Client.query`."""
+        deadline = self._deadline(timeout_s)
+        return await self._thread(deadline, self.sync.query, model, prefix_hashes, tenant)
 
     async def forget(
         self, tenant: str, timeout_s: float = FORGET_TIMEOUT_S, away: Away | None = None

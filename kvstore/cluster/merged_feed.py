@@ -106,7 +106,9 @@ _Looks = tuple[_Blocks, list[bytes]]  # blocks to look at
 class MergedFeed:
     """What the members have told. One thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, anywhere: bool = False) -> None:
+        """Begin with nothing. `anywhere`: a page counts whichever member has it."""
+        self._anywhere = anywhere
         self._view: View | None = None
         self._bits: dict[str, int] = {}  # of each member
         self._spaces: dict[bytes, _Space] = {}
@@ -255,7 +257,7 @@ class MergedFeed:
         """Return whether a member has the page that clients ask for it."""
         bits = space.holders.get(key, 0)
         if not bits or self._view is None:
-            return False
+            return bool(bits) and self._anywhere
         view = self._view
         asked = {*view.owners.owners(space.digest, [key])[0]}
         asked |= set() if view.settled else {*view.holders.owners(space.digest, [key])[0]}

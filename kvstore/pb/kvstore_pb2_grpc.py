@@ -149,6 +149,11 @@ class KVStoreStub(object):
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.FeedRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.FeedReply.FromString,
                 )
+        self.Query = channel.unary_unary(
+                '/kvstore.KVStore/Query',
+                request_serializer=kvstore_dot_pb_dot_kvstore__pb2.QueryRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_kvstore__pb2.QueryReply.FromString,
+                )
         self.PushIdentities = channel.unary_unary(
                 '/kvstore.KVStore/PushIdentities',
                 request_serializer=kvstore_dot_pb_dot_kvstore__pb2.PushIdentitiesRequest.SerializeToString,
@@ -342,6 +347,13 @@ class KVStoreServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Query(self, request, context):
+        """Where the blocks of a prompt are: in each namespace of a model. Older nodes do not have it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PushIdentities(self, request, context):
         """Replace the node's identities file; for administrators of all tenants, if the node allows it.
         """
@@ -486,6 +498,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Feed,
                     request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.FeedRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_kvstore__pb2.FeedReply.SerializeToString,
+            ),
+            'Query': grpc.unary_unary_rpc_method_handler(
+                    servicer.Query,
+                    request_deserializer=kvstore_dot_pb_dot_kvstore__pb2.QueryRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_kvstore__pb2.QueryReply.SerializeToString,
             ),
             'PushIdentities': grpc.unary_unary_rpc_method_handler(
                     servicer.PushIdentities,
@@ -958,6 +975,23 @@ class KVStore(object):
         return grpc.experimental.unary_stream(request, target, '/kvstore.KVStore/Feed',
             kvstore_dot_pb_dot_kvstore__pb2.FeedRequest.SerializeToString,
             kvstore_dot_pb_dot_kvstore__pb2.FeedReply.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Query(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/kvstore.KVStore/Query',
+            kvstore_dot_pb_dot_kvstore__pb2.QueryRequest.SerializeToString,
+            kvstore_dot_pb_dot_kvstore__pb2.QueryReply.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

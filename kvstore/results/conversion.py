@@ -26,6 +26,7 @@ from kvstore.results.replies import (
     GatewayStatus,
     HintCount,
     HintStatus,
+    HostBlocks,
     IdentitiesStatus,
     Limits,
     LostMember,
@@ -35,6 +36,7 @@ from kvstore.results.replies import (
     PageStat,
     PeersStatus,
     PushedIdentities,
+    QueryResult,
     RamStatus,
     Recorded,
     RecordedUse,
@@ -88,10 +90,9 @@ RESULTS: dict[str, type[Any]] = {
         TlsStatus,
     )
 }
-# FeedEvent has no message
-_FIELDS = {
-    kind: tuple(field.name for field in fields(kind)) for kind in (*RESULTS.values(), FeedEvent)
-}
+# They have no message
+_OWN = (FeedEvent, HostBlocks, QueryResult)
+_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in (*RESULTS.values(), *_OWN)}
 _SIMPLE = (bool, int, float, str, bytes)
 
 

@@ -543,6 +543,34 @@ class FeedEvent(Reply):
 
 
 @dataclass(frozen=True)
+class HostBlocks(Reply):
+    """Leading blocks that the node at `host` has by itself, copies for near clients included.
+
+    `ram`, `disk`: leading blocks of which it has all pages in RAM, or on disk; a page may be in
+    both.
+    """
+
+    host: str = ""
+    blocks: int = 0
+    ram: int = 0
+    disk: int = 0
+
+
+@dataclass(frozen=True)
+class QueryResult(Reply):
+    """Leading blocks of a prompt that are stored of one engine's KV, for clients on any host.
+
+    `ram`, `disk`: as in HostBlocks. `hosts`: those that have some by themselves, the longest first.
+    """
+
+    model: FeedModel = FeedModel()
+    blocks: int = 0
+    ram: int = 0
+    disk: int = 0
+    hosts: tuple[HostBlocks, ...] = ()
+
+
+@dataclass(frozen=True)
 class RecordedUse(Reply):
     """Pages of one recorded request, by ids of this recording.
 

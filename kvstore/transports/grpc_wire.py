@@ -87,6 +87,7 @@ _METHODS = {
     "hint": "Hint",
     "list": "List",
     "feed": "Feed",
+    "query": "Query",
     "stat": "Stat",
     "node_status": "NodeStatus",
     "remove_namespace": "RemoveNamespace",

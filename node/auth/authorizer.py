@@ -47,6 +47,7 @@ RULES = {
     "get": _READ,
     "verify": _READ,  # pages that a reader found corrupt are dropped
     "list": _READ,
+    "query": _READ,  # as the feed
     "feed": _READ,  # the reply has what the caller may see
     "stat": _READ,
     "put": _WRITE,

@@ -89,6 +89,7 @@ REQUESTS_NBYTES_MAX = 256 << 20
 LONG_CALLS = {
     "list": 8,
     "feed": 16,
+    "query": 8,
     "verify": 4,
     "flush": 8,
     "scrub": 1,
@@ -471,7 +472,7 @@ _TYPES = {
     for field in pb.BulkRequest.DESCRIPTOR.fields
     if field.message_type
 }
-KEYED = ("lookup", "put", "verify", "remove", "pin", "unpin", "stat", "hint")
+KEYED = ("lookup", "put", "verify", "remove", "pin", "unpin", "stat", "hint", "query")
 _OPS = {number: op for op, (number, _) in _TYPES.items()}
 
 

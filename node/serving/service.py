@@ -29,6 +29,7 @@ from node.config import NodeConfig
 from node.disk.durability import Durability
 from node.disk.tier import DiskTier
 from node.feed.feed import Feed
+from node.feed.query import query
 from node.hints.calls import Hints, ends_session
 from node.memory.arena import Arena
 from node.memory.inventory import Inventory
@@ -134,6 +135,7 @@ class Service:
             "hint": self._hint,
             "list": listing.list_pages,
             "feed": self._feed,
+            "query": self._query,
             "stat": listing.stat,
             "node_status": self._node_status,
             "remove_namespace": self._remove_namespace,
@@ -396,6 +398,15 @@ class Service:
         principal, sees = self.authorizer.principal_of(caller), self.authorizer.access.sees
         return self.feed.poll(
             request, caller, lambda model: sees(principal, model.value.tenant, model.value.model)
+        )
+
+    def _query(self, request: pb.QueryRequest, caller: Caller) -> pb.QueryReply:
+        check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        principal, sees = self.authorizer.principal_of(caller), self.authorizer.access.sees
+        return query(
+            self._tier,
+            request,
+            lambda model: sees(principal, model.value.tenant, model.value.model),
         )
 
     def _verify(self, request: pb.VerifyRequest, caller: Caller) -> pb.VerifyReply:

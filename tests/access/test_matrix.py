@@ -66,7 +66,7 @@ ROLES = {
 # The rules once more, independent of `RULES`, to find mistakes there
 NEEDS = {
     Role.READ: "hello follow open_namespace list_namespaces node_status metrics lookup get verify "
-    "list stat release events feed",
+    "list stat release events feed query",
     Role.WRITE: "put commit remove pin unpin hint",
     Role.ADMIN: "remove_namespace reflection",
 }
@@ -147,7 +147,7 @@ SAMPLE = {
     "nobody": "node_status |",
     "wrong": "follow |",
     "revoked": "list_namespaces |",
-    "expired": "hello feed |",
+    "expired": "hello feed query |",
     "read": "remove pin record events | hello lookup get",
     "write": "remove_namespace scrub | put pin",
     "admin": "recover drain | remove_namespace",

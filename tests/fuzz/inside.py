@@ -131,6 +131,7 @@ def unary() -> dict[str, Any]:
             namespace=SPACE.digest, key_prefix=b"\1", page_token=KEYS[0], limit=3
         ),
         "stat": pb.StatRequest(**some),
+        "query": pb.QueryRequest(model="other", prefix_hashes=KEYS),
         "feed": pb.FeedRequest(model="other", cursor=bytes(28), wait_ms=9),
         "node_status": pb.NodeStatusRequest(),
         "remove_namespace": pb.RemoveNamespaceRequest(

@@ -74,6 +74,7 @@ def first_told(client: Client) -> None:
 LONG = {
     "list": lambda client, pages: list(client.list_pages(pages.namespace)),
     "feed": lambda client, pages: first_told(client),
+    "query": lambda client, pages: client.query(pages.namespace.model, pages.keys(1)),
     "verify": lambda client, pages: client.verify(pages.namespace, pages.keys(1)),
     "remove_namespace": lambda client, pages: client.remove_namespace(pages.namespace),
     "forget": lambda client, pages: client.forget("nobody"),

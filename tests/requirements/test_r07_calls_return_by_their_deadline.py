@@ -65,6 +65,7 @@ CALLS: dict[str, Callable[[Client, Any, float], Any]] = {
     "forget_member": lambda client, chain, s: client.forget_member("n9", timeout_s=s),
     "sweep": lambda client, chain, s: client.sweep(timeout_s=s),
     "events": lambda client, chain, s: client.events(timeout_s=s),
+    "query": lambda client, chain, s: client.query("m", chain.keys(1), timeout_s=s),
     "push_identities": lambda client, chain, s: client.push_identities(b"", timeout_s=s),
     "record": lambda client, chain, s: client.record(0.001, timeout_s=s),
     "batch_pages_max": lambda client, chain, s: client.batch_pages_max(
