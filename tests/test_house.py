@@ -55,6 +55,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "click": ("kvstore/cli/",),
     "rich": ("kvstore/cli/",),
     "matplotlib": ("kvstore/cli/plan.py",),
+    "zmq": ("kvstore/bridge/",),
+    "msgpack": ("kvstore/bridge/",),
     "torch": ("gpu_agent/",),
     "cupy": ("gpu_agent/kernels/",),
     "transformers": (
@@ -78,6 +80,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__init__.py",),
         ("aio/",),
         ("tools/",),
+        ("bridge/",),
         ("doctor/",),
         ("cli/",),
         ("__main__.py",),

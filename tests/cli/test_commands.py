@@ -41,6 +41,7 @@ def test_every_command_prints_one_json_value_with_json(
         "ls": named,
         "stat": [*named, hashes[0].hex()],
         "lookup": [*named, "--tokens", IDS],
+        "query": [*named, "--tokens", IDS],
         "get": [*named, hashes[0].hex(), "--decode"],
         "put": [str(page), "ab" * 32, *named],
         "pin": [*named, hashes[0].hex()],
@@ -54,8 +55,9 @@ def test_every_command_prints_one_json_value_with_json(
         "plan": [str(trace)],
     }
     on_disk = {"flush", "scrub", "recover"}  # need a node with a data directory: test_disk.py
+    endless = {"feed", "events"}  # test_feed.py, test_events.py
     with_others = {"record"}  # needs calls of other clients: test_record.py
-    assert set(arguments) | on_disk | with_others == {
+    assert set(arguments) | on_disk | endless | with_others == {
         command.name for command in build().registered_commands
     }
     for name, given in arguments.items():

@@ -58,6 +58,8 @@ ALLOWED = {
         "entered by helper threads and gRPC's: `run_in_helper_thread` in grpc_wire.py",
     ),
     "kvstore/cli/load.py": ({"ExitStack"}, TOOLS),
+    "kvstore/bridge/bridge.py": ({"Queue", "Thread"}, TOOLS),
+    "kvstore/bridge/http.py": ({"BoundedSemaphore", "Thread"}, TOOLS),
     "kvstore/cli/top/command.py": ({"Event", "Thread"}, TOOLS),
     "kvstore/otel.py": ({"Thread"}, "at the end of the process, to flush spans"),
     "kvstore/doctor/checks.py": ({"Event", "Thread"}, TOOLS),

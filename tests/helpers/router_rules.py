@@ -11,6 +11,9 @@ wire. Both attribute an event to its publisher, and differ in what they do with 
     STORAGE, LOCAL         weight 1.0, as any unknown one    disk of the publisher
     STORAGE, REMOTE        weight 1.0: locality is not read  dropped
     unknown                weight 1.0                        dropped
+
+Dynamo reads a store of its own kind, too: the stream of Mooncake's master (`lib/llm/src/kv_router/
+shared_cache.rs`, November 2026).
 """
 
 import hashlib
@@ -91,6 +94,14 @@ class LlmdIndex:
             if self._announced[holder, some] <= 0 and some in self._request_keys:
                 self._holders[self._request_keys[some]].discard(holder)
 
+    def held_by(self, pod: str) -> set[Any]:
+        """Return the engine's hashes of the blocks that a pod has."""
+        return {
+            some
+            for some, key in self._request_keys.items()
+            if any(holder[0] == pod for holder in self._holders[key])
+        }
+
     def keys_of(
         self, tokens: Sequence[int], extra_keys: Sequence[Any] = (), parent: bytes = b""
     ) -> list[bytes]:
@@ -152,3 +163,59 @@ class DynamoIndex:
             elif event["block_size"] == self.block_tokens:
                 whole = len(event["token_ids"]) // self.block_tokens
                 self.tiers[tier].update(event["block_hashes"][:whole])
+
+
+class DynamoSharedIndex:
+    """Dynamo's index of a shared store for SGLang: objects that are present, by their names."""
+
+    def __init__(self, entries_max: int = 1_000_000) -> None:
+        self.present: set[str] = set()
+        self.gaps = 0
+        self._groups: dict[str, bool] = {}  # whether all objects of the block were looked up
+        self._sequence: int | None = None
+        self._entries_max = entries_max
+
+    def connect(self) -> None:
+        """Forget all, as at each connection."""
+        self.present.clear()
+        self._groups.clear()
+        self._sequence = None
+
+    def apply(self, sequence: int, events: Iterable[Event]) -> None:
+        """Apply a batch; a missing number clears."""
+        before, self._sequence = self._sequence, sequence
+        if before == sequence:
+            return
+        if before is not None and sequence != before + 1:
+            self.gaps += 1
+            self.present.clear()
+            self._groups.clear()
+        for event in events:
+            key, group = event.get("object_key"), event.get("group_id")
+            if event.get("tenant_id") not in ("", None, "default") or key is None:
+                continue
+            if event["event_type"] == "stored":
+                self.present.add(key)
+                if group:
+                    self._groups[group] = False
+            elif event["event_type"] == "removed":
+                self.present.discard(key)
+                if group:
+                    self._groups.pop(group, None)
+                else:
+                    self._groups.clear()
+        if len(self.present) + len(self._groups) > self._entries_max:
+            self.connect()
+
+    def hits(self, hashes: Iterable[bytes], suffixes: Sequence[str]) -> list[bool]:
+        """Return which blocks are there; `suffixes`: of the objects of a block."""
+        found = []
+        for key in hashes:
+            group = f"sglang-hicache:{key.hex()}"
+            hit = self._groups.get(group, False) or all(
+                f"{key.hex()}{suffix}" in self.present for suffix in suffixes
+            )
+            if hit and group in self._groups:
+                self._groups[group] = True
+            found.append(hit)
+        return found

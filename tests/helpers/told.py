@@ -119,6 +119,7 @@ def _of_one(run: Run, work: Path) -> None:
     run("ls", "--model", "m")
     run("verify", "--model", "m", "--all")
     run("feed", "--snapshot")
+    run("query", "--model", "m", KEY)
     for command in ("stat", "lookup", "pin", "unpin"):
         run(command, "--model", "m", KEY)
     run("get", "--model", "m", KEY, "--decode")

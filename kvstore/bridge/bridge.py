@@ -1,0 +1,152 @@
+"""Publish the feed of one model: a thread reads it, the main thread has the sockets.
+
+While the node can not be reached, routers keep what they know for `AWAY_S`. Then nothing is stored
+for them until it answers again.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import zmq
+
+from kvstore.bridge.publisher import Publisher
+from kvstore.bridge.told import Told
+from kvstore.client import Client
+from kvstore.results import FeedEvent
+
+log = logging.getLogger(__name__)
+
+AWAY_S = 15.0  # as long as a member of a cluster counts without an answer
+IDLE_S = 1.0
+POLL_MS = 50
+WAITING_MAX = 64  # events that the feed is ahead
+Say = Callable[..., None]  # (kind, fields): what operators are told
+
+
+class Bridge:
+    """The feed on its way to publishers. The thread that calls `run` has all but the feed."""
+
+    def __init__(
+        self, client: Client, model: str, tenant: str, publishers: Sequence[Publisher], say: Say
+    ) -> None:
+        """Prepare; `tenant`: whose KVs are told."""
+        self._client, self._model, self._tenant = client, model, tenant
+        self._publishers = publishers
+        self._say = say
+        self._told = Told()
+        self._waiting: queue.Queue[FeedEvent | BaseException] = queue.Queue(WAITING_MAX)
+        self._away = 0  # events of this kind, one after the other
+        self._away_since_s = 0.0
+        self._hidden = False
+
+    def run(self) -> None:
+        """Publish without end. Raises what ends the feed, such as a token that is refused."""
+        threading.Thread(target=self._read, daemon=True, name="kvstore-feed").start()
+        poller = zmq.Poller()
+        for publisher in self._publishers:
+            for socket in publisher.sockets:
+                poller.register(socket, zmq.POLLIN)
+        while True:
+            poller.poll(POLL_MS)
+            self.step()
+
+    def step(self) -> None:
+        """Take what has come, and serve readers; does not wait."""
+        for event in self._events():
+            self.take(event)
+        self.tend()
+
+    def tend(self) -> None:
+        """Serve readers, and do what is due."""
+        for publisher in self._publishers:
+            publisher.serve()
+        if self._away and time.monotonic() - self._away_since_s >= AWAY_S and not self._hidden:
+            self._hidden = True
+            for publisher in self._publishers:
+                publisher.cleared()
+        for publisher in self._publishers:
+            if publisher.wants_snapshot() and not self._hidden:
+                publisher.snapshot(self._told)
+
+    def _read(self) -> None:
+        try:
+            for event in self._client.feed(self._model, IDLE_S):
+                self._waiting.put(event)
+        except BaseException as error:
+            log.debug("the feed ended", exc_info=True)
+            self._waiting.put(error)  # the main thread raises it
+
+    def _events(self) -> Iterator[FeedEvent]:
+        for _ in range(WAITING_MAX):
+            try:
+                event = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(event, BaseException):
+                raise event
+            yield event
+
+    def take(self, event: FeedEvent) -> None:
+        """Publish an event."""
+        if event.kind == "away":
+            self._lost(event.text)
+            return
+        self._found(event)
+        kv, tokens, hashes = event.model.id, event.model.page_tokens, event.prefix_hashes
+        if event.kind == "reset":
+            self._told.reset()
+            for publisher in self._publishers:
+                publisher.cleared()
+        elif event.kind == "ready":
+            self._say("ready", blocks=len(self._told))
+        elif event.model.tenant != self._tenant:
+            return
+        elif event.kind == "stored":
+            if new := self._told.stored(kv, tokens, hashes):
+                for publisher in self._publishers:
+                    publisher.stored(tokens, new)
+        elif event.kind == "removed" and (gone := self._told.removed(kv, hashes)):
+            for publisher in self._publishers:
+                publisher.removed(gone)
+
+    def _lost(self, text: str) -> None:
+        self._away += 1
+        if self._away == 1:
+            self._away_since_s = time.monotonic()
+            self._say("away", text=text)
+
+    def _found(self, event: FeedEvent) -> None:
+        """Go on after an outage. Of a cluster's member that is away, only one event comes."""
+        if self._away > 1:
+            self._say("back", blocks=len(self._told))
+        self._away = 0
+        if self._hidden:
+            self._hidden = False
+            if event.kind != "reset":
+                for publisher in self._publishers:
+                    publisher.snapshot(self._told)
+
+
+def publish(
+    client: Client,
+    model: str,
+    tenant: str,
+    make: Callable[["zmq.Context[Any]"], Sequence[Publisher]],
+    say: Say,
+) -> None:
+    """Publish a model's feed by the publishers that `make` makes, without end."""
+    context: zmq.Context[Any] = zmq.Context()
+    publishers: Sequence[Publisher] = ()
+    try:
+        publishers = make(context)
+        listening = [address for one in publishers for address in one.addresses]
+        say("listening", addresses=listening)
+        Bridge(client, model, tenant, publishers, say).run()
+    finally:
+        for one in publishers:
+            one.close()
+        context.destroy(linger=0)

@@ -1,0 +1,180 @@
+"""Publish batches over ZMQ, to readers that come late, too.
+
+    XPUB    [topic][sequence, 8 bytes big-endian][batch]
+    ROUTER  a request [""][first sequence] gets these frames from there on, then sequence -1
+
+The replay buffer begins with a snapshot, so that it is complete at any time. A new subscriber, and
+a buffer that is full, cause another one: it begins with the event that clears.
+"""
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import zmq
+
+from kvstore.bridge.told import Told
+from kvstore.bridge.wires import Event, Wire
+from kvstore.errors import ConfigError, InvalidRequest
+from kvstore.log_rate import LogRate
+
+log = logging.getLogger(__name__)
+log.addFilter(LogRate())
+
+HASHES_AT_ONCE = 1024  # of a batch
+BATCHES_MAX = 10_000  # kept since the last snapshot
+HWM = 10_000  # batches that wait for a slow subscriber; then some are lost, which it notices
+SNAPSHOT_EVERY_S = 5.0  # at most so often for new subscribers
+ASKED_AT_ONCE = 256  # subscriptions that one visit reads
+REQUESTS_AT_ONCE = 4  # replays that one visit serves
+ASKED_NBYTES_MAX = 64 << 10
+END = (-1).to_bytes(8, "big", signed=True)
+
+
+class Publisher:
+    """A stream of one wire: its sockets, numbers and replay buffer. One thread."""
+
+    def __init__(
+        self,
+        context: "zmq.Context[Any]",
+        wire: Wire,
+        endpoint: str,
+        replay: str = "",
+        refresh_s: float = 0.0,
+    ) -> None:
+        """Bind the sockets. Raises ConfigError if an address can not be bound.
+
+        `refresh_s`: how often all is told again; 0: never.
+        """
+        self._wire = wire
+        self._refresh_s = refresh_s
+        self._kept: deque[tuple[bytes, bytes]] = deque()
+        self._since_snapshot = 0
+        self._snapshot_s = -SNAPSHOT_EVERY_S
+        self._asked = False
+        self._sequence = 0
+        self.sockets: list[Any] = []
+        self._pub = self._bound(context, zmq.XPUB, endpoint, HWM)
+        self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
+        most = 2 * BATCHES_MAX + HWM
+        self._router = self._bound(context, zmq.ROUTER, replay, most) if replay else None
+
+    def _bound(self, context: "zmq.Context[Any]", kind: int, endpoint: str, most: int) -> Any:
+        socket = context.socket(kind)
+        self.sockets.append(socket)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, most)
+        socket.setsockopt(zmq.MAXMSGSIZE, ASKED_NBYTES_MAX)
+        try:
+            if "[" in endpoint:
+                socket.setsockopt(zmq.IPV6, 1)
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"can not listen at {endpoint}: {error}") from error
+        return socket
+
+    @property
+    def addresses(self) -> list[str]:
+        """Return the addresses of the sockets, with their ports."""
+        return [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in self.sockets]
+
+    def close(self) -> None:
+        """Close the sockets; what was not sent is lost."""
+        for socket in self.sockets:
+            socket.close()
+
+    # ---- events --------------------------------------------------------------------------
+
+    def cleared(self) -> None:
+        """Tell that nothing is stored."""
+        self._begin()
+        self._send(self._wire.cleared())
+
+    def stored(self, block_tokens: int, hashes: Sequence[bytes]) -> None:
+        """Tell that these blocks are stored."""
+        for some in _some(hashes):
+            self._send(self._wire.stored(block_tokens, some))
+
+    def removed(self, hashes: Sequence[bytes]) -> None:
+        """Tell that these blocks are stored no longer."""
+        for some in _some(hashes):
+            self._send(self._wire.removed(some))
+
+    def snapshot(self, told: Told) -> None:
+        """Tell everything again."""
+        self._begin()
+        events = self._wire.cleared()
+        for block_tokens, hashes in told.all(HASHES_AT_ONCE):
+            self._send(events + self._wire.stored(block_tokens, hashes))
+            events = []
+        if events:
+            self._send(events)
+        self._since_snapshot = 0
+
+    def wants_snapshot(self) -> bool:
+        """Return whether a reader came, the buffer is full, or it is time."""
+        age_s = time.monotonic() - self._snapshot_s
+        return (
+            (self._asked and age_s >= SNAPSHOT_EVERY_S)
+            or self._since_snapshot >= BATCHES_MAX
+            or (self._refresh_s > 0 and age_s >= self._refresh_s)
+        )
+
+    def _begin(self) -> None:
+        """Forget what is kept: what follows begins with the event that clears."""
+        self._kept.clear()
+        self._since_snapshot, self._asked, self._snapshot_s = 0, False, time.monotonic()
+        if self._wire.gap_clears:
+            self._sequence += 1
+
+    def _send(self, events: Sequence[Event]) -> None:
+        number, batch = self._sequence.to_bytes(8, "big"), self._wire.packed(events)
+        self._sequence += 1
+        self._since_snapshot += 1
+        self._kept.append((number, batch))
+        self._pub.send_multipart((self._wire.topic, number, batch))
+
+    # ---- readers -------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Read what subscribers and readers of the buffer ask; never waits."""
+        for _ in range(ASKED_AT_ONCE):
+            try:
+                asked = self._pub.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._asked |= asked[:1] == b"\1" and self._wire.topic.startswith(asked[1:])
+        router: Any = self._router
+        for _ in range(REQUESTS_AT_ONCE if router is not None else 0):
+            try:
+                frames = router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._replay(router, frames)
+
+    def _replay(self, router: Any, frames: Sequence[bytes]) -> None:
+        if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
+            log.warning("a replay is asked for by %d frames that are none of the wire", len(frames))
+            return
+        first = frames[2]
+        for number, batch in itertools.chain(self._kept, [(END, b"")]):
+            if number >= first or number == END:
+                topic = b"" if number == END else self._wire.topic
+                # A reader that does not read loses what is beyond the limit: ROUTER drops it
+                router.send_multipart((frames[0], b"", topic, number, batch))
+
+
+def check_endpoint(endpoint: str) -> str:
+    """Return an endpoint that a socket can listen at. Raises InvalidRequest."""
+    if not endpoint.startswith(("tcp://", "ipc://")):
+        raise InvalidRequest(f"{endpoint[:80]!r} is no address to listen at: tcp://HOST:PORT")
+    return endpoint
+
+
+def _some(hashes: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    for start in range(0, len(hashes), HASHES_AT_ONCE):
+        yield hashes[start : start + HASHES_AT_ONCE]

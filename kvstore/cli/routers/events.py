@@ -1,0 +1,157 @@
+"""Run `kvstore events`: tell routers what is stored, over ZMQ and HTTP."""
+
+import signal
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from kvstore.cli.exits import ExitCode, Failure
+from kvstore.cli.invocation import Invocation
+from kvstore.cli.output import emit, note
+from kvstore.cli.routers.query import Hash, Seed
+from kvstore.errors import InvalidRequest
+from kvstore.tools.prompts import HASHES, Hashing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.bridge.publisher import Publisher
+    from kvstore.client import Client
+
+NONE = "none"
+OBJECTS = ("{hash}_0_k", "{hash}_0_v")  # SGLang's, of one rank
+GROUP = "sglang-hicache:{hash}"
+
+
+def _option(flag: str, metavar: str, text: str) -> Any:
+    return typer.Option(flag, metavar=metavar, help=text)
+
+
+Model = Annotated[str, _option("--model", "NAME", "The model, as its engines name it.")]
+Endpoint = Annotated[str, _option("--endpoint", "ADDRESS", "vLLM's events; none: not.")]
+Replay = Annotated[str, _option("--replay", "ADDRESS", "Their replay socket.")]
+Mooncake = Annotated[str, _option("--mooncake", "ADDRESS", "Mooncake's events, for Dynamo.")]
+Http = Annotated[str, _option("--http", "[HOST:]PORT", "Queries as of Mooncake's Conductor.")]
+Pool = Annotated[str, _option("--pool", "NAME", "The store's name for routers.")]
+Hashes = Annotated[str, _option("--hashes", "bytes|low64|sglang", "Form of block hashes.")]
+Medium = Annotated[str, _option("--medium", "NAME", "Medium of vLLM's events.")]
+GroupId = Annotated[str, _option("--group-id", "TEXT", "The block's name there.")]
+_OBJECTS_HELP = f"Objects of a block for Dynamo; repeat it. [default: {', '.join(OBJECTS)}]"
+Objects = Annotated[
+    list[str] | None, typer.Option("--object-key", metavar="TEXT", help=_OBJECTS_HELP)
+]
+Refresh = Annotated[
+    float, typer.Option("--refresh", metavar="SECONDS", help="Tell all again; 0: never.")
+]
+
+
+def events(
+    run: Invocation,
+    model: Model,
+    endpoint: Endpoint = "tcp://127.0.0.1:5557",
+    replay: Replay = NONE,
+    mooncake: Mooncake = NONE,
+    http: Http = NONE,
+    pool: Pool = "kvstore",
+    hashes: Hashes = "bytes",
+    medium: Medium = "STORAGE",
+    objects: Objects = None,
+    group: GroupId = GROUP,
+    refresh_s: Refresh = 300.0,
+    hash_name: Hash = HASHES[0],
+    hash_seed: Seed = None,
+) -> int:
+    """Tell routers which blocks of a model are stored, until Ctrl-C or SIGTERM.
+
+    Follows the feed of the node, or of all members of a cluster, and publishes it over ZMQ: as
+    vLLM's KV events, from a pool that all engines share, and as events of Mooncake's store. New
+    subscribers are told everything. --http answers /query and /query_by_hash. Whoever reaches the
+    sockets may read: they have no passwords. ZMQ needs the extra kvstore-llm[events].
+
+    \b
+    Examples:
+      kvstore events --model llama-3-8b --endpoint 'tcp://*:5557' --replay 'tcp://*:5558'
+      kvstore events --model llama-3-8b --endpoint none --mooncake 'tcp://*:5559'
+      kvstore events --model llama-3-8b --endpoint none --http 8090
+    """
+    signal.signal(signal.SIGTERM, _leave)
+    if {endpoint, mooncake, http} == {NONE}:
+        raise InvalidRequest("nothing to publish: give --endpoint, --mooncake or --http")
+    if refresh_s < 0:
+        raise InvalidRequest("--refresh must not be negative")
+    hashing = Hashing(hash_name, hash_seed)
+    hashing.check()
+    said = _Said(run.as_json)
+    with run.client() as client:
+        if http != NONE:
+            _serve(client, http, pool, hashing, said)
+        if endpoint == mooncake == NONE:
+            while True:
+                signal.pause()
+        bridge, publisher, wires = _with_zmq()
+
+        def make(context: Any) -> "Sequence[Publisher]":
+            made = []
+            if endpoint != NONE:
+                wire = wires.VllmWire(pool, model, hashes, medium)
+                also = "" if replay == NONE else publisher.check_endpoint(replay)
+                at = publisher.check_endpoint(endpoint)
+                made.append(publisher.Publisher(context, wire, at, also, refresh_s))
+            if mooncake != NONE:
+                wire = wires.MooncakeWire(pool, model, client.tenant, objects or OBJECTS, group)
+                at = publisher.check_endpoint(mooncake)
+                made.append(publisher.Publisher(context, wire, at, "", refresh_s))
+            return made
+
+        bridge.publish(client, model, client.tenant, make, said)
+    return ExitCode.OK
+
+
+def _serve(client: "Client", listen: str, pool: str, hashing: Hashing, said: "_Said") -> None:
+    from kvstore.bridge.http import Queries, QueryServer
+
+    address = QueryServer(listen, Queries(client, client.tenant, pool, hashing)).start()
+    said("listening", addresses=[f"http://{address}"])
+
+
+def _with_zmq() -> tuple[Any, Any, Any]:
+    """Return the modules that need the extra. Raises Failure without it."""
+    try:
+        from kvstore.bridge import bridge, publisher, wires
+    except ModuleNotFoundError as error:
+        if error.name not in ("zmq", "msgpack"):
+            raise
+        raise Failure(
+            f"{error.name} is missing: pip install 'kvstore-llm[events]'", ExitCode.USAGE
+        ) from error
+    return bridge, publisher, wires
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    """End at once, as the socket's readers know when a publisher is gone."""
+    raise SystemExit(ExitCode.OK)
+
+
+class _Said:
+    """Tells operators what happens: JSON on stdout, or a line on stderr."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def __call__(
+        self, kind: str, addresses: "Sequence[str]" = (), blocks: int = 0, text: str = ""
+    ) -> None:
+        if self._as_json:
+            value = {"kind": kind, "addresses": list(addresses), "blocks": blocks, "text": text}
+            emit(value)
+            sys.stdout.flush()
+            return
+        note(
+            {
+                "listening": f"listening at {', '.join(addresses)}",
+                "ready": f"ready: {blocks:,} blocks are stored",
+                "away": f"the node does not answer: {text}",
+                "back": f"the node answers again: {blocks:,} blocks are stored",
+            }[kind]
+        )

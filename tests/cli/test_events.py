@@ -1,0 +1,93 @@
+"""`kvstore events` as a process: it publishes, goes on without the node, and ends at SIGTERM."""
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from cli_runner import Kvstore
+
+from kvstore import Client, Namespace
+from kvstore.tools.node_process import NodeProcess
+
+WAIT_S = 60
+ANYWHERE = "tcp://127.0.0.1:*"
+HAS_ZMQ = all(map(importlib.util.find_spec, ("zmq", "msgpack")))
+with_zmq = pytest.mark.skipif(not HAS_ZMQ, reason="needs pyzmq and msgpack, of the extra `events`")
+
+
+@pytest.fixture
+def bridge(shared_node: NodeProcess, space: Namespace) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-m", "kvstore", "events", "--json", "-a", shared_node.address]
+    options = ["--model", space.model, "--endpoint", ANYWHERE, "--http", "0"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+@with_zmq
+def test_events_are_published_until_sigterm(
+    bridge: "subprocess.Popen[str]", client: Client, space: Namespace, hashes: list[bytes]
+) -> None:
+    import msgpack
+    import zmq
+
+    assert bridge.stdout is not None
+    lines = map(json.loads, bridge.stdout)
+    (over_http,), (address,) = next(lines)["addresses"], next(lines)["addresses"]
+    assert over_http.startswith("http://127.0.0.1:")
+    context = zmq.Context()
+    reader = context.socket(zmq.SUB)
+    try:
+        reader.connect(address)
+        reader.subscribe(b"kv@")
+        stored: set[bytes] = set()
+        for expected in ({*hashes}, {*hashes[1:]}):
+            while stored != expected:
+                assert reader.poll(1000 * WAIT_S)
+                for event in msgpack.unpackb(reader.recv_multipart()[2])[1]:
+                    if event["type"] == "AllBlocksCleared":
+                        stored.clear()
+                    elif event["type"] == "BlockStored":
+                        stored |= {*event["block_hashes"]}
+                    else:
+                        stored -= {*event["block_hashes"]}
+            client.remove(space, hashes[:1])
+        assert next(lines)["kind"] == "ready"
+        bridge.send_signal(signal.SIGTERM)
+        assert bridge.wait(WAIT_S) == 0
+    finally:
+        reader.close()
+        context.destroy(linger=0)
+
+
+@pytest.mark.skipif(HAS_ZMQ, reason="pyzmq is installed")
+def test_missing_extra_is_one_error(kvstore: Kvstore) -> None:
+    ran = kvstore("events", "--model", "m")
+    assert (ran.code, ran.stdout) == (2, "")
+    assert "kvstore-llm[events]" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--endpoint", "none"),
+        ("--refresh", "-1"),
+        ("--hash", "md5"),
+        ("--endpoint", "none", "--http", "x"),
+        pytest.param(("--endpoint", "*:1"), marks=with_zmq),
+        pytest.param(("--endpoint", "tcp://192.0.2.1:1"), marks=with_zmq),
+        pytest.param(("--hashes", "md5"), marks=with_zmq),
+        pytest.param(("--mooncake", ANYWHERE, "--object-key", "x"), marks=with_zmq),
+    ],
+)
+def test_wrong_settings_are_one_error(kvstore: Kvstore, options: tuple[str, ...]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ran = kvstore("events", "--model", "m", "--endpoint", ANYWHERE, *options)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (ran.code, ran.stdout, len(ran.stderr.splitlines())) == (2, "", 1)
