@@ -75,6 +75,7 @@ def test_gateway_without_a_credential_is_refused_each_request(
 def test_gateway_with_a_reader_token_can_only_read(secure: tuple[Node, Rogue, str]) -> None:
     _, rogue, token = secure
     may = {"hello", "list_namespaces", "node_status", "lookup", "get", "verify", "list", "stat"}
+    may |= {"feed", "query"}
     for op, request in REQUESTS.items():
         if op in ("on_behalf", "admit", "follow", "open_namespace", *OF_PUTS_AND_GETS):
             continue
