@@ -387,12 +387,10 @@ class HintStatus(Reply):
 
 @dataclass(frozen=True)
 class NodeStatus(Reply):
-    """A node's own status.
+    """A node's own status. Parts that it lacks or that the caller may not see are false.
 
     `state`: SERVING, DEGRADED (the disk tier failed) or DRAINING. `insecure`: what clients without
     identity may do; empty for nothing. `refused_calls`: without identity, role or tenant.
-
-    Parts that the node does not have, or that the caller may not see, are false: `if status.disk`.
     """
 
     version: str = ""
@@ -546,8 +544,7 @@ class FeedEvent(Reply):
 class HostBlocks(Reply):
     """Leading blocks that the node at `host` has by itself, copies for near clients included.
 
-    `ram`, `disk`: leading blocks of which it has all pages in RAM, or on disk; a page may be in
-    both.
+    `ram`, `disk`: those of which it has all pages in RAM, on disk; a page may be in both.
     """
 
     host: str = ""

@@ -123,6 +123,7 @@ def test_save_of_a_handover_waits_for_no_other_blocks(make: Engines) -> None:
         seen: list[Any] = []
         engine.on_execute = lambda step, seen=seen: seen.extend(step.saves)
         engine.add("p", P, 1, kv_transfer_params=params)
+        engine.run(60.0, until=lambda engine=engine: "p" in engine.answered)
         for _ in range(20):
             engine.step()
         orders.append(sum(len(part.keys) for save in seen for part in save.parts))
