@@ -51,7 +51,7 @@ class Bridge:
             for socket in publisher.sockets:
                 poller.register(socket, zmq.POLLIN)
         while True:
-            poller.poll(POLL_MS)
+            poller.poll(POLL_MS if self._waiting.empty() else 0)
             self.step()
 
     def step(self) -> None:

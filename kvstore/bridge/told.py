@@ -11,7 +11,7 @@ Sized = dict[int, list[bytes]]  # hashes by the tokens of a block
 
 
 class Told:
-    """The blocks of one stream; some 200 bytes for each. One thread."""
+    """The blocks of one stream; some 120 bytes for each. One thread."""
 
     def __init__(self) -> None:
         self._holders: dict[bytes, int] = {}  # of each hash, the KVs that have it, one bit each

@@ -22,7 +22,7 @@ class Change(NamedTuple):
     prefix_hashes: tuple[bytes, ...]
 
 
-class _Space:
+class Space:
     """A namespace: for each of its pages, the members that have it, one bit each."""
 
     def __init__(self, about: pb.FeedModel) -> None:
@@ -41,17 +41,17 @@ class _Space:
         )
 
 
-class _Blocks:
+class Blocks:
     """The namespaces of one engine's KV, by group and rank."""
 
     def __init__(self, about: pb.FeedModel) -> None:
         self._about = about
-        self._spaces: dict[tuple[int, int], list[_Space]] = {}
+        self._spaces: dict[tuple[int, int], list[Space]] = {}
         self.told: set[bytes] = set()
         # The namespaces of each part; one part without any while one is missing
-        self.parts: list[list[_Space]] = [[]]
+        self.parts: list[list[Space]] = [[]]
 
-    def add(self, space: _Space) -> None:
+    def add(self, space: Space) -> None:
         """Add a namespace."""
         self._spaces.setdefault((space.about.group, space.about.rank), []).append(space)
         self._find_parts()
@@ -61,7 +61,7 @@ class _Blocks:
         """Return whether there is no namespace."""
         return not self._spaces
 
-    def drop(self, space: _Space) -> None:
+    def drop(self, space: Space) -> None:
         """Remove a namespace."""
         place = space.about.group, space.about.rank
         self._spaces[place].remove(space)
@@ -100,19 +100,26 @@ class _Blocks:
         return found
 
 
-_Looks = tuple[_Blocks, list[bytes]]  # blocks to look at
+_Looks = tuple[Blocks, list[bytes]]  # blocks to look at
+
+
+def asked_members(view: View, digest: bytes, keys: Sequence[bytes]) -> list[set[str]]:
+    """Return the members that clients ask for each page."""
+    found = [{*members} for members in view.owners.owners(digest, keys)]
+    if not view.settled:
+        for members, before in zip(found, view.holders.owners(digest, keys), strict=True):
+            members.update(before)
+    return found
 
 
 class MergedFeed:
     """What the members have told. One thread."""
 
-    def __init__(self, anywhere: bool = False) -> None:
-        """Begin with nothing. `anywhere`: a page counts whichever member has it."""
-        self._anywhere = anywhere
+    def __init__(self) -> None:
         self._view: View | None = None
         self._bits: dict[str, int] = {}  # of each member
-        self._spaces: dict[bytes, _Space] = {}
-        self._blocks: dict[bytes, _Blocks] = {}
+        self._spaces: dict[bytes, Space] = {}
+        self._blocks: dict[bytes, Blocks] = {}
         self._fresh: dict[str, set[tuple[bytes, bytes]]] = {}  # of snapshots that are running
 
     def set_view(self, view: View) -> bool:
@@ -185,7 +192,7 @@ class MergedFeed:
         self._close_empty(touched)
         return found
 
-    def _close_empty(self, spaces: Sequence[_Space]) -> None:
+    def _close_empty(self, spaces: Sequence[Space]) -> None:
         """Forget namespaces without pages: a salt per request makes many."""
         for space in spaces:
             if not space.holders and self._spaces.pop(space.digest, None) is not None:
@@ -204,8 +211,8 @@ class MergedFeed:
             looks[0][0].drop(space)
             space.about = about
         else:
-            space = self._spaces[about.id] = _Space(about)
-        blocks = self._blocks.setdefault(about.blocks, _Blocks(about))
+            space = self._spaces[about.id] = Space(about)
+        blocks = self._blocks.setdefault(about.blocks, Blocks(about))
         blocks.add(space)
         return [*looks, (blocks, [*blocks.told, *space.holders])]
 
@@ -250,15 +257,13 @@ class MergedFeed:
             found += [Change(blocks.model, False, tuple(came))] * bool(came)
         return found
 
-    def _is_stored(self, parts: list[list[_Space]], key: bytes) -> bool:
+    def _is_stored(self, parts: list[list[Space]], key: bytes) -> bool:
         return all(any(self._is_there(space, key) for space in part) for part in parts)
 
-    def _is_there(self, space: _Space, key: bytes) -> bool:
+    def _is_there(self, space: Space, key: bytes) -> bool:
         """Return whether a member has the page that clients ask for it."""
         bits = space.holders.get(key, 0)
         if not bits or self._view is None:
-            return bool(bits) and self._anywhere
-        view = self._view
-        asked = {*view.owners.owners(space.digest, [key])[0]}
-        asked |= set() if view.settled else {*view.holders.owners(space.digest, [key])[0]}
+            return False
+        (asked,) = asked_members(self._view, space.digest, [key])
         return any(bits & self._bits.get(member, 0) for member in asked)

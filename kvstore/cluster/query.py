@@ -7,18 +7,22 @@ Each node tells what its namespaces have. They are combined as the members' feed
 from collections.abc import Callable, Mapping, Sequence
 
 from kvstore.cluster.fan_out import FanOut
-from kvstore.cluster.merged_feed import MergedFeed
+from kvstore.cluster.merged_feed import Blocks, Space, asked_members
 from kvstore.cluster.view import View
 from kvstore.deadline import Deadline
 from kvstore.errors import KVStoreError
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.results.replies import FeedModel, HostBlocks, QueryResult
+from kvstore.results.replies import HostBlocks, QueryResult
 from kvstore.transports.channel import NodeConnection
 
 RAM, DISK, COPY = 1, 2, 4  # the schema's `QueryPart.places`
 MEDIA = (RAM | DISK, RAM, DISK)
-Replies = Mapping[str, pb.QueryReply]
-Complete = dict[bytes, tuple[FeedModel, set[bytes]]]  # blocks by KV
+# 1 for each place that is wanted; whether copies are left out
+_TABLES = {
+    (wanted, owned): bytes(bool(at & wanted and not (owned and at & COPY)) for at in range(256))
+    for wanted in MEDIA
+    for owned in (False, True)
+}
 
 
 def query(
@@ -46,55 +50,74 @@ def query(
 
 
 def combined(
-    replies: Replies, view: View | None, prefix_hashes: Sequence[bytes]
+    replies: Mapping[str, pb.QueryReply], view: View | None, prefix_hashes: Sequence[bytes]
 ) -> list[QueryResult]:
     """Return what the nodes have of each KV, by what each said; pure.
 
     `replies`: by address. Without a view there is one node.
     """
-    everywhere = [_complete(replies, view, wanted, prefix_hashes) for wanted in MEDIA]
-    by_host = {
-        address: [_complete({address: reply}, None, wanted, prefix_hashes) for wanted in MEDIA]
-        for address, reply in replies.items()
-    }
-    models: dict[bytes, FeedModel] = {}
-    for complete in (everywhere, *by_host.values()):
-        models |= {name: model for name, (model, _) in complete[0].items()}
-    found = []
-    for name, model in sorted(models.items()):
-
-        def leading(complete: list[Complete], name: bytes = name) -> list[int]:
-            return [_leading(one, name, prefix_hashes) for one in complete]
-
-        hosts = [HostBlocks(address, *leading(some)) for address, some in by_host.items()]
-        hosts = sorted((h for h in hosts if h.blocks), key=lambda h: (-h.blocks, h.host))
-        blocks, ram, disk = leading(everywhere)
-        if blocks or hosts:
-            found.append(QueryResult(model, blocks, ram, disk, tuple(hosts)))
-    return found
-
-
-def _complete(
-    replies: Replies, view: View | None, wanted: int, prefix_hashes: Sequence[bytes]
-) -> Complete:
-    """Return which blocks are complete at the members that are asked for them, or at a node."""
-    merged, found = MergedFeed(anywhere=view is None), Complete()
-    if view is not None:
-        merged.set_view(view)
-    names = {member.address: member.id for member in view.members} if view else {}
+    places = _Places(view, prefix_hashes)
     for address, reply in replies.items():
-        feed = pb.FeedReply(begin=True, models=[part.about for part in reply.parts])
         for part in reply.parts:
-            there = zip(prefix_hashes, part.places, strict=False)
-            keys = [key for key, at in there if at & wanted and not (view and at & COPY)]
-            feed.changes.append(pb.FeedChange(model=part.about.id, prefix_hashes=keys))
-        for change in merged.take(names.get(address, address), feed):
-            found.setdefault(change.model.id, (change.model, set()))[1].update(change.prefix_hashes)
+            places.add(address, part)
+    found = []
+    for _, blocks in sorted(places.blocks.items()):
+        whole = [places.leading(blocks, wanted) for wanted in MEDIA]
+        hosts = [
+            HostBlocks(address, *(places.leading(blocks, wanted, address) for wanted in MEDIA))
+            for address in replies
+        ]
+        hosts = sorted((h for h in hosts if h.blocks), key=lambda h: (-h.blocks, h.host))
+        if whole[0] or hosts:
+            found.append(QueryResult(blocks.model, *whole, tuple(hosts)))
     return found
 
 
-def _leading(known: Complete, name: bytes, prefix_hashes: Sequence[bytes]) -> int:
-    blocks = known[name][1] if name in known else ()
-    return next(
-        (place for place, key in enumerate(prefix_hashes) if key not in blocks), len(prefix_hashes)
-    )
+class _Places:
+    """Where pages are: for each namespace and address a number, of which each byte is a key."""
+
+    def __init__(self, view: View | None, prefix_hashes: Sequence[bytes]) -> None:
+        self._view = view
+        self._hashes = prefix_hashes
+        self._names = {member.address: member.id for member in view.members} if view else {}
+        self._asked: dict[bytes, list[set[str]]] = {}
+        self._places: dict[bytes, dict[str, bytes]] = {}
+        self.blocks: dict[bytes, Blocks] = {}
+
+    def add(self, address: str, part: pb.QueryPart) -> None:
+        """Take what a node has of a namespace."""
+        about = part.about
+        if about.id not in self._places:
+            self._places[about.id] = {}
+            self.blocks.setdefault(about.blocks, Blocks(about)).add(Space(about))
+        self._places[about.id][address] = part.places.ljust(len(self._hashes), b"\0")
+
+    def leading(self, blocks: Blocks, wanted: int, address: str = "") -> int:
+        """Return how many leading blocks are complete in places that are wanted.
+
+        `address`: at this node alone, copies too; else at the members that are asked for them.
+        """
+        parts, count = blocks.parts, len(self._hashes)
+        complete = int.from_bytes(b"\1" * count, "big") if parts else 0
+        for part in parts:
+            there = 0
+            for space in part:
+                for at, places in self._places[space.digest].items():
+                    if address in ("", at):
+                        there |= self._mask(space.digest, at, places, wanted, bool(address))
+            complete &= there
+        first = complete.to_bytes(count, "big").find(b"\0")
+        return count if first < 0 else first
+
+    def _mask(self, digest: bytes, at: str, places: bytes, wanted: int, alone: bool) -> int:
+        owned = self._view is not None and not alone
+        there = places.translate(_TABLES[wanted, owned])
+        if self._view is not None and not alone:
+            asked, name = self._asked_for(self._view, digest), self._names.get(at)
+            there = bytes(bit and name in some for bit, some in zip(there, asked, strict=True))
+        return int.from_bytes(there, "big")
+
+    def _asked_for(self, view: View, digest: bytes) -> list[set[str]]:
+        if digest not in self._asked:
+            self._asked[digest] = asked_members(view, digest, self._hashes)
+        return self._asked[digest]
