@@ -62,14 +62,14 @@ def combined(
             places.add(address, part)
     found = []
     for _, blocks in sorted(places.blocks.items()):
-        whole = [places.leading(blocks, wanted) for wanted in MEDIA]
+        leading, ram, disk = (places.leading(blocks, wanted) for wanted in MEDIA)
         hosts = [
             HostBlocks(address, *(places.leading(blocks, wanted, address) for wanted in MEDIA))
             for address in replies
         ]
         hosts = sorted((h for h in hosts if h.blocks), key=lambda h: (-h.blocks, h.host))
-        if whole[0] or hosts:
-            found.append(QueryResult(blocks.model, *whole, tuple(hosts)))
+        if leading or hosts:
+            found.append(QueryResult(blocks.model, leading, ram, disk, tuple(hosts)))
     return found
 
 
