@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any, ClassVar, NamedTuple
 
 from kvstore.client import Client
@@ -212,6 +213,11 @@ class QueryServer(ThreadingHTTPServer):
         """Serve in a thread; return the address."""
         threading.Thread(target=self.serve_forever, daemon=True, name="kvstore-http").start()
         return f"{self.server_address[0]!s}:{self.server_address[1]}"
+
+    def server_bind(self) -> None:
+        """Bind without asking DNS for this host's name, as the base class does."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection, or close it if there are too many."""
