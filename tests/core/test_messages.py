@@ -157,7 +157,8 @@ def test_every_reply_that_clients_return_has_a_dataclass() -> None:
     own = {*RESULTS, *("HelloReply", "OpenNamespaceReply", "ListNamespacesReply", "LookupReply")}
     own |= {*("PutReply", "CommitReply", "GetReply", "VerifyReply", "RemoveReply", "PinReply")}
     own |= {*("UnpinReply", "ListReply", "StatReply", "RemoveNamespaceReply", "FlushReply")}
-    own |= {*("RecoverReply", "AdmitReply", "View", "Error", "FeedReply", "QueryReply")}
+    own |= {*("RecoverReply", "AdmitReply", "View", "Error", "FeedReply", "HintReply")}
+    own.add("QueryReply")
     replies = {field.message_type.name for field in pb.BulkReply.DESCRIPTOR.fields}
     assert replies <= own
 
