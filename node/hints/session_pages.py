@@ -25,6 +25,7 @@ class _Session:
     began_ms: int
     # In order, head first; shared ones too, so that no third session owns them
     pages: dict[bytes, None] = field(default_factory=dict)
+    has_ended: bool = False  # it is remembered for its shared pages only
 
 
 class _Tenant:
@@ -73,6 +74,8 @@ class SessionPages:
                 record = there.sessions[key] = _Session(tenant, began_ms)
                 self._tenants[tenant] = there
                 self.session_count += 1
+            elif record.has_ended:
+                record.began_ms, record.has_ended = began_ms, False
             there.sessions.move_to_end(key)
             for prefix_hash, stored in zip(prefix_hashes, stored_ms, strict=True):
                 page = (digest, prefix_hash)
@@ -96,24 +99,25 @@ class SessionPages:
     def take(
         self, tenant: str, digest: bytes, session: bytes, count: int
     ) -> tuple[list[bytes], bool]:
-        """Take some pages of a session's own, and its record when none are left.
+        """Take some pages of a session's own; the session has ended when none are left.
 
-        Return them, and whether there are more.
+        Return them, and whether there are more. Shared pages stay known as such: otherwise the next
+        session that names them would own them, while others use them.
         """
-        taken: list[bytes] = []
         with self._lock:
             there, key = self._tenants.get(tenant), (digest, session)
             record = there.sessions.get(key) if there is not None else None
             if there is None or record is None:
                 return [], False
-            while record.pages and len(taken) < count:
-                prefix_hash, _ = record.pages.popitem()
-                there.page_count -= 1
-                if self._owners.pop((digest, prefix_hash)) == session:
-                    taken.append(prefix_hash)
+            own = [each for each in reversed(record.pages) if self._owners[digest, each] == session]
+            taken, more = own[:count], len(own) > count
+            for prefix_hash in taken:
+                del record.pages[prefix_hash], self._owners[digest, prefix_hash]
+            there.page_count -= len(taken)
+            record.has_ended = not more
             if not record.pages:
                 self._forget(tenant, there, key)
-            return taken, bool(record.pages)
+            return taken, more
 
     def drop(self, tenant: str) -> None:
         """Forget all sessions of a tenant."""
@@ -134,8 +138,9 @@ class SessionPages:
                 if total < most:
                     return
                 whose, goes = max(self._tenants.items(), key=lambda each: _used(each[1], pages))
-            self.forgotten_count += 1
-            self._forget(whose, goes, next(iter(goes.sessions)))
+            oldest = next(iter(goes.sessions))
+            self.forgotten_count += not goes.sessions[oldest].has_ended
+            self._forget(whose, goes, oldest)
 
     def _forget(self, tenant: str, there: _Tenant, key: Key) -> None:
         record = there.sessions.pop(key)

@@ -244,6 +244,25 @@ def test_session_owns_what_it_alone_named_and_what_was_stored_since_it_began() -
     assert sessions.check() == []
 
 
+def test_shared_page_is_nobodys_after_the_session_that_named_it_first_has_ended() -> None:
+    """Regression: the next session to name it owned it, and deleted it from under the third."""
+    sessions = SessionPages(sessions_max=8)
+    for name in (b"a", b"b", b"c"):
+        sessions.name("t", b"d", name, 0, [b"ours", name], [5, 5])
+    assert sessions.take("t", b"d", b"a", 10) == ([b"a"], False)
+    sessions.name("t", b"d", b"b", 0, [b"ours"], [5])
+    assert sessions.take("t", b"d", b"b", 10) == ([b"b"], False)
+    assert sessions.check() == []
+    # A session with the name of one that has ended is a new one
+    sessions.name("t", b"d", b"a", 7, [b"older", b"ours", b"new"], [6, 5, 7])
+    assert sessions.take("t", b"d", b"a", 10) == ([b"new"], False)
+    for number in range(4):
+        sessions.name("t", b"d", bytes([number]), 0, [], [])
+    assert (sessions.session_count, sessions.page_count) == (4, 0)
+    assert sessions.forgotten_count == 1, "an ended one costs nobody anything"
+    assert sessions.check() == []
+
+
 def test_session_is_taken_in_parts() -> None:
     sessions = SessionPages()
     keys = [bytes([number]) for number in range(5)]
