@@ -210,11 +210,11 @@ class BlockScheduler:
         goal = self._handovers.goal(request.request_id)
         if not goal:
             return False
-        if goal - local_tokens >= self._min_tokens and self._declines(tracked, local_tokens, goal):
-            self._handovers.drop(request.request_id)  # computing is faster
+        few = goal - local_tokens < self._min_tokens
+        if few or self._declines(tracked, local_tokens, goal):
+            self._handovers.drop(request.request_id)  # such a hit would not be taken
             return False
-        found = self._handovers.next(request.request_id, end)
-        if found is Next.LOOK:
+        if (found := self._handovers.next(request.request_id, end)) is Next.LOOK:
             self._ask(request)
         return found is not Next.GO
 

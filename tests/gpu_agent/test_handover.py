@@ -15,6 +15,8 @@ from gpu_agent.blocks.handover import (
     read_ticket,
 )
 from gpu_agent.blocks.lookups import Lookups, Question
+from gpu_agent.blocks.save_plan import SavePlan
+from gpu_agent.blocks.scheduler import BlockScheduler
 from kvstore import LayerGroup, Namespace, PageLayout, Plane, Unavailable
 from tests.helpers.block_store import FakeRequest
 
@@ -107,6 +109,23 @@ def test_store_that_hangs_at_the_end_is_not_asked_again(hangs: bool) -> None:
         waiting.answer(0)
     waiting.now += 0.2
     assert waiting.handovers.next("r", 0) is (Next.GO if hangs else Next.LOOK)
+
+
+@pytest.mark.parametrize(("local", "waits"), [(0, True), (32, True), (48, False), (64, False)])
+def test_hit_that_would_be_ignored_is_not_waited_for(local: int, waits: bool) -> None:
+    """Regression: a request waited 2 s for less than `min_tokens` beyond the engine's own hit."""
+    waiting = Waiting()
+    plan = SavePlan(1, 1 << 20, 64, lambda blocks: None, lambda blocks: None)
+    waiting.backend.open = lambda namespaces, timeout_s: concurrent.futures.Future()
+    groups, lookups = [BlockGroup(BLOCK)], waiting.lookups
+    scheduler = BlockScheduler(
+        groups, SHARDS, BLOCK, BLOCK, lookups, plan, min_tokens=32, handover_wait_s=60.0
+    )
+    request = FakeRequest("r", list(range(70)), 70)
+    ticket = scheduler._handovers.promise(request, SHARDS, ())
+    scheduler.ask(request, ticket)
+    waiting.backend.asked[-1][1].set_result((bytes(4),))
+    assert scheduler.matched(request, local) == (None if waits else 0)
 
 
 def test_requests_that_wait_are_bounded() -> None:
