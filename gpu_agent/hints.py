@@ -12,6 +12,7 @@ never an error of the request.
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 from kvstore.results.hints import (
@@ -25,7 +26,8 @@ from kvstore.results.hints import (
 
 PREFIX = "kvstore."
 RETAIN_S = 600.0  # for a priority without a time
-RANGES_MAX = 64
+RANGES_MAX = 64  # of all actions together
+ACTIONS_MAX = 64
 
 
 class Retention(NamedTuple):
@@ -86,7 +88,7 @@ def request_hints(
     id of the request's session. The envelope is read last, so what it says holds.
     """
     found = _read(NOTHING._replace(session=_session(session)), _ours(params or {}), ())
-    for action in getattr(envelope, "actions", None) or ():
+    for action in islice(getattr(envelope, "actions", None) or (), ACTIONS_MAX):
         payload = getattr(action, "payload", None)
         name = str(getattr(action, "action_type", "")).lower()
         if isinstance(payload, Mapping) and name in ("retain", "pin", "demote", "delete"):
@@ -113,7 +115,8 @@ def _read(found: RequestHints, words: Mapping[str, Any], actions: tuple[str, ...
         found = found._replace(retentions=(*found.retentions, retention))
     ranges = words.get("ranges")
     if isinstance(ranges, list):
-        some = (_range(each) for each in ranges[:RANGES_MAX] if isinstance(each, Mapping))
+        room = max(0, RANGES_MAX - len(found.retentions))
+        some = (_range(each) for each in ranges[:room] if isinstance(each, Mapping))
         found = found._replace(retentions=(*found.retentions, *filter(None, some)))
     tiers = words.get("tiers")
     demote = "demote" in actions or tiers in ("disk", ["disk"])

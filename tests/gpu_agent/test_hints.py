@@ -10,7 +10,15 @@ from waiting import wait_until
 
 from gpu_agent import hint_sender
 from gpu_agent.hint_sender import HintSender
-from gpu_agent.hints import NOTHING, RETAIN_S, RequestHints, Retention, request_hints
+from gpu_agent.hints import (
+    ACTIONS_MAX,
+    NOTHING,
+    RANGES_MAX,
+    RETAIN_S,
+    RequestHints,
+    Retention,
+    request_hints,
+)
 from kvstore import Client, ClientConfig, HintAction
 from kvstore.tools.node_process import NodeProcess
 
@@ -74,6 +82,15 @@ def test_retention_ranges_concern_the_pages_that_begin_in_them() -> None:
         (90, 5.0, [0, 1]),
         (10, RETAIN_S, [2, 3]),
     ]
+
+
+def test_ranges_of_many_actions_are_bounded_together() -> None:
+    """Regression: a client's thousand actions cost the engine's thread seconds."""
+    ranges = [{"token_start": at, "priority": 90} for at in range(RANGES_MAX)]
+    said = request_hints(None, envelope(*[("retain", {"ranges": ranges})] * 1000))
+    assert len(said.retentions) == RANGES_MAX
+    said = request_hints(None, envelope(*[("retain", {"priority": 90, "ranges": ranges})] * 1000))
+    assert len(said.retentions) <= RANGES_MAX + ACTIONS_MAX
 
 
 def test_session_without_other_words_is_named() -> None:
