@@ -40,6 +40,8 @@ class KeptPages:
         self._ends: LazyHeap[Page] = LazyHeap()
         self._kept: dict[Page, Kept] = {}
         self._raised: dict[TenantAccount[Any], int] = {}  # bytes of slots of raised pages
+        # Pools of tenants whose quota was lowered, and that have raised more than half of it since
+        self.crowded: set[Any] = set()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -58,8 +60,18 @@ class KeptPages:
     def has_room(self, page: Page) -> bool:
         """Return whether the page's tenant may raise one more page of this size."""
         account = page.namespace.account
-        share = RAISED_SHARE * (account.nbytes_max or self._region_nbytes)
-        return self._raised.get(account, 0) + page.namespace.slot_nbytes <= share
+        return self._raised.get(account, 0) + page.namespace.slot_nbytes <= self._share(account)
+
+    def _share(self, account: TenantAccount[Any]) -> float:
+        return RAISED_SHARE * (account.nbytes_max or self._region_nbytes)
+
+    def limits_changed(self) -> None:
+        """Note which tenants have raised more than their new quotas allow."""
+        self.crowded = {
+            account.pool
+            for account, nbytes in self._raised.items()
+            if account.nbytes_max and nbytes > self._share(account)
+        }
 
     def put(self, page: Page, kept: Kept, end_ms: int) -> None:
         """Put a page into a class, or replace its class."""
@@ -84,6 +96,8 @@ class KeptPages:
                 self._raised[account] = nbytes
             else:
                 del self._raised[account]
+            if self.crowded and nbytes <= self._share(account):
+                self.crowded.discard(account.pool)
 
     def ended(self, now_ms: int, entries_max: int) -> list[Page]:
         """Forget and return pages whose time has ended, in the order of their ends and `put`s.

@@ -7,7 +7,7 @@ it. No call takes longer the more pages, sizes, holds or pins there are.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from operator import attrgetter
 
@@ -18,7 +18,7 @@ from node.memory.lock_slices import StepBudget
 from node.memory.lru import LruList, rank_ms
 from node.memory.page import Page, State
 from node.memory.pins import Pins
-from node.memory.tenant_usage import TenantUsage
+from node.memory.tenant_usage import Limits, TenantAccount, TenantUsage
 from node.slab import SlotAllocator
 
 PINS_ENDED = 256  # at a time
@@ -404,12 +404,14 @@ class UseOrder:
         """Return the pools of a base's classes in the order in which pages are evicted.
 
         Tenants without a quota share one base, and a class of one must not cost another its pages:
-        where there are several, the age decides between raised pages and others, too.
+        where there are several, the age decides between raised pages and others, too. So it does
+        while a tenant has raised more than its new quota allows.
         """
         layers = base.layers()
         if len(layers) == 1:
             return layers
-        last = HIGHEST if base is self.accounts.shared and self.is_shared else LAPSED
+        is_shared = base is self.accounts.shared and self.is_shared
+        last = HIGHEST if is_shared or base in self.kept.crowded else LAPSED
         by_age = [pool for pool in layers if LOW < pool.rank <= last]
         if len(by_age) < 2:
             return layers
@@ -425,6 +427,14 @@ class UseOrder:
     def is_shared(self) -> bool:
         """Return whether several tenants without a quota have pages."""
         return self.accounts.sharing_count > 1
+
+    def set_limits(
+        self, limits: Callable[[str], Limits], promised_nbytes: int
+    ) -> "list[TenantAccount[EvictionPool]]":
+        """Set the tenants' limits, as `TenantUsage.set_limits` does."""
+        changed = self.accounts.set_limits(limits, promised_nbytes)
+        self.kept.limits_changed()
+        return changed
 
     # ---- classes -------------------------------------------------------------------------------
 

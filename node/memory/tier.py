@@ -102,7 +102,7 @@ class RamTier:
         Pages beyond a quota are evicted on demand; a tenant's first or last quota moves its pages.
         """
         with self.lock:
-            changed = self._order.accounts.set_limits(limits, promised_nbytes)
+            changed = self._order.set_limits(limits, promised_nbytes)
         if not changed:
             return
         moving: list[tuple[int, Page]] = []

@@ -97,6 +97,30 @@ def test_raised_pages_have_half_of_the_quota_and_the_rest_is_clipped() -> None:
     assert box.present(space, [*keys, *new]) == {*keys[:32], *new}
 
 
+def test_new_pages_find_a_place_after_a_quota_was_lowered() -> None:
+    """Regression: raised pages filled the whole quota, and each new page replaced the one before
+    until their time ended.
+    """
+    box = Sandbox(8 * EXTENT, EXTENT)
+    box.limit(some=64 * PAGE)
+    space = box.open("m", PAGE, tenant="some")
+    kept = keep_all(box, space, 64)
+    box.limit(some=32 * PAGE)
+    new = fill(box, space, *range(100, 116))
+    assert box.present(space, new) == set(new)
+    assert len(box.present(space, kept)) == 16
+    fill(box, space, *range(200, 232))
+    assert len(box.present(space, kept)) == 16, "half of the new quota"
+    assert box.tier.check() == []
+
+
+def keep_all(box: Sandbox, space: Pages, count: int) -> list[bytes]:
+    """Fill a quota of `count` pages and retain as many as may be; return those."""
+    keys = fill(box, space, *range(count))
+    answers = keep(box, space, keys, HIGH)
+    return [k for k, a in zip(keys, answers, strict=True) if a.verdict is Verdict.ACCEPTED]
+
+
 def test_session_lowers_only_what_it_raised() -> None:
     box = Sandbox(64 * PAGE, EXTENT)
     space = box.open("m", PAGE)
