@@ -13,7 +13,7 @@ from node.config import NodeConfig
 from node.hints.prefetch import Prefetcher
 from node.hints.session_pages import SessionPages
 from node.memory.classes import HIGH, HIGHEST, LOW, NORMAL
-from node.memory.hinting import ACCEPTED, Answer, Verdict, demote, retain, stored_ms
+from node.memory.hinting import ACCEPTED, Answer, Verdict, delete, demote, retain, stored_ms
 from node.memory.tier import RamTier
 
 # Least priority of each class
@@ -142,9 +142,9 @@ class Hints:
     def _delete(self, request: pb.HintRequest, tenant: str) -> pb.HintReply:
         digest, most = request.namespace, self._config.batch_keys_max
         hashes, more = self.sessions.take(tenant, digest, request.session, most)
-        removed = self._tier.remove(digest, hashes) if hashes else []
-        self._count(request.action, [ACCEPTED] * sum(removed))
-        return pb.HintReply(deleted=hashes, more=more)
+        deleted = delete(self._tier, digest, hashes, request.session)
+        self._count(request.action, [ACCEPTED] * sum(deleted.values()))
+        return pb.HintReply(deleted=list(deleted), more=more)
 
     def _reply(self, action: int, answers: Sequence[Answer]) -> pb.HintReply:
         self._count(action, answers)

@@ -170,13 +170,33 @@ def _demote(
         return ACCEPTED if below else ABSENT
     if not below:
         return NOT_BELOW
-    kept = order.kept.get(page)
-    if (kept is not None and kept.rank > NORMAL and kept.holder != holder) or not owns(prefix_hash):
+    if _others_retain(tier, page, holder) or not owns(prefix_hash):
         return OTHERS
     if page.holds or page in order.pins:
         return IN_USE
     tier.forget(page, "evicted")
     return ACCEPTED
+
+
+def delete(
+    tier: RamTier, digest: bytes, prefix_hashes: Sequence[bytes], holder: bytes
+) -> dict[bytes, bool]:
+    """Remove a session's own pages, but not those that others retain.
+
+    Return the keys of the former, and whether each was here.
+    """
+
+    def remove(some: Sequence[bytes]) -> Sequence[tuple[bytes, bool]]:
+        index = tier.namespaces.find(digest)
+        own = [each for each in some if not _others_retain(tier, index.pages.get(each), holder)]
+        return list(zip(own, tier.remove_locked(index, own), strict=True))
+
+    return dict(split_in_slices(tier.lock, remove, prefix_hashes))
+
+
+def _others_retain(tier: RamTier, page: Page | None, holder: bytes) -> bool:
+    kept = tier.eviction.order.kept.get(page) if page is not None else None
+    return kept is not None and kept.rank > NORMAL and kept.holder != holder
 
 
 def stored_ms(tier: RamTier, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[int | None]:

@@ -80,6 +80,21 @@ def test_deleted_session_leaves_shared_prefixes(nodes: Nodes, pages: Pages) -> N
     assert client.node_status().hints.session_count == 3
 
 
+def test_deleted_session_leaves_what_others_retain(nodes: Nodes, pages: Pages) -> None:
+    """Regression: a client without a session retained a page, and another's session deleted it."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(*range(4))
+    pages.put(client, keys, durable=True)
+    client.hint(pages.namespace, keys, Hint(HintAction.NAME, session="s", session_age_s=60.0))
+    client.hint(pages.namespace, keys[2:], RETAIN)
+    client.hint(pages.namespace, keys[1:3], Hint(HintAction.RETAIN, ttl_s=60.0))
+    ended = client.hint(pages.namespace, (), Hint(HintAction.DELETE, session="s"))
+    assert ended == HintResult(deleted=2)
+    assert client.lookup(pages.namespace, keys).present == (False, True, True, False)
+    assert node.tier.check() == []
+
+
 def test_hints_with_a_session_are_recorded(nodes: Nodes, pages: Pages) -> None:
     client = nodes.connect(nodes.start())
     keys = pages.keys(0, 1)
