@@ -259,7 +259,7 @@ class Handovers:
 
 
 def _probe_id(request_id: str) -> str:
-    return f"{request_id} handover"
+    return f"{request_id}\0handover"  # no HTTP header can hold such an id
 
 
 def _store_mark(shards: Sequence[Sequence[Namespace]]) -> str:

@@ -181,14 +181,18 @@ def _demote(
 def delete(
     tier: RamTier, digest: bytes, prefix_hashes: Sequence[bytes], holder: bytes
 ) -> dict[bytes, bool]:
-    """Remove a session's own pages, but not those that others retain.
+    """Remove a session's own pages, but not those that others retain, or that are pinned.
 
-    Return the keys of the former, and whether each was here.
+    Return the keys of the former, and whether each was here. A pin has no holder, so the session's
+    own pins keep their pages, too, until they end.
     """
 
     def remove(some: Sequence[bytes]) -> Sequence[tuple[bytes, bool]]:
-        index = tier.namespaces.find(digest)
-        own = [each for each in some if not _others_retain(tier, index.pages.get(each), holder)]
+        index, pins = tier.namespaces.find(digest), tier.eviction.order.pins
+        found = ((each, index.pages.get(each)) for each in some)
+        own = [
+            h for h, page in found if page not in pins and not _others_retain(tier, page, holder)
+        ]
         return list(zip(own, tier.remove_locked(index, own), strict=True))
 
     return dict(split_in_slices(tier.lock, remove, prefix_hashes))

@@ -67,7 +67,9 @@ def test_every_command_that_needs_a_node_exits_3_without_one(
         "forget": ["--tenant", "t", "--yes"],
     }
     positional["record"] = ["-o", str(tmp_path / "recorded")]
-    others = ("plan", "doctor")  # plan calls no node; doctor reports it as a finding
+    positional["query"] = ["--model", "m", "ab" * 16]
+    # Plan calls no node; doctor reports it as a finding; feed and events wait for it
+    others = ("plan", "doctor", "feed", "events")
     for command in (some for some in build().registered_commands if some.name not in others):
         ran = kvstore(
             str(command.name), *positional.get(str(command.name), []), "-a", NOBODY, "--json"

@@ -80,7 +80,7 @@ def test_deleted_session_leaves_shared_prefixes(nodes: Nodes, pages: Pages) -> N
     assert client.node_status().hints.session_count == 3
 
 
-def test_deleted_session_leaves_what_others_retain(nodes: Nodes, pages: Pages) -> None:
+def test_deleted_session_leaves_what_others_retain_and_pins(nodes: Nodes, pages: Pages) -> None:
     """Regression: a client without a session retained a page, and another's session deleted it."""
     node = nodes.start()
     client = nodes.connect(node)
@@ -89,9 +89,10 @@ def test_deleted_session_leaves_what_others_retain(nodes: Nodes, pages: Pages) -
     client.hint(pages.namespace, keys, Hint(HintAction.NAME, session="s", session_age_s=60.0))
     client.hint(pages.namespace, keys[2:], RETAIN)
     client.hint(pages.namespace, keys[1:3], Hint(HintAction.RETAIN, ttl_s=60.0))
+    client.pin(pages.namespace, keys[3:], 60.0)
     ended = client.hint(pages.namespace, (), Hint(HintAction.DELETE, session="s"))
-    assert ended == HintResult(deleted=2)
-    assert client.lookup(pages.namespace, keys).present == (False, True, True, False)
+    assert ended == HintResult(deleted=1)
+    assert client.lookup(pages.namespace, keys).present == (False, True, True, True)
     assert node.tier.check() == []
 
 

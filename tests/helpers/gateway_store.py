@@ -166,12 +166,12 @@ class Store:
             entered.set()
             assert go_on.wait(120.0)
 
-        def blocking(session: Any, request: Any) -> Any:
+        def blocking(session: Any, request: Any, *more: Any) -> Any:
             if session.caller.wire != "grpc":
-                return real(session, request)
+                return real(session, request, *more)
             if not behind:
                 wait()
-            answer = real(session, request)
+            answer = real(session, request, *more)
             if behind:
                 wait()
             return answer
