@@ -191,7 +191,9 @@ def delete(
         index, pins = tier.namespaces.find(digest), tier.eviction.order.pins
         found = ((each, index.pages.get(each)) for each in some)
         own = [
-            h for h, page in found if page not in pins and not _others_retain(tier, page, holder)
+            each
+            for each, page in found
+            if not (page and page in pins) and not _others_retain(tier, page, holder)
         ]
         return list(zip(own, tier.remove_locked(index, own), strict=True))
 

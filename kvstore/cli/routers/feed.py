@@ -37,11 +37,14 @@ def feed(
       kvstore feed --model llama-3-8b --json
       kvstore feed --snapshot --json | jq -s 'map(.prefix_hashes | length) | add'
     """
+    said = ""  # why the node is away, told once
     with run.client() as client:
         for event in client.feed(model):
             if event.kind == "away" and snapshot:
                 raise Unavailable(event.text)
-            _show(run, event)
+            if run.as_json or event.kind != "away" or event.text != said:
+                _show(run, event)
+            said = event.text
             if event.kind == "ready" and snapshot:
                 break
     return ExitCode.OK
