@@ -1,7 +1,7 @@
 """The feed of a node with a disk: a replay of it equals the list of the pages, whatever happened.
 
 Random puts, evictions, expiries, removals, erasures, damages, restarts and failures of the disk,
-with readers that are fast, slow or new. For a longer run set KVSTORE_FEED_STEPS=20000.
+with readers that are fast, slow or new. For a longer run set KVSTORE_MODEL_STEPS=20000.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from node.feed import feed as feed_module
 from node.feed import told
 from node.memory import changes
 
-STEPS = int(os.environ.get("KVSTORE_FEED_STEPS") or 150)
+STEPS = int(os.environ.get("KVSTORE_MODEL_STEPS") or 150)
 KEYS = 60
 GROUPS = [part_of("of two groups", group, 2) for group in range(2)]
 

@@ -7,6 +7,7 @@ a busy machine as the keep-alives are.
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from typing import Any
@@ -18,6 +19,7 @@ from node.pb import etcd_pb2_grpc as rpc
 
 TICK_S = 0.02
 TOKEN = "a token"
+PORT_WAIT_S = 30.0
 
 
 class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthServicer):
@@ -58,7 +60,15 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
             rpc.add_AuthServicer_to_server,
         ):
             add(self, self._server)  # type: ignore[no-untyped-call]
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        end = time.monotonic() + PORT_WAIT_S
+        while True:
+            try:
+                self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+                break
+            except RuntimeError:  # a connection of another test has this port meanwhile
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
         self._server.start()
         self._ticker = threading.Thread(target=self._tick, args=(self._down,))
         self._ticker.start()

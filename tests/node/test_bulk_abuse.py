@@ -59,7 +59,7 @@ NO_FRAMES = {
     "no protobuf": pack_fixed(4, 0) + b"\xff\xff\xff\xff",
     "text that is no UTF-8": pack_fixed(8, 0) + b"\x12\x06\x0a\x04\x0a\x02\xff\xff",
     "no operation": pack_fixed(0, 0),
-    "unknown operation": pack_fixed(3, 0) + b"\xfa\x01\x00",
+    "unknown operation": pack_fixed(3, 0) + b"\xc2\x0c\x00",
     "payload with a request": pack_fixed(0, 1),
     "payload of 2^64 bytes": pack_fixed(0, 2**64 - 1),
     "commit without a put": frame(commit=pb.CommitRequest(leaves=[b"c" * 8])),
@@ -267,7 +267,10 @@ class QuietSocket:
     def arm(self, seconds: float) -> None:
         self.timeout_s = seconds
 
-    def send_frame(self, header: bytes, payload_nbytes: int = 0) -> None:
+    def begun(self, header: bytes, payload_nbytes: int) -> bytes:
+        return header
+
+    def send(self, frame: bytes) -> None:
         self.timeout_s = 0.001  # as after a partial send near its deadline
 
     def recv_frame(self, header_nbytes_max: int) -> Any:
