@@ -18,7 +18,7 @@ from kvstore.deadline import Deadline
 from kvstore.errors import InvalidRequest, KVStoreError, ProtocolError, Unavailable
 from kvstore.keys import check_prefix_hashes, check_removal
 from kvstore.layout import check_ranges
-from kvstore.messages import get_reply, lookup_reply, namespace_value
+from kvstore.messages import lookup_reply, namespace_value
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import Tier
 from kvstore.tracing import current, named, within
@@ -29,6 +29,7 @@ from node.config import NodeConfig
 from node.disk.durability import Durability
 from node.disk.tier import DiskTier
 from node.feed.feed import Feed
+from node.feed.models import Model
 from node.feed.query import query
 from node.hints.calls import Hints, ends_session
 from node.memory.arena import Arena
@@ -50,7 +51,7 @@ from node.serving.limits import (
     make_limit,
 )
 from node.serving.recorder import Recorder
-from node.serving.session import Content, ReadyRun, Session, Sessions, offsets_of, ttls_ms
+from node.serving.session import Content, ReadyRun, Session, Sessions, offsets_of, reply_about
 from node.serving.status import Status, redact_for_tenant
 from node.serving.write_acks import WriteAcks
 
@@ -278,25 +279,24 @@ class Service:
                 near,
                 ready.some_ready if ready else None,
             )
-            found = [page for page in pages if page is not None]
+            found, sums = [page for page in pages if page is not None], None
             if ranges:
                 sums = self.content.checksums(
                     found, ranges, session.charge, partial(self._check_there, session)
                 )
                 pages = [page if page in sums else None for page in pages]
                 found = [page for page in found if page in sums]
-            checksums = [sums[page] if ranges else page.checksum for page in found]
-            reply = get_reply(
-                [page is not None for page in pages], checksums, ttls_ms(found, self._tier.clock_s)
-            )
+            if ready and ready.count:
+                reply = ready.reply(pages[ready.count :])
+            else:
+                reply = reply_about(pages, self._tier.clock_s, sums)
+                if session.maps_arena:
+                    reply.offsets.extend(offsets_of(found, ranges))
             session.charge.add_transferred(len(found) * wanted_nbytes)
             self.traffic.count_get(
                 session.tier, session.caller.wire, len(found) * wanted_nbytes, began_ns
             )
             if session.maps_arena:
-                if ready and ready.count:
-                    return 0, ready.reply(pages[ready.count :]), iter(())
-                reply.offsets.extend(offsets_of(found, ranges))
                 return 0, reply, iter(())
             return len(found) * wanted_nbytes, reply, self.content.views(found, ranges)
 
@@ -395,19 +395,16 @@ class Service:
         return further
 
     def _feed(self, request: pb.FeedRequest, caller: Caller) -> pb.FeedReply:
-        principal, sees = self.authorizer.principal_of(caller), self.authorizer.access.sees
-        return self.feed.poll(
-            request, caller, lambda model: sees(principal, model.value.tenant, model.value.model)
-        )
+        return self.feed.poll(request, caller, self._seen_by(caller))
 
     def _query(self, request: pb.QueryRequest, caller: Caller) -> pb.QueryReply:
         check_prefix_hashes(request.prefix_hashes, self._config.batch_keys_max, distinct=True)
+        return query(self._tier, request, self._seen_by(caller))
+
+    def _seen_by(self, caller: Caller) -> Callable[[Model], bool]:
+        """Return a function that tells whether the caller may see a model."""
         principal, sees = self.authorizer.principal_of(caller), self.authorizer.access.sees
-        return query(
-            self._tier,
-            request,
-            lambda model: sees(principal, model.value.tenant, model.value.model),
-        )
+        return lambda model: sees(principal, model.value.tenant, model.value.model)
 
     def _verify(self, request: pb.VerifyRequest, caller: Caller) -> pb.VerifyReply:
         hashes = list(request.prefix_hashes)

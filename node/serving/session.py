@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -143,6 +143,17 @@ def ttls_ms(pages: Sequence[Page], clock_s: Callable[[], int]) -> list[int]:
     return [max(1, expiry_s - now_s) * 1000 if expiry_s else 0 for expiry_s in expiries_s]
 
 
+def reply_about(
+    pages: Sequence[Page | None],
+    clock_s: Callable[[], int],
+    sums: Mapping[Page, bytes] | None = None,
+) -> pb.GetReply:
+    """Return the reply to a get about its keys' pages; `sums`: the checksums of their ranges."""
+    found = [page for page in pages if page is not None]
+    checksums = [page.checksum if sums is None else sums[page] for page in found]
+    return get_reply([page is not None for page in pages], checksums, ttls_ms(found, clock_s))
+
+
 class ReadyRun:
     """Report the leading keys of a get whose pages may be read, while others are still loaded.
 
@@ -181,12 +192,8 @@ class ReadyRun:
 
     def reply(self, pages: Sequence[Page | None]) -> pb.GetReply:
         """Return the reply about the next keys, whose pages these are."""
-        found = [page for page in pages if page is not None]
-        checksums = [page.checksum for page in found]
-        reply = get_reply(
-            [page is not None for page in pages], checksums, ttls_ms(found, self._clock_s)
-        )
-        reply.offsets.extend([page.offset for page in found])
+        reply = reply_about(pages, self._clock_s)
+        reply.offsets.extend([page.offset for page in pages if page is not None])
         return reply
 
 
