@@ -16,11 +16,11 @@ import zmq
 from kvstore.bridge.publisher import Publisher
 from kvstore.bridge.told import Told
 from kvstore.client import Client
+from kvstore.cluster.feed import AWAY_S
 from kvstore.results import FeedEvent
 
 log = logging.getLogger(__name__)
 
-AWAY_S = 15.0  # as long as a member of a cluster counts without an answer
 IDLE_S = 1.0
 POLL_MS = 50
 WAITING_MAX = 64  # events that the feed is ahead

@@ -41,15 +41,14 @@ def feed(nodes: Nodes, model: str, idle_s: float, timeout_s: float) -> Iterator[
 
     `timeout_s`: of a call, beside the wait for news.
     """
-    pause_s = PAUSE_S_MIN
+    pauses = _pauses()
     while True:
         try:
             view = nodes.found(Deadline(timeout_s))
             break
         except PASSING as error:
             yield _away(error)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+            time.sleep(next(pauses))
     wait_s = min(max(idle_s, ROUND_S), FEED_WAIT_S_MAX)
     if view is None:
         yield from _of_node(nodes.only, model, wait_s, timeout_s)
@@ -58,16 +57,15 @@ def feed(nodes: Nodes, model: str, idle_s: float, timeout_s: float) -> Iterator[
 
 
 def _of_node(link: NodeChannel, model: str, wait_s: float, timeout_s: float) -> Iterator[FeedEvent]:
-    request, pause_s = pb.FeedRequest(model=model), PAUSE_S_MIN
+    request, pauses = pb.FeedRequest(model=model), _pauses()
     while True:
         try:
             reply = _poll(link, request, wait_s, timeout_s)
         except PASSING as error:
             yield _away(error)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+            time.sleep(next(pauses))
             continue
-        pause_s, was_snapshot = PAUSE_S_MIN, len(request.cursor) > CURSOR_NBYTES
+        pauses, was_snapshot = _pauses(), len(request.cursor) > CURSOR_NBYTES
         request.cursor = reply.cursor
         yield from _told(reply, was_snapshot)
 
@@ -98,6 +96,14 @@ def _told(reply: pb.FeedReply, was_snapshot: bool) -> Iterator[FeedEvent]:
         yield FeedEvent("ready")
     elif not (reply.begin or reply.changes or reply.snapshot):
         yield FeedEvent("idle")
+
+
+def _pauses() -> Iterator[float]:
+    """Yield the seconds to wait after each of several failed calls."""
+    pause_s = PAUSE_S_MIN
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
 
 def _away(error: KVStoreError, member: str = "") -> FeedEvent:
