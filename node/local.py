@@ -15,7 +15,7 @@ import threading
 import time
 
 from kvstore.config import in_environment, local_file
-from kvstore.tools.local_node import is_there
+from kvstore.tools.local_node import is_there, taken
 from node.config import NodeConfig
 from node.main import STOP_SIGNALS
 from node.main import main as run
@@ -64,15 +64,11 @@ def main() -> None:
 def _take(lock: int) -> bool:
     """Take the lock, which engines that look have for an instant; False if a node has it."""
     end = time.monotonic() + TAKE_S
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.01)
-        else:
-            return True
+    while not taken(lock):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _begun(node: int, before: int) -> int:
@@ -110,10 +106,9 @@ def _end_unused(lock: int, idle_s: float) -> None:
         time.sleep(min(LOOK_S, idle_s / 4))
         if time.monotonic() - began > STARTED_S and os.fstat(lock).st_size > 1:
             os.ftruncate(lock, 1)
-        try:
-            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if taken(users):
             fcntl.flock(users, fcntl.LOCK_UN)
-        except BlockingIOError:
+        else:
             used_at = time.monotonic()
     log.info("no engine has used this node for %g s, or its files are gone: it ends", idle_s)
     os.ftruncate(lock, 0)  # the next engine may start a node at once

@@ -79,7 +79,7 @@ class _Keeper:
         lock, problem = os.open(local_file("lock"), os.O_RDWR | _CREATED, 0o600), ""
         starts = False
         try:
-            if not _taken(lock):
+            if not taken(lock):
                 self._problem = ""
                 return ""
             about = os.fstat(lock)
@@ -126,8 +126,8 @@ def is_there(name: str, fd: int) -> bool:
         return False
 
 
-def _taken(lock: int) -> bool:
-    """Take the lock, and return whether no node has it."""
+def taken(lock: int) -> bool:
+    """Take the lock of an open file, and return whether nobody else has it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

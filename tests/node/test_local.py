@@ -140,7 +140,7 @@ def test_killed_node_is_started_again(
 def test_child_that_the_engine_forks_meanwhile_keeps_no_lock(
     runtime: Path, keeper: _Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken, (end, other_end) = local_node._taken, os.pipe()
+    taken, (end, other_end) = local_node.taken, os.pipe()
     children = []
 
     def forks(lock: int) -> bool:
@@ -153,7 +153,7 @@ def test_child_that_the_engine_forks_meanwhile_keeps_no_lock(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(local_node, "_taken", forks)
+        patch.setattr(local_node, "taken", forks)
         keeper.look()
     wait_until(serves)
     (node,) = nodes()
