@@ -40,7 +40,7 @@ class Retention(NamedTuple):
 
 
 class RequestHints(NamedTuple):
-    """What a request says about its pages.
+    """Describe what a request says about its pages.
 
     `demote`: they are wanted on disk only. `ended`: its session is over with this request.
     """

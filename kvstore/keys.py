@@ -109,7 +109,7 @@ class Namespace:
 
 
 class BlockPart(NamedTuple):
-    """What a namespace has of the blocks of one engine's KV.
+    """Describe what a namespace has of the blocks of one engine's KV.
 
     A block is complete when all ranks of all groups have a page of its hash. `id` names the KV, and
     is equal for all parts of it.

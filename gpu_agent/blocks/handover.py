@@ -84,7 +84,7 @@ class HandoverCounts:
 
 
 class Next(enum.Enum):
-    """What a waiting request does next."""
+    """Enumerate what a waiting request does next."""
 
     WAIT = enum.auto()
     LOOK = enum.auto()  # look all of it up again

@@ -28,7 +28,7 @@ COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED
 
 
 class Role(NamedTuple):
-    """What an engine does with the store."""
+    """Tell what an engine does with the store."""
 
     loads: bool
     saves: bool

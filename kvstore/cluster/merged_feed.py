@@ -113,7 +113,7 @@ def asked_members(view: View, digest: bytes, keys: Sequence[bytes]) -> list[set[
 
 
 class MergedFeed:
-    """What the members have told. One thread."""
+    """Keep what the members have told. One thread."""
 
     def __init__(self) -> None:
         self._view: View | None = None

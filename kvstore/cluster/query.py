@@ -74,7 +74,7 @@ def combined(
 
 
 class _Places:
-    """Where pages are: for each namespace and address a number, of which each byte is a key."""
+    """Keep where pages are: for each namespace and address a number, a byte of it for each key."""
 
     def __init__(self, view: View | None, prefix_hashes: Sequence[bytes]) -> None:
         self._view = view

@@ -33,7 +33,7 @@ class PutOutcome(enum.Enum):
 
 
 class Tier(enum.IntEnum):
-    """Where a lookup found a page; `PEER`: a near node found it at another member."""
+    """Tell where a lookup found a page; `PEER`: a near node found it at another member."""
 
     RAM = 1
     DISK = 2

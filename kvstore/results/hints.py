@@ -25,7 +25,7 @@ class HintAction(enum.Enum):
 
 @dataclass(frozen=True)
 class Hint:
-    """What a client knows about pages. A store may forget pages all the same.
+    """Tell what a client knows about pages. A store may forget pages all the same.
 
     `RETAIN` puts them into an eviction class for `ttl_s` seconds, by `priority`: below 35 they are
     evicted before all others of the tenant, from 60 after them, from 85 last. `PIN` is
@@ -65,7 +65,7 @@ class Hint:
 
 @dataclass(frozen=True)
 class HintResult:
-    """What became of a hint, in pages. `reasons`: why some were clipped or refused.
+    """Count what became of a hint, in pages. `reasons`: why some were clipped or refused.
 
     Clipped pages follow the hint in part, such as for a shorter time. `deleted`: pages of the
     session that were removed.

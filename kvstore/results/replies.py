@@ -371,7 +371,7 @@ class HintCount(Reply):
 
 @dataclass(frozen=True)
 class HintStatus(Reply):
-    """What became of hints since the node's start, and what the node remembers for them.
+    """Count what became of hints since the start, and what the node remembers for them.
 
     `retained_count`: pages in another eviction class than the normal one. `session_page_count`:
     pages that the known sessions own or share. `prefetching_count`: chains that wait.

@@ -25,7 +25,10 @@ SIZES_MAX = 8  # block sizes of one model's name that are tried
 
 
 class Hashing(NamedTuple):
-    """How an engine hashes. `seed`: PYTHONHASHSEED of vLLM's processes; None: they have none."""
+    """Describe how an engine hashes.
+
+    `seed`: PYTHONHASHSEED of vLLM's processes; None: they have none.
+    """
 
     name: str = HASHES[0]
     seed: str | None = None

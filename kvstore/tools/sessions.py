@@ -85,7 +85,7 @@ def with_sessions(requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
 
 
 class Told(NamedTuple):
-    """What a client tells after a request: a time for its chain, or that the session is over."""
+    """Say what a client tells after a request: its chain's time, or that the session is over."""
 
     ttl_ms: float
     over: bool = False

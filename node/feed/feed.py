@@ -66,7 +66,7 @@ class Snapshot:
 
 
 class Expiries:
-    """When blocks with a time to live expire. Bounded."""
+    """Remember when blocks with a time to live expire. Bounded."""
 
     def __init__(self) -> None:
         self._expiry_s: dict[tuple[bytes, bytes], int] = {}

@@ -20,7 +20,7 @@ _PART = struct.Struct("<8sI")
 
 
 class Cursor(NamedTuple):
-    """Where a reader is: behind a change, and perhaps within a snapshot."""
+    """Tell where a reader is: behind a change, and perhaps within a snapshot."""
 
     epoch: bytes = b""
     sequence: int = 0

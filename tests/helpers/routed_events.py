@@ -1,4 +1,4 @@
-"""What routers learn from an engine: the bytes of its event publisher, decoded and replayed."""
+"""Collect what routers learn from an engine, by decoding and replaying its publisher's bytes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What an iterator of the feed has told so far."""
+"""Keep what an iterator of the feed has told so far."""
 
 import time
 from collections.abc import Callable, Iterator
