@@ -36,7 +36,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
 from engine_handle import EngineHandle
 from measure import Report, Samples, median, parser, progress, rounds
 from ports import free_ports
-from vllm_gpu import MODELS, save_config, spread, started, wait_agents
+from vllm_gpu import MODELS, engine_arguments, save_config, spread, started, wait_agents
 from vllm_server import REMOTE_DECODE, save_llama, store_config
 
 from kvstore.tools.node_process import NodeProcess
@@ -167,24 +167,6 @@ def rows(ways: dict[str, Way], tokens: int, args: argparse.Namespace, new: New) 
         }
 
 
-def gpu_arguments(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the engines' arguments on GPUs."""
-    return {
-        "model": str(model),
-        "load_format": "dummy",
-        "dtype": "bfloat16",
-        "enforce_eager": False,
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        "block_size": 16,
-        "num_gpu_blocks_override": None,
-        "kv_cache_memory_bytes": args.kv_gib << 30,
-        "gpu_memory_utilization": 0.03,  # vLLM only compares it with the free memory
-        "max_model_len": max(args.tokens) + 256,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 8192,
-    }
-
-
 def main(argv: list[str]) -> None:
     """Run the command line."""
     options = parser(__doc__)
@@ -219,7 +201,7 @@ def main(argv: list[str]) -> None:
             arguments = {"model": str(model), "max_model_len": max(args.tokens) + 64}
         else:
             save_config(args.model, model)
-            arguments = gpu_arguments(model, args)
+            arguments = engine_arguments(model, args.kv_gib, max(args.tokens), 16)
         python = os.environ.get("KVSTORE_NODE_PYTHON", sys.executable)
         flags = ("--ram-bytes", f"{args.ram_gib}GiB", "--log-level", "WARNING")
         node = stack.enter_context(NodeProcess(*flags, python=python))

@@ -132,27 +132,32 @@ class Contender:
             time.sleep(0.05)
 
 
-@contextlib.contextmanager
-def contenders(
-    names: list[str], model: Path, node: NodeProcess, args: argparse.Namespace, tokens_max: int
-) -> Iterator[dict[str, Contender]]:
-    """Yield the engines to compare."""
-    arguments: dict[str, Any] = {
+def engine_arguments(model: Path, kv_gib: int, tokens_max: int, requests: int) -> dict[str, Any]:
+    """Return vLLM's arguments for dummy weights and so many requests at a time, on a GPU."""
+    return {
         "model": str(model),
-        # FlashInfer may not be installed.
-        "additional_config": {"gdn_prefill_backend": "triton"},
         "load_format": "dummy",
         "dtype": "bfloat16",
         "enforce_eager": False,
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         "block_size": 16,
         "num_gpu_blocks_override": None,
-        "kv_cache_memory_bytes": args.kv_gib << 30,
+        "kv_cache_memory_bytes": kv_gib << 30,
         "gpu_memory_utilization": 0.03,  # vLLM only compares it with the free memory
         "max_model_len": tokens_max + 256,
-        "max_num_seqs": REQUESTS,
+        "max_num_seqs": requests,
         "max_num_batched_tokens": 8192,
     }
+
+
+@contextlib.contextmanager
+def contenders(
+    names: list[str], model: Path, node: NodeProcess, args: argparse.Namespace, tokens_max: int
+) -> Iterator[dict[str, Contender]]:
+    """Yield the engines to compare."""
+    arguments = engine_arguments(model, args.kv_gib, tokens_max, REQUESTS)
+    # FlashInfer may not be installed.
+    arguments["additional_config"] = {"gdn_prefill_backend": "triton"}
     with contextlib.ExitStack() as stack:
         connectors = {name: connector(name, node.address, args.tier_gib, stack) for name in names}
         engines = {
