@@ -109,6 +109,8 @@ def test_routers_index_what_the_node_lists(
                 life.compare()
         life.restart()
         life.compare()
+        # A snapshot for the newest subscribers may be due, and begins another history
+        monkeypatch.setattr(module, "SNAPSHOT_EVERY_S", 3600.0)
         # Who asks for the buffer gets a whole history: as llm-d's router when it connects
         index = LlmdIndex(4)
         index._request_keys = dict(life.llmd[-1].index._request_keys)

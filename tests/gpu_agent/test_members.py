@@ -151,6 +151,8 @@ def test_job_continues_with_the_owners_when_the_near_node_is_drained(
     with Client(config) as client, Agent(client, namespace, token_pool, options) as agent:
         if what == "load":
             assert agent.save(chain, slots).done.result().stored == 12
+            with Client(replace(config, near="none")) as far:  # the near node sends them later
+                wait_until(lambda: far.lookup(namespace, chain).prefix_pages == 12)
         client.open(namespace)
         assert client.maps_arena
         view = client.view()
