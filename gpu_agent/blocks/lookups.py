@@ -18,12 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from gpu_agent.hint_sender import HintQueue
 from gpu_agent.outage_log import OutageLog
 from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.keys import Namespace
 from kvstore.results import Tier
+from kvstore.results.hints import Hint
 from kvstore.sync import Future
 from kvstore.threads import ThreadPool
 from kvstore.tracing import NamesRequest, carried, request
@@ -48,6 +50,7 @@ TOUCHED_TOGETHER = 16  # requests touched in one call
 TOUCHED_KEYS_MAX = 1 << 16
 # how long a request waits after a failed call: enough for a store that is back
 OUTAGE_WAIT_S = 0.05
+HINT_TIMEOUT_S = 1.0  # no request waits for a hint
 
 
 class LookupBackend(Protocol):
@@ -61,6 +64,9 @@ class LookupBackend(Protocol):
 
     def touch(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[None]":
         """Begin to mark pages as used, heads last."""
+
+    def hint(self, hint: Hint, pages: Question, after_s: Sequence[float]) -> None:
+        """Take a hint, as `gpu_agent.hint_sender.Send` says; it may be lost."""
 
     def open(
         self, namespaces: Sequence[Namespace], timeout_s: float
@@ -88,6 +94,7 @@ class ThreadLookups:
         self._lookups = ThreadPool(THREADS, "kvstore-lookup")
         # separate, because requests wait for lookups only
         self._touches = ThreadPool(1, "kvstore-touch")
+        self.hints = HintQueue(client, HINT_TIMEOUT_S)
 
     def look_up(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[Answer]":
         """Begin a lookup on a thread."""
@@ -100,6 +107,10 @@ class ThreadLookups:
         """Begin a touch on a thread."""
         deadline = Deadline(timeout_s)
         return _submitted(self._touches, lambda: touch_all_shards(self._client, question, deadline))
+
+    def hint(self, hint: Hint, pages: Question, after_s: Sequence[float]) -> None:
+        """Give a hint to the thread that sends them."""
+        self.hints.send(hint, pages, after_s)
 
     def open(
         self, namespaces: Sequence[Namespace], timeout_s: float
@@ -119,6 +130,7 @@ class ThreadLookups:
 
     def close(self) -> None:
         """End the threads and close the client."""
+        self.hints.close()
         for executor in (self._touches, self._lookups):
             executor.shutdown(wait=True, cancel_futures=True)
         self._client.close()
@@ -316,6 +328,10 @@ class Lookups:
         """
         if len(self._used) < PENDING_MAX // 2:
             self._used.append((request_id, question))
+
+    def hint(self, hint: Hint, pages: Question, after_s: Sequence[float]) -> None:
+        """Send a hint in the background, as `gpu_agent.hint_sender.Send` says."""
+        self._backend.hint(hint, pages, after_s)
 
     def open(self, namespaces: Sequence[Namespace]) -> None:
         """Connect and register in the background: the first request need not wait for it."""

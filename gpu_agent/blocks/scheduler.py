@@ -357,7 +357,7 @@ class BlockScheduler:
         if tracked.scheduled and self._stage(tracked, request.num_computed_tokens, tables):
             self._defer(tracked, request.num_computed_tokens, tables)
         if not tracked.never_saved:
-            self._lookups.touch(request.request_id, self._question(request))
+            self._lookups.touch(request.request_id, self.question(request))
 
     def hand_over(self, request: EngineRequest, tables: Sequence[Sequence[int]]) -> Ticket | None:
         """End a request like `finished`, and promise its prompt to another engine.
@@ -433,10 +433,8 @@ class BlockScheduler:
         """Handle ended loads; `finished` maps requests to the ranks that ended theirs."""
         loads: list[TrackedRequest] = []
         for request_id, tracked in self._known(finished):
-            loading, tracked.loading = (
-                tracked.loading,
-                max(0, tracked.loading - finished[request_id]),
-            )
+            loading = tracked.loading
+            tracked.loading = max(0, loading - finished[request_id])
             if loading and not tracked.loading:
                 self._ended.pop(request_id, None)
                 if not tracked.load_failed:
@@ -471,14 +469,15 @@ class BlockScheduler:
             and all(other is tracked or other.loading for other in requests)
         )
 
-    def _question(self, request: EngineRequest) -> list[tuple[Sequence[Namespace], list[bytes]]]:
+    def question(self, request: EngineRequest) -> list[tuple[Sequence[Namespace], list[bytes]]]:
+        """Return the namespaces and keys of each group of a request."""
         return [
             (shards, group.keys(request.block_hashes, self._hash_tokens))
             for group, shards in zip(self._groups, self._shards, strict=True)
         ]
 
     def _ask(self, request: EngineRequest, earlier: Answer | None = None) -> None:
-        self._lookups.ask(request.request_id, self._question(request), earlier)
+        self._lookups.ask(request.request_id, self.question(request), earlier)
 
     def _stage(
         self, tracked: TrackedRequest, computed_tokens: int, tables: Sequence[Sequence[int]]

@@ -37,6 +37,7 @@ from gpu_agent.blocks.ranks import BlockRank, LoadsEnded
 from gpu_agent.blocks.save_plan import GroupBlocks, SavePlan, StepOrders
 from gpu_agent.blocks.scheduler import BlockScheduler, StateOffer
 from gpu_agent.engines import vllm_handover as handover
+from gpu_agent.engines.vllm_hints import RequestHinter
 from gpu_agent.engines.vllm_identity import (
     block_groups,
     block_sizes,
@@ -97,6 +98,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._pool: Any = None
         self._scheduler: BlockScheduler | None = None
         self._lookups: Lookups | None = None
+        self._hints: RequestHinter | None = None
         self._hash_tokens = 0
         self._uncomputed: UncomputedBlocks | None = None
         self._scales_unset = scales_in_blocks(kv_cache_config)
@@ -351,6 +353,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             saves=self._role.saves,
             handover_wait_s=options.own["handover_wait_s"],
         )
+        self._hints = RequestHinter(self._scheduler, self._lookups, self._groups)
         logger.info(
             "kvstore: store at %s, %d ranks, %d cache groups", options.store, ranks, len(shards)
         )
@@ -404,6 +407,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _ask(self, request: Any) -> None:
         assert self._scheduler is not None
+        assert self._hints is not None
+        self._hints.begin(request)
         self._scheduler.ask(request, handover.ticket_of(request, self._others.beside))
 
     def _wanted(self, request: Any) -> bool:
@@ -504,7 +509,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._uncomputed:
             self._uncomputed.finish(request)
         if self._scheduler:
-            return False, handover.finish(self._scheduler, request, self._tables(block_ids))
+            ticket = handover.finish(self._scheduler, request, self._tables(block_ids))
+            if self._hints and self._wanted(request):
+                self._hints.finish(request)
+            return False, ticket
         if self._collector:
             self._collector.requests.pop(request.request_id, None)
         return False, None

@@ -38,6 +38,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from gpu_agent.agent import Agent, AgentStats
+from gpu_agent.engines.vllm_hints import said_by
 from gpu_agent.engines.vllm_identity import (
     check_tier_groups,
     scales_in_blocks,
@@ -45,8 +46,8 @@ from gpu_agent.engines.vllm_identity import (
 )
 from gpu_agent.engines.vllm_multi import register
 from gpu_agent.engines.vllm_preemption import UncomputedBlocks
-from gpu_agent.hint_sender import HintSender
-from gpu_agent.hints import NOTHING, RequestHints, request_hints
+from gpu_agent.hint_sender import HintQueue, HintSender
+from gpu_agent.hints import NOTHING
 from gpu_agent.host.slot_copies import SlotCopies
 from gpu_agent.identity.checkpoint import named
 from gpu_agent.identity.vllm import check_tier, model_facts, tier_facts, tier_namespace, weights_of
@@ -187,7 +188,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
         self._client = Client(options.client)
         self._agent: Agent = Agent(self._client, namespace, pool, config, SlotCopies())
         self._lookups = LookupCache(self._agent.present, config.lookup_timeout_s)
-        self._hints = HintSender(self._client, namespace, config.lookup_timeout_s)
+        self._hint_queue = HintQueue(self._client, config.lookup_timeout_s)
+        self._hints = HintSender(self._hint_queue.send)
         self._jobs: dict[int, _TierJob] = {}
         self._reported = AgentStats()  # counters that `get_stats` has returned
         log.info("tier %s at %s, namespace %s", tier_type, options.store, namespace.digest.hex())
@@ -196,7 +198,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def on_new_request(self, req_context: Any) -> Any:
         """Return an empty context, and note the request's session."""
-        self._hints.begin(_said(req_context))
+        self._hints.begin(said_by(req_context))
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
@@ -213,7 +215,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     def on_request_finished(self, req_context: Any) -> None:
         """Forget a request's lookups, and end its session if it was the last."""
         self._lookups.release(req_context.req_id)
-        self._hints.end(_said(req_context))
+        self._hints.end(said_by(req_context), [[self.namespace]])
 
     # ---- jobs ------------------------------------------------------------------------------
 
@@ -245,9 +247,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def _finish(self, job_id: int, job: "_TierJob") -> Any:
         moved, lost = job.outcome()
-        if moved and (said := _said(job.context)) is not NOTHING:
+        if moved and (said := said_by(job.context)) is not NOTHING:
             ends = [job.context.get_offload_key_position(key) or 1 for key in moved]
-            self._hints.send(said, moved, [end - 1 for end in ends])
+            self._hints.send(said, [([self.namespace], moved)], [[end - 1 for end in ends]])
         if job.is_load:
             # otherwise the scheduler would request the same load for ever
             self._lookups.mark_miss(lost)
@@ -273,7 +275,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def shutdown(self) -> None:
         """End all transfers before vLLM unmaps the rows."""
-        self._hints.close()
+        self._hint_queue.close()
         self._lookups.close()
         self._agent.close()
         self._client.close()
@@ -317,12 +319,6 @@ def split_arguments(
 
 def _metric(name: str) -> str:
     return f"vllm:kvstore_tier_{name}"
-
-
-def _said(context: Any) -> RequestHints:
-    """Return what a request says about its pages; vLLM 0.32 has no envelope."""
-    params, envelope = context.kv_transfer_params, getattr(context, "kv_hints", None)
-    return request_hints(params, envelope) if params or envelope is not None else NOTHING
 
 
 _Future = concurrent.futures.Future[Any]  # with a SaveResult or a LoadResult

@@ -10,6 +10,7 @@
     RETIRE    engine -> worker   agent: it ends its jobs and takes no more
     ASK       engine -> worker   lookup: number, deadline; namespaces and keys per group; trace
     TOUCH     engine -> worker   the same fields: mark these pages as used
+    HINT      engine -> worker   the hint, seconds after which it is sent; then as a lookup's
     CLOSE     engine -> worker   seconds: running jobs end, then the process ends
     READY     worker -> engine   answer to SETUP: when it became ready, on the monotonic clock
     GATHERED  worker -> engine   order: its blocks have been read
@@ -35,8 +36,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore import messages
 from kvstore.errors import Exhausted, InvalidRequest, ProtocolError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX
+from kvstore.results.hints import Hint
 from kvstore.tracing import PACKED_NBYTES, REQUESTS_MAX
 
 HEADER = struct.Struct("<IB")
@@ -75,6 +78,7 @@ class Kind(enum.IntEnum):
     CLOSE = 6
     ASK = 7
     TOUCH = 8
+    HINT = 9
     READY = 17
     GATHERED = 18
     SAVED = 19
@@ -129,6 +133,15 @@ class Question:
     until: float
     groups: Sequence[tuple[Sequence[int], Sequence[bytes]]]
     trace: bytes = b""  # as in an order
+
+
+@dataclass(frozen=True)
+class AskedHint:
+    """A hint about the pages of a question's groups, and seconds after which it is sent."""
+
+    hint: Hint
+    after_s: Sequence[float]
+    groups: Sequence[tuple[Sequence[int], Sequence[bytes]]]
 
 
 @dataclass(frozen=True)
@@ -211,6 +224,10 @@ def parse_order(body: bytes) -> Order:
 
 def question_frame(kind: Kind, question: Question) -> bytes:
     """Build the frame of a lookup."""
+    return frame(kind, _question_body(question))
+
+
+def _question_body(question: Question) -> bytes:
     parts = [_QUESTION.pack(question.number, question.until, len(question.groups))]
     for namespaces, keys in question.groups:
         parts += (
@@ -220,7 +237,7 @@ def question_frame(kind: Kind, question: Question) -> bytes:
             *keys,
         )
     parts += (bytes((len(question.trace),)), question.trace)
-    return frame(kind, b"".join(parts))
+    return b"".join(parts)
 
 
 def parse_question(body: bytes) -> Question:
@@ -235,6 +252,28 @@ def parse_question(body: bytes) -> Question:
     trace = reader.trace()
     reader.end()
     return Question(number, until, groups, trace)
+
+
+def hint_frame(asked: AskedHint) -> bytes:
+    """Build the frame of a hint. Raises InvalidRequest for one that is too large."""
+    hint = asked.hint.message(b"", ()).SerializeToString()
+    parts = [_COUNT.pack(len(hint)), hint, bytes((len(asked.after_s),))]
+    parts += map(_SECONDS.pack, asked.after_s)
+    return frame(Kind.HINT, b"".join(parts) + _question_body(Question(0, 0.0, asked.groups)))
+
+
+def parse_hint(body: bytes) -> AskedHint:
+    """Parse a hint. Raises ProtocolError."""
+    reader = _Reader(body)
+    message = reader.take(reader.unpack(_COUNT)[0])
+    after_s = [reader.unpack(_SECONDS)[0] for _ in range(reader.take(1)[0])]
+    try:
+        hint = messages.parse_hint(message)
+    except InvalidRequest as error:
+        raise ProtocolError(f"no hint: {error}") from error
+    if not after_s:
+        raise ProtocolError("a hint that is never sent")
+    return AskedHint(hint, after_s, parse_question(reader.rest()).groups)
 
 
 def answer_frame(answer: Answer) -> bytes:
@@ -371,9 +410,12 @@ class _Reader:
             )
         return self.take(nbytes)
 
+    def rest(self) -> bytes:
+        return self.take(len(self._body) - self._at)
+
     def text(self) -> str | None:
         """Return the rest as text; None if it is empty."""
-        return self.take(len(self._body) - self._at).decode(errors="replace") or None
+        return self.rest().decode(errors="replace") or None
 
     def end(self) -> None:
         if self._at != len(self._body):

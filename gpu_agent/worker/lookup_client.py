@@ -6,6 +6,7 @@ computed them: Python code keeps the GIL from the engine (vLLM 0.33). Here a loo
 """
 
 import concurrent.futures
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.results import Tier
+from kvstore.results.hints import Hint
 from kvstore.sync import Future
 from kvstore.tracing import packed_now
 from kvstore.transports.status import from_status
@@ -63,6 +65,18 @@ class ProcessLookups:
     def touch(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[None]":
         """Send a touch."""
         return self._ask(Kind.TOUCH, question, timeout_s)
+
+    def hint(self, hint: Hint, pages: Question, after_s: Sequence[float]) -> None:
+        """Send a hint; it is lost if the process is not ready, or has too much to do."""
+        if not (self._child.listens and self._child.ready):
+            return
+        with contextlib.suppress(Exhausted, InvalidRequest):
+            groups = [
+                ([self._number(namespace) for namespace in namespaces], keys)
+                for namespaces, keys in pages
+            ]
+            self._child.give(frames.hint_frame(frames.AskedHint(hint, after_s, groups)))
+            self._child.poll()  # the engine may idle after this request
 
     def open(
         self, namespaces: Sequence[Namespace], timeout_s: float

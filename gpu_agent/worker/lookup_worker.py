@@ -1,15 +1,15 @@
 """Make lookups for an engine's scheduler: the worker process of `lookup_client.py`.
 
 SETUP ---> a client, the namespaces opened ---> READY          ADD: one namespace more
-ASK, TOUCH ---> threads, one lookup per namespace ---> ANSWER
+ASK, TOUCH ---> threads, one lookup per namespace ---> ANSWER           HINT ---> one thread
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gpu_agent.blocks.lookups import ThreadLookups
+from gpu_agent.blocks.lookups import Question, ThreadLookups
 from gpu_agent.worker import frames
 from gpu_agent.worker.frames import AgentsEnd, Kind
 from kvstore.client import Client
@@ -49,6 +49,9 @@ class LookupWorker:
             kind, body = self._channel.receive()
             if kind in (Kind.ASK, Kind.TOUCH):
                 self._ask(kind, frames.parse_question(body))
+            elif kind is Kind.HINT:
+                asked = frames.parse_hint(body)
+                self._lookups.hint(asked.hint, self._named(asked.groups), asked.after_s)
             elif kind is Kind.ADD:
                 self._add(frames.parse_facts(body))
             elif kind is Kind.CLOSE:
@@ -65,19 +68,21 @@ class LookupWorker:
         self._lookups.open(self._namespaces[-1:], _OPEN_S)
 
     def _ask(self, kind: Kind, asked: frames.Question) -> None:
-        try:
-            question = [
-                ([self._namespaces[number] for number in numbers], keys)
-                for numbers, keys in asked.groups
-            ]
-        except IndexError as error:
-            raise ProtocolError("a question about a namespace that was not named") from error
+        question = self._named(asked.groups)
         left_s = max(_OVER_S, asked.until - time.monotonic())
         with within(unpacked_all(asked.trace)):
             done = (self._lookups.look_up if kind is Kind.ASK else self._lookups.touch)(
                 question, left_s
             )
         done.add_done_callback(partial(self._answer, asked.number))
+
+    def _named(self, groups: Sequence[tuple[Sequence[int], Sequence[bytes]]]) -> Question:
+        try:
+            return [
+                ([self._namespaces[number] for number in numbers], keys) for numbers, keys in groups
+            ]
+        except IndexError as error:
+            raise ProtocolError("a question about a namespace that was not named") from error
 
     def _answer(self, number: int, done: Any) -> None:
         error = done.exception()

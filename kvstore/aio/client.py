@@ -8,10 +8,12 @@ whose internal methods this file calls.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import kvstore
@@ -45,6 +47,7 @@ from kvstore.results import (
 )
 from kvstore.results.hints import Hint, HintResult
 from kvstore.steps import run_async
+from kvstore.sync import start_thread
 from kvstore.threads import ThreadPool
 from kvstore.tracing import carried
 from kvstore.transports.bulk import BulkWire
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from kvstore.results.replies import (
         DrainProgress,
         Events,
+        FeedEvent,
         ForgetResult,
         NamespaceInfo,
         NodeStatus,
@@ -66,6 +70,7 @@ if TYPE_CHECKING:
         SweepResult,
     )
 
+log = logging.getLogger(__name__)
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 LIST_AT_ONCE = 256  # pages of a list that one visit to a thread fetches
@@ -428,6 +433,28 @@ class Client:
             for page in some:
                 yield page
 
+    async def feed(
+        self, model: str = "", idle_s: float = 5.0, timeout_s: float | None = None
+    ) -> "AsyncIterator[FeedEvent]":
+        """Yield which blocks are stored, and then all changes, without end.
+
+        See `kvstore.Client.feed`. Each feed has a thread of its own. A cancelled or closed one ends
+        at once; its thread ends after the running call, within `idle_s` and a call's time.
+        """
+        events = self.sync.feed(model, idle_s, timeout_s)
+        wanted: SimpleQueue[Future[FeedEvent] | None] = SimpleQueue()
+        try:
+            start_thread(carried(partial(_read, events, wanted)), "kvstore-aio-feed")
+        except RuntimeError as error:
+            raise Unavailable(f"no thread for this feed: {error}") from error
+        try:
+            while True:
+                event: Future[FeedEvent] = Future()
+                wanted.put(event)
+                yield await asyncio.wrap_future(event)
+        finally:
+            wanted.put(None)
+
     # ---- one call ------------------------------------------------------------------------
 
     def _deadline(self, timeout_s: float | None) -> Deadline:
@@ -538,6 +565,17 @@ class Client:
                 lost(result)
             raise cancelled
         return result
+
+
+def _read(events: "Iterator[FeedEvent]", wanted: "SimpleQueue[Future[FeedEvent] | None]") -> None:
+    """Read an event for each future, until there is None."""
+    while (done := wanted.get()) is not None:
+        if done.set_running_or_notify_cancel():
+            try:
+                done.set_result(next(events))
+            except BaseException as error:
+                log.debug("a feed ended", exc_info=True)
+                done.set_exception(error)
 
 
 def _lose(lost: Callable[[Result], object], done: "Future[Result]") -> None:

@@ -5,8 +5,8 @@ import inspect
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from typing import Any, cast
 
 import pytest
 from known_pages import Pages
@@ -21,16 +21,17 @@ from kvstore import (
     InvalidRequest,
     Keep,
     PutOutcome,
+    Unauthenticated,
     Unavailable,
 )
 from kvstore.aio import Client
 from kvstore.aio.connections import AsyncBulkWire, AsyncConnection
 from kvstore.deadline import Deadline
+from kvstore.results import FeedEvent
 from kvstore.tools.node_process import NodeProcess
 
 PAGE_NBYTES = 192 << 10  # more than a socket's buffers hold, so that gets are cut in mid-page
-# The node's own memory, and an iterator that has a thread of its own
-SYNC_ONLY = {"open_put", "open_get", "batch_pages_max", "maps_arena", "feed"}
+SYNC_ONLY = {"open_put", "open_get", "batch_pages_max", "maps_arena"}  # the node's own memory
 
 
 def run(node: NodeProcess, body: Callable[[Client], Awaitable[Any]], **settings: Any) -> Any:
@@ -387,3 +388,62 @@ def test_event_loop_closed_in_mid_call_takes_no_connection_with_it(
     with pytest.raises(InvalidRequest, match="another event loop"):
         asyncio.run(in_two_loops())
     asyncio.run(client.close())
+
+
+def test_feed_tells_and_ends_when_it_is_cancelled_or_closed(shared_node: NodeProcess) -> None:
+    chain = Pages("aio-feed", page_nbytes=4096)
+    keys = chain.keys(1, 2)
+
+    def readers() -> int:
+        return sum(thread.name == "kvstore-aio-feed" for thread in threading.enumerate())
+
+    async def body(client: Client) -> None:
+        told: dict[str, list[bytes]] = {"stored": [], "removed": []}
+        feed = client.feed("aio-feed", idle_s=0.2)
+
+        async def until(kind: str, count: int) -> None:
+            async for event in feed:
+                told.setdefault(event.kind, []).extend(event.prefix_hashes)
+                if event.kind == kind and len(told[kind]) >= count:
+                    return
+
+        await asyncio.wait_for(until("ready", 0), 60)
+        await client.put(chain.namespace, keys, [chain.content(key) for key in keys])
+        await asyncio.wait_for(until("stored", 2), 60)
+        assert sorted(told["stored"]) == sorted(keys)
+        await client.remove(chain.namespace, keys[:1])
+        await asyncio.wait_for(until("removed", 1), 60)
+        assert told["removed"] == keys[:1]
+        # Other calls go on beside feeds, which may be more than there are threads for calls
+        others = [client.feed("aio-feed", idle_s=5.0) for _ in range(3)]
+        for other in others:
+            assert (await anext(other)).kind == "reset"
+        waiting = asyncio.create_task(until("never", 1))
+        assert (await client.lookup(chain.namespace, keys)).present == (False, True)
+        waiting.cancel()
+        began = time.monotonic()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        for other in others:
+            await cast(AsyncGenerator[FeedEvent], other).aclose()
+        assert time.monotonic() - began < 4.0  # an idle wait is longer
+
+    run(shared_node, body, connections_max=2)
+    wait_until(lambda: not readers())
+
+
+def test_feed_raises_what_does_not_pass(
+    shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Iterator[FeedEvent]:
+        yield from ()
+        raise Unauthenticated("the token is unknown")
+
+    monkeypatch.setattr(kvstore.Client, "feed", refuse)
+
+    async def body(client: Client) -> None:
+        with pytest.raises(Unauthenticated, match="the token is unknown"):
+            async for _ in client.feed():
+                pass
+
+    run(shared_node, body)

@@ -9,7 +9,8 @@ from known_pages import Pages
 from waiting import wait_until
 
 from gpu_agent import hint_sender
-from gpu_agent.hint_sender import HintSender
+from gpu_agent.blocks.lookups import Lookups
+from gpu_agent.hint_sender import HintQueue, HintSender
 from gpu_agent.hints import (
     ACTIONS_MAX,
     NOTHING,
@@ -19,7 +20,8 @@ from gpu_agent.hints import (
     Retention,
     request_hints,
 )
-from kvstore import Client, ClientConfig, HintAction
+from gpu_agent.worker.choice import lookup_backend_for
+from kvstore import Client, ClientConfig, Hint, HintAction
 from kvstore.tools.node_process import NodeProcess
 
 PAGES = Pages("hints", 4096)
@@ -111,50 +113,108 @@ def nobody() -> Iterator[Client]:
         yield client
 
 
-def test_sender_tells_a_node_and_ends_the_session() -> None:
-    pages, keys = PAGES, PAGES.keys(1, 2, 3)
+@pytest.fixture(scope="module")
+def hinted() -> Iterator[Client]:
+    """Start a node and make a client of it."""
     with (
         NodeProcess("--ram-bytes", "1MiB") as node,
         Client(ClientConfig(node.address, timeout_s=60.0)) as client,
     ):
-        tell(client, pages, keys)
+        yield client
+
+
+def test_sender_tells_a_node_and_ends_the_session(hinted: Client) -> None:
+    tell(hinted, PAGES, PAGES.keys(1, 2, 3))
 
 
 def tell(client: Client, pages: Pages, keys: list[bytes]) -> None:
-    sender = HintSender(client, pages.namespace, 30.0)
+    queue = HintQueue(client, 30.0)
+    sender, group = HintSender(queue.send), [([pages.namespace], keys)]
     said = request_hints({"kvstore.session": "a", "kvstore.priority": 90})
     sender.begin(said)
     pages.put(client, keys)
-    sender.send(said, keys, [0, 16, 32])
+    sender.send(said, group, [[0, 16, 32]])
     wait_until(lambda: client.node_status().hints.retained_count == 3)
     over = said._replace(ended=True)
-    sender.send(over, keys, [0, 16, 32])
-    sender.end(over)
+    sender.send(over, group, [[0, 16, 32]])
+    sender.end(over, [[pages.namespace]])
     wait_until(lambda: not any(client.lookup(pages.namespace, keys).present))
-    sender.close()
-    sender.send(said, keys, [0, 16, 32])
-    assert sender.dropped == 1
+    queue.close()
+    sender.send(said, group, [[0, 16, 32]])
+    assert queue.dropped == 1
 
 
-def test_sender_drops_what_exceeds_its_queue_and_survives_a_lost_node(
+def test_hint_comes_again_for_pages_that_are_stored_later(hinted: Client) -> None:
+    """Also the end of a session waits for them."""
+    queue = HintQueue(hinted, 30.0)
+    early, late = PAGES.keys(11, 12), PAGES.keys(13)
+    sender = HintSender(queue.send, after_s=(0.0, 1.0))
+    said = request_hints({"kvstore.session": "late", "kvstore.priority": 90})
+    sender.begin(said)
+    PAGES.put(hinted, early)
+    before = hinted.node_status().hints.retained_count
+    sender.send(said, [([PAGES.namespace], early + late)], [[0, 16, 32]])
+    wait_until(lambda: hinted.node_status().hints.retained_count == before + 2)
+    PAGES.put(hinted, late)
+    wait_until(lambda: hinted.node_status().hints.retained_count == before + 3)
+    assert queue.waiting_count == 0  # no third try
+    over = said._replace(ended=True)
+    new = PAGES.keys(14)
+    sender.send(over, [([PAGES.namespace], early + late + new)], [[0, 16, 32, 48]])
+    sender.end(over, [[PAGES.namespace]])
+    PAGES.put(hinted, new)
+    wait_until(lambda: not any(hinted.lookup(PAGES.namespace, early + late + new).present))
+    queue.close()
+
+
+def test_hint_that_is_due_overtakes_a_later_one(hinted: Client) -> None:
+    queue = HintQueue(hinted, 30.0)
+    keys = PAGES.keys(21)
+    PAGES.put(hinted, keys)
+    names = Hint(HintAction.NAME, session="due")
+    before = hinted.node_status().hints.session_count
+    queue.send(names, [([PAGES.namespace], keys)], (3600.0,))
+    queue.send(names, [([PAGES.namespace], keys)], (0.0,))
+    wait_until(lambda: hinted.node_status().hints.session_count == before + 1)
+    assert queue.waiting_count == 1
+    queue.close()
+    assert (queue.waiting_count, queue.dropped) == (0, 1)
+
+
+def test_queue_drops_what_exceeds_it_and_survives_a_lost_node(
     nobody: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hint_sender, "WAITING_MAX", 0)
-    sender = HintSender(nobody, PAGES.namespace, 0.1)
+    queue = HintQueue(nobody, 0.1)
+    sender, group = HintSender(queue.send), [([PAGES.namespace], PAGES.keys(1))]
     said = RequestHints("a")
-    sender.send(said, PAGES.keys(1), [0])
-    assert sender.dropped == 1
+    sender.send(said, group, [[0]])
+    assert queue.dropped == 1
     monkeypatch.setattr(hint_sender, "WAITING_MAX", 8)
-    sender.send(said, PAGES.keys(1), [0])
-    wait_until(lambda: not sender._waiting)
-    sender.close()
-    assert sender.dropped == 1
+    for _ in range(2):  # its thread goes on
+        sender.send(said, group, [[0]])
+        wait_until(lambda: not queue.waiting_count)
+    queue.close()
+    assert queue.dropped == 1
 
 
-def test_sessions_of_a_sender_are_bounded(nobody: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_of_a_sender_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hint_sender, "SESSIONS_MAX", 3)
-    sender = HintSender(nobody, PAGES.namespace, 0.1)
+    sender = HintSender(lambda hint, pages, after_s: None)
     for name in "abcabd":
         sender.begin(RequestHints(name))
     assert list(sender._begun) == ["a", "b", "d"]
-    sender.close()
+
+
+@pytest.mark.parametrize("where", ["threads", "process"])
+def test_hint_of_a_scheduler_reaches_the_node(hinted: Client, where: str) -> None:
+    backend = lookup_backend_for(hinted.config, False, where)
+    lookups = Lookups(backend, 30.0)
+    pages = Pages(f"scheduler's {where}", 4096)
+    keys = pages.keys(1, 2)
+    pages.put(hinted, keys)
+    before = hinted.node_status().hints.retained_count
+    hint = Hint(HintAction.RETAIN, 90, 60.0, "s")
+    lookups.hint(hint, [([pages.namespace], keys), ([pages.namespace], [])], (0.0, 0.1))
+    wait_until(lambda: hinted.node_status().hints.retained_count == before + 2)
+    lookups.close()

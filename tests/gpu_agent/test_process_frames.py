@@ -12,9 +12,10 @@ import pytest
 
 from gpu_agent.worker import frames
 from gpu_agent.worker import frames as channel_module
-from gpu_agent.worker.frames import AgentsEnd, EngineEnd, Kind, Loaded, Order, Saved
+from gpu_agent.worker.frames import AgentsEnd, AskedHint, EngineEnd, Kind, Loaded, Order, Saved
 from gpu_agent.worker.ipc_memory import opened_storages
 from kvstore.errors import ConfigError, Exhausted, InvalidRequest, ProtocolError
+from kvstore.results.hints import Hint, HintAction
 
 ORDER = Order(7, 2, -1, 12.5, [b"k" * 32, b"l" * 16], {"block": bytes(16), "token": b""})
 
@@ -86,6 +87,25 @@ def test_question_of_many_requests_round_trips_and_long_keys_are_refused() -> No
         )
         with pytest.raises(ProtocolError, match="a key of 65 bytes"):
             frames.parse_question(head + bytes(sum(lengths)) + b"\0")
+
+
+def test_hint_round_trips_and_wrong_ones_are_refused() -> None:
+    hint = Hint(HintAction.RETAIN, 90, 1.5, "session", 0.25)
+    asked = AskedHint(hint, [0.0, 2.0], [([1, 2], [b"k" * 32]), ([0], [])])
+    body = body_of(frames.hint_frame(asked))
+    assert frames.parse_hint(body) == asked
+    for length in range(len(body)):
+        with pytest.raises(ProtocolError):
+            frames.parse_hint(body[:length])
+    with pytest.raises(ProtocolError, match="too many"):
+        frames.parse_hint(body + b"\0")
+    never = AskedHint(hint, [], [])
+    with pytest.raises(ProtocolError, match="never sent"):
+        frames.parse_hint(body_of(frames.hint_frame(never)))
+    # A priority that no hint has: the field's byte is changed
+    wrong = body.replace(bytes((90,)), bytes((101,)), 1)
+    with pytest.raises(ProtocolError, match="no hint: priority 101"):
+        frames.parse_hint(wrong)
 
 
 def test_frames_arrive_whole_in_any_pieces() -> None:

@@ -539,10 +539,10 @@ def _caches(blocks: int, window: int, states: int = 0, checkpoints: bool = False
 class Engines:
     """A factory of the engines of one test, which share a tenant that no other test uses."""
 
-    def __init__(self, directory: Path, patch: Any, address: str) -> None:
+    def __init__(self, directory: Path, patch: Any, address: str, tenant: str = "") -> None:
         self._directory, self._patch = directory, patch
         self.address = address
-        self._tenant = uuid.uuid4().hex
+        self._tenant = tenant or uuid.uuid4().hex
         self._made: list[Engine] = []
 
     def __call__(
