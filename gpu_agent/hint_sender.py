@@ -11,6 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol, TypeAlias
 
 from gpu_agent.hints import RequestHints
@@ -44,12 +45,15 @@ class Send(Protocol):
 
 
 class _Due(NamedTuple):
+    """A hint that waits. Times are monotonic."""
+
     at: float
     number: int  # hints that are due together are sent in the order in which they came
     hint: Hint
     namespace: Namespace
     keys: Sequence[bytes]
-    again: Sequence[float]  # monotonic times
+    again: Sequence[float]
+    since: float  # time of the session's age
 
 
 class HintQueue:
@@ -75,7 +79,7 @@ class HintQueue:
         first, *again = [now + seconds for seconds in after_s]
         for namespaces, keys in pages:
             for namespace in namespaces if keys or hint.action is HintAction.DELETE else ():
-                self._put(_Due(first, next(self._numbers), hint, namespace, keys, again))
+                self._put(_Due(first, next(self._numbers), hint, namespace, keys, again, now))
 
     def _put(self, due: _Due) -> None:
         with self._changed:
@@ -111,8 +115,10 @@ class HintQueue:
 
     def _took(self, due: _Due) -> bool:
         """Send a hint, and return whether the store refused none of the pages."""
+        age_s = due.hint.session_age_s + time.monotonic() - due.since
+        hint = replace(due.hint, session_age_s=age_s)
         try:
-            result = self._client.hint(due.namespace, due.keys, due.hint, self._timeout_s)
+            result = self._client.hint(due.namespace, due.keys, hint, self._timeout_s)
         except KVStoreError as error:  # such as an older node
             log.info("a hint was not sent: %s", error)
             return False

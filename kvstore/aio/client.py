@@ -10,7 +10,7 @@ whose internal methods this file calls.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future as AnyFuture
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
@@ -47,7 +47,7 @@ from kvstore.results import (
 )
 from kvstore.results.hints import Hint, HintResult
 from kvstore.steps import run_async
-from kvstore.sync import start_thread
+from kvstore.sync import Future, start_thread
 from kvstore.threads import ThreadPool
 from kvstore.tracing import carried
 from kvstore.transports.bulk import BulkWire
@@ -578,6 +578,6 @@ def _read(events: "Iterator[FeedEvent]", wanted: "SimpleQueue[Future[FeedEvent] 
                 done.set_exception(error)
 
 
-def _lose(lost: Callable[[Result], object], done: "Future[Result]") -> None:
+def _lose(lost: Callable[[Result], object], done: "AnyFuture[Result]") -> None:
     if not done.cancelled() and done.exception() is None:
         lost(done.result())

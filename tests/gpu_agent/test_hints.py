@@ -21,7 +21,7 @@ from gpu_agent.hints import (
     request_hints,
 )
 from gpu_agent.worker.choice import lookup_backend_for
-from kvstore import Client, ClientConfig, Hint, HintAction
+from kvstore import Client, ClientConfig, Hint, HintAction, HintResult
 from kvstore.tools.node_process import NodeProcess
 
 PAGES = Pages("hints", 4096)
@@ -127,11 +127,17 @@ def test_sender_tells_a_node_and_ends_the_session(hinted: Client) -> None:
     tell(hinted, PAGES, PAGES.keys(1, 2, 3))
 
 
+def begin_early(sender: HintSender, said: RequestHints) -> None:
+    """Begin a session so early that its pages are its own, however late a hint arrives."""
+    sender.begin(said)
+    sender._begun[said.session] -= 60.0
+
+
 def tell(client: Client, pages: Pages, keys: list[bytes]) -> None:
     queue = HintQueue(client, 30.0)
     sender, group = HintSender(queue.send), [([pages.namespace], keys)]
     said = request_hints({"kvstore.session": "a", "kvstore.priority": 90})
-    sender.begin(said)
+    begin_early(sender, said)
     pages.put(client, keys)
     sender.send(said, group, [[0, 16, 32]])
     wait_until(lambda: client.node_status().hints.retained_count == 3)
@@ -150,7 +156,7 @@ def test_hint_comes_again_for_pages_that_are_stored_later(hinted: Client) -> Non
     early, late = PAGES.keys(11, 12), PAGES.keys(13)
     sender = HintSender(queue.send, after_s=(0.0, 1.0))
     said = request_hints({"kvstore.session": "late", "kvstore.priority": 90})
-    sender.begin(said)
+    begin_early(sender, said)
     PAGES.put(hinted, early)
     before = hinted.node_status().hints.retained_count
     sender.send(said, [([PAGES.namespace], early + late)], [[0, 16, 32]])
@@ -179,6 +185,23 @@ def test_hint_that_is_due_overtakes_a_later_one(hinted: Client) -> None:
     assert queue.waiting_count == 1
     queue.close()
     assert (queue.waiting_count, queue.dropped) == (0, 1)
+
+
+def test_session_grows_older_while_its_hint_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise pages that are stored meanwhile would seem older than the session."""
+    sent: list[Hint] = []
+
+    class Recorder:
+        def hint(self, namespace: Any, keys: Any, hint: Hint, timeout_s: float) -> HintResult:
+            sent.append(hint)
+            return HintResult(refused=1)
+
+    queue: Any = HintQueue(Recorder(), 1.0)  # type: ignore[arg-type]
+    name = Hint(HintAction.NAME, session="a", session_age_s=10.0)
+    queue.send(name, [([PAGES.namespace], PAGES.keys(1))], (0.0, 0.3))
+    wait_until(lambda: len(sent) == 2)
+    queue.close()
+    assert 10.0 <= sent[0].session_age_s <= sent[1].session_age_s - 0.25
 
 
 def test_queue_drops_what_exceeds_it_and_survives_a_lost_node(
