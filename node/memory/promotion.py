@@ -200,6 +200,12 @@ class Promotion:
         unread = {load.page: load for load in acquired.loads}
         missing = set(unread)
 
+        def unwanted() -> bool:
+            """Return whether the caller has left, and nobody else waits for a page."""
+            return gone() and not any(
+                load.page.holds > 1 and load.page.state is State.LOADING for load in acquired.loads
+            )
+
         def arrived(page: Page) -> None:
             missing.discard(page)
             self.end(page, intact=True)
@@ -214,11 +220,11 @@ class Promotion:
                 for load in loads:
                     del unread[load.page]
                 if loads:
-                    tier.read(loads, arrived, gone, deadline)
+                    tier.read(loads, arrived, unwanted, deadline)
                 if (
                     near
                     and (failed := [load.page for load in loads if load.page in missing])
-                    and not gone()
+                    and not unwanted()
                 ):
                     unread |= self._next_sources(failed, near, tier)
         finally:  # if one read raised, the others must not stay pending

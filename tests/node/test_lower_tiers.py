@@ -175,6 +175,32 @@ def test_pages_behind_the_first_miss_are_not_held_or_read(shelves: Any) -> None:
     assert box.tier.visible_count == 5
 
 
+def test_reader_that_left_reads_on_for_those_who_wait(
+    shelves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the others got misses for pages that the reader would have fetched."""
+    box, pages, keys, _, far = shelves
+    far.keys = set(keys)
+
+    def read(loads: Any, arrived: Any, gone: Callable[[], bool], deadline: Deadline) -> None:
+        for load in loads:
+            if gone():
+                far.open.remove(load.source.place)
+            else:
+                Far.read(far, [load], arrived, gone, deadline)
+
+    monkeypatch.setattr(far, "read", read)
+    digest, deadline = pages.namespace.digest, Deadline(5.0)
+    left = box.tier.acquire(digest, keys, False, PAGE, None, deadline)
+    waits = box.tier.acquire(digest, keys[2:4], False, PAGE, None, deadline)
+    came = box.tier.promotion.read(left, lambda: True)
+    assert [page is not None for page in came] == [True] * 4 + [False] * 6
+    assert all(box.tier.promotion.read(waits, lambda: False))
+    for acquired in (left, waits):
+        box.tier.release([page for page in acquired.pages if page is not None])
+    assert box.tier.check() == []
+
+
 def test_namespace_is_kept_while_a_tier_is_asked(shelves: Any) -> None:
     box, pages, keys, below, _ = shelves
     below.keys, closed = set(keys), []
