@@ -7,6 +7,11 @@ from typing import Any
 from engine_answers import cached, prompt
 from engine_handle import EngineHandle
 
+# Arguments of an engine that replays its decodes from CUDA graphs, attention too
+FULL_GRAPHS: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
 # To import torch and page-lock the node's memory while other engines start
 READY_S = 120.0
 BACK_S = 90.0  # an agents' process takes ten seconds to start, after a backoff

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 from engine_handle import EngineHandle
+from gpu_answers import FULL_GRAPHS
 
 # Without autotuning, all engines run the same kernels of recurrent layers, to the last bit.
 os.environ.setdefault("VLLM_TRITON_FORCE_FIRST_CONFIG", "1")
 
 MODES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
-    "full graphs": {
-        "enforce_eager": False,
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-    },
+    "full graphs": FULL_GRAPHS,
 }
 # All engines of a file share the GPU, so none may size its cache by the GPU's free memory.
 GPU: dict[str, Any] = {

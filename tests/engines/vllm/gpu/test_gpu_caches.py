@@ -10,32 +10,26 @@ import pytest
 import torch
 from engine_answers import agree, answers, cached, found_locally, prompt
 from engine_handle import EngineHandle
-from gpu_answers import agents_ready, stored
+from gpu_answers import FULL_GRAPHS, agents_ready, stored
 from restartable_node import RestartableNode
 
 Engines = Callable[..., EngineHandle]
+TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 # Name -> (model, vLLM's arguments, number of agent processes per engine).
 CACHES: dict[str, tuple[str, dict[str, Any], int]] = {
     "fp8": ("llama", {"kv_cache_dtype": "fp8"}, 1),
     "MLA": ("mla", {"block_size": 64}, 1),
     "sliding window hybrid": ("hybrid", {}, 1),
     "blocks of 16 tokens": ("llama", {"block_size": 16}, 1),
-    "two ranks": ("llama", {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, 2),
-    "two ranks, MLA": (
-        "mla",
-        {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "block_size": 64},
-        2,
-    ),
-    "two ranks, Mamba-2": (
-        "mamba2",
-        {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "block_size": 160},
-        2,
-    ),
+    "two ranks": ("llama", TWO_RANKS, 2),
+    "two ranks, full graphs": ("llama", {**TWO_RANKS, **FULL_GRAPHS}, 2),
+    "two ranks, MLA": ("mla", {**TWO_RANKS, "block_size": 64}, 2),
+    "two ranks, MLA, full graphs": ("mla", {**TWO_RANKS, **FULL_GRAPHS, "block_size": 64}, 2),
+    "two ranks, Mamba-2": ("mamba2", {**TWO_RANKS, "block_size": 160}, 2),
     "two ranks, gated delta net": (
         "gated_delta",
         {
-            "tensor_parallel_size": 2,
-            "distributed_executor_backend": "mp",
+            **TWO_RANKS,
             "block_size": 160,
             "additional_config": {"gdn_prefill_backend": "triton"},
         },

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from engine_answers import agree, answers, cached, found_locally, prompt
 from engine_handle import EngineHandle
-from gpu_answers import agents_ready, stored
+from gpu_answers import FULL_GRAPHS, agents_ready, stored
 from restartable_node import RestartableNode
 
 from kvstore import Namespace, PutOutcome
@@ -34,8 +34,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "gated_delta",
         {
             "additional_config": {"gdn_prefill_backend": "triton"},
-            "enforce_eager": False,
-            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            **FULL_GRAPHS,
         },
     ),
 }
