@@ -6,15 +6,17 @@ In an engine's process, the engine or its operator sets the provider up; in our 
 file does. Without configuration nothing is imported.
 """
 
-import importlib.metadata
 import logging
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import kvstore.tracing as tracing
 from kvstore.config import Telemetry, telemetry
 from kvstore.errors import ConfigError
 from kvstore.log_rate import LogRate
+
+if TYPE_CHECKING:
+    import importlib.metadata
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -83,8 +85,10 @@ def _provide(trace: Any, service: str, wanted: Telemetry) -> None:
     log.info("traces go to %s", ", ".join(point.name for point in points))
 
 
-def _point(name: str, protocol: str) -> importlib.metadata.EntryPoint:
+def _point(name: str, protocol: str) -> "importlib.metadata.EntryPoint":
     """Return the entry point of the exporter with this name. Raises ConfigError."""
+    import importlib.metadata  # takes 30 ms
+
     names = [name]
     if name == OTLP:
         if protocol and protocol not in PROTOCOLS:

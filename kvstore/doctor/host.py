@@ -5,7 +5,6 @@ that they name, and their expiry.
 """
 
 import ctypes
-import importlib.metadata
 import mmap
 import os
 import platform
@@ -79,6 +78,8 @@ class Host:
 
     def versions(self) -> Finding:
         """Check the versions of kvstore, Python and grpcio."""
+        import importlib.metadata  # takes 30 ms
+
         try:
             grpc = importlib.metadata.version("grpcio")
         except importlib.metadata.PackageNotFoundError:
