@@ -6,10 +6,12 @@
 The instance with the pool's name is the whole store; the others are its nodes, by address.
 """
 
+import io
 import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,7 +62,7 @@ class Queries(NamedTuple):
 
     def answer(self, path: str, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the reply to a request. Raises InvalidRequest, and the errors of the call."""
-        model, tenant = _text(asked, "model"), _text(asked, "tenant_id", self.tenant)
+        model, tenant = _text(asked, "model"), _text(asked, "tenant_id", "") or self.tenant
         size = asked.get("block_size")
         if type(size) is not int or size < 1:
             raise InvalidRequest("block_size must be a positive number: tokens of a block")
@@ -136,18 +138,49 @@ def _listen_address(listen: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
+class _Timed(io.RawIOBase):
+    """Reads from a socket until `end_s`, however steadily a client trickles."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.end_s = 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self.end_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the request did not come in time")
+        self._sock.settimeout(left_s)
+        return self._sock.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
-    timeout = REQUEST_S_MAX  # of the socket
+    disable_nagle_algorithm = True  # a reply's body would wait for the ACK of its head: 40 ms
     server: "QueryServer"
     paths: ClassVar[tuple[str, ...]] = ("/query", "/query_by_hash")
+
+    def setup(self) -> None:
+        """Read with a time limit of the request."""
+        super().setup()
+        self._timed = _Timed(self.connection)
+        self.rfile = io.BufferedReader(self._timed)
+
+    def handle_one_request(self) -> None:
+        """Read a request, and answer it."""
+        self._timed.end_s = time.monotonic() + REQUEST_S_MAX
+        super().handle_one_request()
 
     def do_POST(self) -> None:
         """Answer a query."""
         if self.path not in self.paths:
             return self._fail(HTTPStatus.NOT_FOUND, f"post to {' or '.join(self.paths)}")
+        if "Origin" in self.headers:  # a page could read the answer by DNS rebinding
+            return self._fail(HTTPStatus.FORBIDDEN, "pages in browsers may not ask")
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()):
             return self._fail(HTTPStatus.LENGTH_REQUIRED, "send Content-Length")
@@ -178,6 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: HTTPStatus, value: Mapping[str, Any]) -> None:
         body = json.dumps(value).encode()
+        self.connection.settimeout(REQUEST_S_MAX)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -212,7 +246,8 @@ class QueryServer(ThreadingHTTPServer):
     def start(self) -> str:
         """Serve in a thread; return the address."""
         threading.Thread(target=self.serve_forever, daemon=True, name="kvstore-http").start()
-        return f"{self.server_address[0]!s}:{self.server_address[1]}"
+        host = str(self.server_address[0])
+        return f"{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
 
     def server_bind(self) -> None:
         """Bind without asking DNS for this host's name, as the base class does."""
@@ -221,10 +256,13 @@ class QueryServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection, or close it if there are too many."""
-        if self._places.acquire(blocking=False):
+        if not self._places.acquire(blocking=False):
+            return self.shutdown_request(request)
+        try:
             super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        except BaseException:  # no more threads can be started
+            self._places.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve a connection in its thread."""

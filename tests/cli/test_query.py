@@ -2,14 +2,18 @@
 
 import http.client
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from cli_runner import Kvstore
+from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Namespace
-from kvstore.bridge.http import BODY_NBYTES_MAX, Queries, QueryServer
+from kvstore.bridge import http as http_module
+from kvstore.bridge.http import BODY_NBYTES_MAX, CONNECTIONS_MAX, Queries, QueryServer
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.tools.node_process import NodeProcess
 from kvstore.tools.prompts import HASHES, Hashing
@@ -86,6 +90,7 @@ def test_query_over_http(
     assert post(server, "/query_by_hash", {**by_hash, "block_size": 8}) == (200, {"default": {}})
     assert post(server, "/query_by_hash", {**by_hash, "kv": "ff" * 16}) == (200, {"default": {}})
     assert post(server, "/query_by_hash", {**by_hash, "tenant_id": "b"}) == (200, {"b": {}})
+    assert [*post(server, "/query_by_hash", {**by_hash, "tenant_id": ""})[1]] == ["default"]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +123,74 @@ def test_large_bodies_are_refused_unread(server: QueryServer) -> None:
     assert post(server, "/query", b"", **{"Content-Length": "-1"})[0] == 411
 
 
+def test_pages_in_browsers_may_not_ask(server: QueryServer) -> None:
+    asked = {"model": "m", "block_size": 4, "token_ids": [1] * 4}
+    for origin in ("http://rebound.example", "null"):
+        assert post(server, "/query", asked, Origin=origin)[0] == 403
+    assert post(server, "/query", asked)[0] == 200
+
+
+def test_replies_do_not_wait_for_acks(server: QueryServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    delays, send = [], http_module._Handler._send
+
+    def sent(handler: http_module._Handler, *reply: Any) -> None:
+        delays.append(not handler.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        send(handler, *reply)
+
+    monkeypatch.setattr(http_module._Handler, "_send", sent)
+    post(server, "/query", {})
+    assert delays == [False]
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [b"", b"POST /query HTTP/1.1\r\nA: ", b"POST /query HTTP/1.1\r\nContent-Length: 999\r\n\r\n"],
+)
+def test_trickling_clients_are_cut_off(
+    server: QueryServer, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(http_module, "REQUEST_S_MAX", 0.2)
+    with socket.create_connection(("127.0.0.1", server.server_port), 60.0) as client:
+        client.sendall(begun)
+
+        def is_cut() -> bool:
+            try:
+                client.sendall(b"a")
+                return not client.recv(1)
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+
+        client.settimeout(0.05)
+        wait_until(is_cut)
+
+
+def test_connection_without_a_thread_takes_no_place(
+    server: QueryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        for _ in range(CONNECTIONS_MAX):
+            with socket.socket() as client, pytest.raises(RuntimeError):
+                server.process_request(client, ("127.0.0.1", 1))
+    assert post(server, "/query", {})[0] == 400
+
+
 @pytest.mark.parametrize("listen", ["x", "1.2.3.4:80", "70000", "127.0.0.1:-1"])
 def test_wrong_http_addresses(client: Client, listen: str) -> None:
     with pytest.raises(ConfigError):
         QueryServer(listen, Queries(client, "default", "store"))
+
+
+def test_ipv6_addresses_are_told_as_urls_have_them(client: Client) -> None:
+    server = QueryServer("0", Queries(client, "default", "store"))
+    server.server_address = ("::1", 80, 0, 0)  # this host may have no IPv6
+    try:
+        assert server.start() == "[::1]:80"
+    finally:
+        server.shutdown()
+        server.server_close()
