@@ -43,14 +43,18 @@ class Bridge:
         self._away_since_s = 0.0
         self._hidden = False
 
-    def run(self) -> None:
-        """Publish without end. Raises what ends the feed, such as a token that is refused."""
+    def run(self, safe_point: Callable[[], None]) -> None:
+        """Publish without end. Raises what ends the feed, such as a token that is refused.
+
+        `safe_point`: called again and again, to raise what ends the process.
+        """
         threading.Thread(target=self._read, daemon=True, name="kvstore-feed").start()
         poller = zmq.Poller()
         for publisher in self._publishers:
             for socket in publisher.sockets:
                 poller.register(socket, zmq.POLLIN)
         while True:
+            safe_point()
             poller.poll(POLL_MS if self._waiting.empty() else 0)
             self.step()
 
@@ -137,6 +141,7 @@ def publish(
     tenant: str,
     make: Callable[["zmq.Context[Any]"], Sequence[Publisher]],
     say: Say,
+    safe_point: Callable[[], None],
 ) -> None:
     """Publish a model's feed by the publishers that `make` makes, without end."""
     context: zmq.Context[Any] = zmq.Context()
@@ -145,7 +150,7 @@ def publish(
         publishers = make(context)
         listening = [address for one in publishers for address in one.addresses]
         say("listening", addresses=listening)
-        Bridge(client, model, tenant, publishers, say).run()
+        Bridge(client, model, tenant, publishers, say).run(safe_point)
     finally:
         for one in publishers:
             one.close()

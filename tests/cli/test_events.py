@@ -91,3 +91,28 @@ def test_wrong_settings_are_one_error(kvstore: Kvstore, options: tuple[str, ...]
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (ran.code, ran.stdout, len(ran.stderr.splitlines())) == (2, "", 1)
+
+
+def test_sigterm_ends_where_python_ignores_exceptions() -> None:
+    code = """
+import signal, sys, weakref
+from kvstore.cli.routers.events import _leave
+signal.signal(signal.SIGTERM, _leave)
+gone = type("Gone", (), {})()
+seen = weakref.ref(gone, lambda _: signal.raise_signal(signal.SIGTERM))
+del gone
+sys.exit("the signal was lost")
+"""
+    ran = subprocess.run([sys.executable, "-c", code], check=False, timeout=WAIT_S)
+    assert ran.returncode == 0
+
+
+@pytest.mark.parametrize("publish", [("--http", "0"), pytest.param((), marks=with_zmq)])
+def test_ctrl_c_ends_it(shared_node: NodeProcess, publish: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "kvstore", "events", "--json", "-a", shared_node.address]
+    options = ["--model", "m", "--endpoint", ANYWHERE if not publish else "none", *publish]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["kind"] == "listening"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 130

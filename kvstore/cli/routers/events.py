@@ -1,14 +1,16 @@
 """Run `kvstore events`: tell routers what is stored, over ZMQ and HTTP."""
 
+import os
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.invocation import Invocation
-from kvstore.cli.output import emit, note
+from kvstore.cli.output import deferred_interrupt, emit, note
 from kvstore.cli.routers.query import Hash, Seed
 from kvstore.errors import InvalidRequest
 from kvstore.tools.prompts import HASHES, Hashing
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from kvstore.client import Client
 
 NONE = "none"
+INTERRUPT_S = 0.1
 OBJECTS = ("{hash}_0_k", "{hash}_0_v")  # SGLang's, of one rank
 GROUP = "sglang-hicache:{hash}"
 
@@ -83,12 +86,13 @@ def events(
     hashing = Hashing(hash_name, hash_seed)
     hashing.check()
     said = _Said(run.as_json)
-    with run.client() as client:
+    with deferred_interrupt() as safe_point, run.client() as client:
         if http != NONE:
             _serve(client, http, pool, hashing, said)
         if endpoint == mooncake == NONE:
             while True:
-                signal.pause()
+                safe_point()
+                time.sleep(INTERRUPT_S)
         bridge, publisher, wires = _with_zmq()
 
         def make(context: Any) -> "Sequence[Publisher]":
@@ -104,7 +108,7 @@ def events(
                 made.append(publisher.Publisher(context, wire, at, "", refresh_s))
             return made
 
-        bridge.publish(client, model, client.tenant, make, said)
+        bridge.publish(client, model, client.tenant, make, said, safe_point)
     return ExitCode.OK
 
 
@@ -129,8 +133,8 @@ def _with_zmq() -> tuple[Any, Any, Any]:
 
 
 def _leave(number: int, frame: object) -> NoReturn:
-    """End at once, as the socket's readers know when a publisher is gone."""
-    raise SystemExit(ExitCode.OK)
+    """End at once: nothing is to be saved, and Python ignores exceptions in some callbacks."""
+    os._exit(ExitCode.OK)
 
 
 class _Said:
