@@ -5,10 +5,13 @@
 
 The replay buffer begins with a snapshot, so that it is complete at any time. A new subscriber, and
 a buffer that is full, cause another one: it begins with the event that clears.
+
+All queues share the bytes of a batch. A reader that takes nothing for `UNREAD_S` is disconnected.
 """
 
 import itertools
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -27,6 +30,7 @@ log.addFilter(LogRate())
 HASHES_AT_ONCE = 1024  # of a batch
 BATCHES_MAX = 10_000  # kept since the last snapshot
 HWM = 10_000  # batches that wait for a slow subscriber; then some are lost, which it notices
+UNREAD_S = 30.0
 SNAPSHOT_EVERY_S = 5.0  # at most so often for new subscribers
 ASKED_AT_ONCE = 256  # subscriptions that one visit reads
 REQUESTS_AT_ONCE = 4  # replays that one visit serves
@@ -51,16 +55,17 @@ class Publisher:
         """
         self._wire = wire
         self._refresh_s = refresh_s
-        self._kept: deque[tuple[bytes, bytes]] = deque()
+        self._kept: deque[tuple[bytes, zmq.Frame]] = deque()
         self._since_snapshot = 0
         self._snapshot_s = -SNAPSHOT_EVERY_S
         self._asked = False
-        self._sequence = 0
+        # Higher than those of a bridge before this one: readers may not notice that it ended
+        self._sequence = time.time_ns() // 1000
         self.sockets: list[Any] = []
         self._pub = self._bound(context, zmq.XPUB, endpoint, HWM)
         self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
         most = 2 * BATCHES_MAX + HWM
-        self._router = self._bound(context, zmq.ROUTER, replay, most) if replay else None
+        self._router: Any = self._bound(context, zmq.ROUTER, replay, most) if replay else None
 
     def _bound(self, context: "zmq.Context[Any]", kind: int, endpoint: str, most: int) -> Any:
         socket = context.socket(kind)
@@ -68,6 +73,7 @@ class Publisher:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, most)
         socket.setsockopt(zmq.MAXMSGSIZE, ASKED_NBYTES_MAX)
+        socket.setsockopt(zmq.TCP_MAXRT, round(1000 * UNREAD_S))
         try:
             if "[" in endpoint:
                 socket.setsockopt(zmq.IPV6, 1)
@@ -132,10 +138,12 @@ class Publisher:
             self._sequence += 1
 
     def _send(self, events: Sequence[Event]) -> None:
-        number, batch = self._sequence.to_bytes(8, "big"), self._wire.packed(events)
+        number = self._sequence.to_bytes(8, "big")
+        batch = zmq.Frame(self._wire.packed(events))  # copied once, for all queues
         self._sequence += 1
-        self._since_snapshot += 1
-        self._kept.append((number, batch))
+        if self._router is not None:
+            self._since_snapshot += 1
+            self._kept.append((number, batch))
         self._pub.send_multipart((self._wire.topic, number, batch))
 
     # ---- readers -------------------------------------------------------------------------
@@ -161,7 +169,7 @@ class Publisher:
             log.warning("a replay is asked for by %d frames that are none of the wire", len(frames))
             return
         first = frames[2]
-        for number, batch in itertools.chain(self._kept, [(END, b"")]):
+        for number, batch in itertools.chain(self._kept, [(END, zmq.Frame())]):
             if number >= first or number == END:
                 topic = b"" if number == END else self._wire.topic
                 # A reader that does not read loses what is beyond the limit: ROUTER drops it
@@ -170,7 +178,12 @@ class Publisher:
 
 def check_endpoint(endpoint: str) -> str:
     """Return an endpoint that a socket can listen at. Raises InvalidRequest."""
-    if not endpoint.startswith(("tcp://", "ipc://")):
+    port = re.fullmatch(r"tcp://.+:([0-9]+)", endpoint)
+    if (
+        not endpoint.isascii()
+        or not endpoint.startswith(("tcp://", "ipc://"))
+        or (port and int(port[1]) >= 1 << 16)  # ZMQ takes the low bits
+    ):
         raise InvalidRequest(f"{endpoint[:80]!r} is no address to listen at: tcp://HOST:PORT")
     return endpoint
 

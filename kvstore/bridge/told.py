@@ -10,52 +10,73 @@ from collections.abc import Iterable, Iterator, Sequence
 Sized = dict[int, list[bytes]]  # hashes by the tokens of a block
 
 
+class _Kv:
+    """A KV that has blocks."""
+
+    def __init__(self, bit: int, block_tokens: int) -> None:
+        self.bit = bit
+        self.block_tokens = block_tokens
+        self.blocks = 0
+
+
 class Told:
     """The blocks of one stream; some 120 bytes for each. One thread."""
 
     def __init__(self) -> None:
         self._holders: dict[bytes, int] = {}  # of each hash, the KVs that have it, one bit each
-        self._bits: dict[bytes, int] = {}
-        self._tokens: dict[int, int] = {}  # of a block, by the KV's bit
+        self._kvs: dict[bytes, _Kv] = {}  # a salt per request makes many, one after the other
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def reset(self) -> None:
         """Forget all."""
-        self._holders, self._bits, self._tokens = {}, {}, {}
+        self._holders, self._kvs = {}, {}
 
     def stored(self, kv: bytes, block_tokens: int, hashes: Iterable[bytes]) -> list[bytes]:
         """Take blocks that a KV has; return those that no KV had before."""
-        bit = self._bits.setdefault(kv, 1 << len(self._bits))
-        self._tokens[bit] = block_tokens
-        new = []
+        holder, new = self._kvs.get(kv) or _Kv(self._free_bit(), block_tokens), []
         for key in dict.fromkeys(hashes):
             known = self._holders.get(key, 0)
-            self._holders[key] = known | bit
+            self._holders[key] = known | holder.bit
+            holder.blocks += not known & holder.bit
             if not known:
                 new.append(key)
+        if holder.blocks:
+            self._kvs[kv] = holder
         return new
 
     def removed(self, kv: bytes, hashes: Iterable[bytes]) -> list[bytes]:
         """Take blocks that a KV has no longer; return those that none has any more."""
-        bit, gone = self._bits.get(kv, 0), []
+        holder, gone = self._kvs.get(kv), list[bytes]()
+        if holder is None:
+            return gone
         for key in dict.fromkeys(hashes):
             known = self._holders.get(key, 0)
-            if not known & bit:
+            if not known & holder.bit:
                 continue
-            if known & ~bit:
-                self._holders[key] = known & ~bit
+            holder.blocks -= 1
+            if known & ~holder.bit:
+                self._holders[key] = known & ~holder.bit
             else:
                 del self._holders[key]
                 gone.append(key)
+        if not holder.blocks:
+            del self._kvs[kv]
         return gone
 
     def all(self, at_once: int) -> Iterator[tuple[int, Sequence[bytes]]]:
         """Yield the tokens of a block and so many hashes, of all that is stored now."""
+        tokens_of = {kv.bit: kv.block_tokens for kv in self._kvs.values()}
         by_tokens: Sized = {}
         for key, bits in self._holders.items():
-            by_tokens.setdefault(self._tokens[bits & -bits], []).append(key)
+            by_tokens.setdefault(tokens_of[bits & -bits], []).append(key)
         for tokens, hashes in by_tokens.items():
             for start in range(0, len(hashes), at_once):
                 yield tokens, hashes[start : start + at_once]
+
+    def _free_bit(self) -> int:
+        used = 0
+        for kv in self._kvs.values():
+            used |= kv.bit
+        return ~used & (used + 1)

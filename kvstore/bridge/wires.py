@@ -122,7 +122,8 @@ class MooncakeWire:
                 raise InvalidRequest(f"{template[:60]!r} must contain {{hash}} once")
         self._objects, self._group = tuple(objects), group
         self._about = {"model_name": model, "tenant_id": tenant, "backend_id": pool}
-        self._event_id = 0
+        self._event_id = -len(self._objects)
+        self.packed(self.stored(1, [b""]))  # raises now for a text that can not be encoded
 
     def cleared(self) -> list[Event]:
         """Return RFC 1527's `cleared`, beside which a sequence number is left out."""

@@ -103,6 +103,8 @@ class Root(Group):
             return self._fail(str(failure), failure.code)
         except _ClickException as error:
             return self._fail(_usage_message(error), ExitCode.USAGE)
+        except UnicodeEncodeError as error:  # an argument: its bytes are kept as surrogates
+            return self._fail(f"{error.object[:80]!r} is not UTF-8", ExitCode.USAGE)
         except (KeyboardInterrupt, typer.Abort):
             return self._fail("interrupted", ExitCode.INTERRUPTED)
         except BrokenPipeError:

@@ -75,10 +75,17 @@ def test_missing_extra_is_one_error(kvstore: Kvstore) -> None:
     "options",
     [
         ("--endpoint", "none"),
+        ("--model", ""),
         ("--refresh", "-1"),
+        ("--refresh", "nan"),
         ("--hash", "md5"),
         ("--endpoint", "none", "--http", "x"),
         pytest.param(("--endpoint", "*:1"), marks=with_zmq),
+        pytest.param(("--endpoint", "tcp://127.0.0.1:70000"), marks=with_zmq),
+        pytest.param(("--model", "\udcff"), marks=with_zmq),
+        pytest.param(
+            ("--endpoint", "none", "--mooncake", ANYWHERE, "--pool", "\udcff"), marks=with_zmq
+        ),
         pytest.param(("--endpoint", "tcp://192.0.2.1:1"), marks=with_zmq),
         pytest.param(("--hashes", "md5"), marks=with_zmq),
         pytest.param(("--mooncake", ANYWHERE, "--object-key", "x"), marks=with_zmq),

@@ -11,7 +11,11 @@ pytest.importorskip("msgpack", reason="needs msgpack, of the extra `events`")
 
 import msgpack
 import zmq
+from router_rules import DynamoSharedIndex
+from waiting import wait_until
+from zmq.utils.monitor import recv_monitor_message
 
+from kvstore.bridge import publisher as module
 from kvstore.bridge.publisher import Publisher, check_endpoint
 from kvstore.bridge.told import Told
 from kvstore.bridge.wires import FORMS, MooncakeWire, VllmWire
@@ -40,6 +44,18 @@ def test_block_is_stored_while_one_kv_has_it() -> None:
     told.reset()
     assert [*told.all(8)] == []
     assert told.removed(b"y", [C]) == []
+
+
+def test_bits_of_kvs_that_are_gone_are_used_again() -> None:
+    told = Told()
+    told.stored(b"x", 16, [A])
+    for number in range(1000):
+        kv = number.to_bytes(8, "big")
+        told.stored(kv, 32, [A, B])
+        assert max(told._holders.values()) == 0b11
+        told.stored(b"y", 64, [])
+        assert told.removed(kv, [A, B, C]) == [B]
+    assert [*told.all(8)] == [(16, [A])]
 
 
 def test_events_of_vllm() -> None:
@@ -115,6 +131,71 @@ def test_garbage_from_readers_is_ignored(context: Any) -> None:
         publisher.serve()
         while reader.poll(10):
             answers.append(reader.recv_multipart())
-    assert [int.from_bytes(answer[2], "big", signed=True) for answer in answers] == [0, -1]
+    assert [answer[3] != b"" for answer in answers] == [True, False]
     reader.close()
     publisher.close()
+
+
+def test_reader_that_does_not_read_is_disconnected(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "UNREAD_S", 0.1)
+    publisher = Publisher(context, VllmWire("p", "m"), "tcp://127.0.0.1:*")
+    monitor = publisher.sockets[0].get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    reader = context.socket(zmq.SUB)
+    reader.setsockopt(zmq.RCVHWM, 1)
+    reader.connect(publisher.addresses[0])
+    reader.subscribe(b"")
+    hashes = [number.to_bytes(32, "big") for number in range(1024)]
+
+    def is_gone() -> bool:
+        publisher.serve()
+        publisher.stored(16, hashes)
+        return bool(monitor.poll(1))
+
+    wait_until(is_gone)
+    assert recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+    reader.close()
+    monitor.close()
+    publisher.close()
+
+
+def test_batches_are_kept_for_replays_only(context: Any) -> None:
+    wire = MooncakeWire("p", "m", "default", ["{hash}_0_k"], "{hash}")
+    publisher = Publisher(context, wire, "tcp://127.0.0.1:*")
+    publisher.stored(16, [A, B])
+    assert not publisher._kept
+    publisher.close()
+
+
+def told_again(publisher: Publisher, told: Told, reader: Any) -> list[bytes]:
+    def is_due() -> bool:
+        publisher.serve()
+        reader.poll(10)  # subscribes
+        return publisher.wants_snapshot()
+
+    wait_until(is_due)
+    publisher.snapshot(told)
+    assert reader.poll(60_000)
+    frames: list[bytes] = reader.recv_multipart()
+    return frames
+
+
+def test_bridge_that_starts_again_is_another_stream() -> None:
+    """A reader's socket connects again by itself: only the numbers tell it."""
+    wire = MooncakeWire("p", "m", "default", ["{hash}_0_k", "{hash}_0_v"], "sglang-hicache:{hash}")
+    index, endpoint = DynamoSharedIndex(), "tcp://127.0.0.1:*"
+    with zmq.Context() as readers, readers.socket(zmq.SUB) as reader:
+        reader.subscribe(b"")
+        for stored in (A, B):
+            told = Told()
+            told.stored(b"x", 16, [stored])
+            with zmq.Context() as bridges:
+                publisher = Publisher(bridges, wire, endpoint)
+                if endpoint.endswith("*"):
+                    endpoint = publisher.addresses[0]
+                    reader.connect(endpoint)
+                _, number, batch = told_again(publisher, told, reader)
+                index.apply(int.from_bytes(number, "big"), msgpack.unpackb(batch)[1])
+                publisher.close()
+    assert index.hits([A, B], ("_0_k", "_0_v")) == [False, True]

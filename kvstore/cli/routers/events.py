@@ -81,8 +81,10 @@ def events(
     signal.signal(signal.SIGTERM, _leave)
     if {endpoint, mooncake, http} == {NONE}:
         raise InvalidRequest("nothing to publish: give --endpoint, --mooncake or --http")
-    if refresh_s < 0:
-        raise InvalidRequest("--refresh must not be negative")
+    if not model:  # the feed would tell of all models
+        raise InvalidRequest("--model must not be empty")
+    if not refresh_s >= 0:
+        raise InvalidRequest("--refresh must be a number that is not negative")
     hashing = Hashing(hash_name, hash_seed)
     hashing.check()
     said = _Said(run.as_json)
