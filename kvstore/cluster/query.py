@@ -82,15 +82,20 @@ class _Places:
         self._names = {member.address: member.id for member in view.members} if view else {}
         self._asked: dict[bytes, list[set[str]]] = {}
         self._places: dict[bytes, dict[str, bytes]] = {}
+        self._spaces: dict[bytes, Space] = {}
         self.blocks: dict[bytes, Blocks] = {}
 
     def add(self, address: str, part: pb.QueryPart) -> None:
         """Take what a node has of a namespace."""
-        about = part.about
-        if about.id not in self._places:
-            self._places[about.id] = {}
-            self.blocks.setdefault(about.blocks, Blocks(about)).add(Space(about))
-        self._places[about.id][address] = part.places.ljust(len(self._hashes), b"\0")
+        about, count = part.about, len(self._hashes)
+        known = self._spaces.get(about.id)
+        if known is None or known.is_other(about):
+            if known is not None:
+                self.blocks[known.about.blocks].drop(known)
+            self._spaces[about.id] = Space(about)
+            self.blocks.setdefault(about.blocks, Blocks(about)).add(self._spaces[about.id])
+        places = part.places[:count].ljust(count, b"\0")
+        self._places.setdefault(about.id, {})[address] = places
 
     def leading(self, blocks: Blocks, wanted: int, address: str = "") -> int:
         """Return how many leading blocks are complete in places that are wanted.

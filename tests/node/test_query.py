@@ -12,7 +12,7 @@ from people import MODEL, People, client, namespace
 from kvstore import Client, InvalidRequest
 from kvstore.cluster.query import COPY, DISK, RAM, combined
 from kvstore.cluster.view import Member, View
-from kvstore.keys import part_of
+from kvstore.keys import block_part, part_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.results import HostBlocks, QueryResult
 from node.server import Node
@@ -91,6 +91,28 @@ def test_near_copies_count_for_their_host_only() -> None:
     view = View("fleet", 1, members, replicas=2)
     (found,) = combined({"h:1": reply, "h:2": pb.QueryReply()}, view, keys)
     assert (found.blocks, found.hosts) == (1, alone.hosts), "others do not find the copy"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_member_that_knows_more_tells_what_a_block_needs(first: int) -> None:
+    """A member's row may be older than the part that the engine has named since."""
+    keys, space = Pages("n").keys(*range(3)), Pages("n", part=part_of("c", 0, 2)).namespace
+    known, digest = block_part(space), space.digest
+    older = pb.FeedModel(id=digest, blocks=b"k" * 16, model="n", groups=1, ranks=1)
+    newer = pb.FeedModel(id=digest, blocks=known.id, model="n", groups=2, ranks=1)
+    parts = [pb.QueryPart(about=about, places=bytes([RAM] * 3)) for about in (older, newer)]
+    replies = {"h:1": parts[first], "h:2": parts[1 - first]}
+    view = View("fleet", 1, (Member("n0", "h:1"), Member("n1", "h:2")), replicas=2)
+    found = {address: pb.QueryReply(parts=[part]) for address, part in replies.items()}
+    assert combined(found, view, keys) == [], "the other group has no page"
+
+
+def test_places_that_nobody_asked_for_are_ignored() -> None:
+    keys, space = Pages("n").keys(0), Pages("n").namespace
+    about = pb.FeedModel(id=space.digest, blocks=b"k" * 16, model="n", groups=1, ranks=1)
+    reply = pb.QueryReply(parts=[pb.QueryPart(about=about, places=bytes([RAM] * 9))])
+    view = View("fleet", 1, (Member("n0", "h:1"),), replicas=1)
+    assert only(combined({"h:1": reply}, view, keys)).blocks == 1
 
 
 def test_tenants_are_told_of_their_own(start_node: StartNode, tmp_path: Path) -> None:
