@@ -10,6 +10,7 @@ from kvstore.pb import kvstore_pb2 as pb
 # As in TensorRT-LLM: 0..100, and what a page without a hint has
 PRIORITY_MAX, PRIORITY_DEFAULT, PRIORITY_HIGH = 100, 35, 60
 SESSION_NBYTES_MAX = 64
+SECONDS_MAX = 1e9
 
 
 class HintAction(enum.Enum):
@@ -45,6 +46,8 @@ class Hint:
             raise InvalidRequest(f"priority {self.priority} is not in 0..{PRIORITY_MAX}")
         if self.action in (HintAction.RETAIN, HintAction.PIN) and not self.ttl_s > 0:
             raise InvalidRequest("a hint to keep pages needs a time, ttl_s")
+        if not all(0 <= seconds <= SECONDS_MAX for seconds in (self.ttl_s, self.session_age_s)):
+            raise InvalidRequest(f"a hint's time in seconds is not in 0..{SECONDS_MAX:g}")
         if self.action is HintAction.DELETE and not self.session:
             raise InvalidRequest("a hint to delete needs a session")
         if len(self.session.encode()) > SESSION_NBYTES_MAX:
@@ -57,9 +60,9 @@ class Hint:
             prefix_hashes=prefix_hashes,
             action=self.action.value,
             priority=self.priority,
-            ttl_ms=max(0, round(self.ttl_s * 1000)),
+            ttl_ms=max(int(self.ttl_s > 0), round(self.ttl_s * 1000)),
             session=self.session.encode(),
-            session_age_ms=max(0, round(self.session_age_s * 1000)),
+            session_age_ms=round(self.session_age_s * 1000),
         )
 
 

@@ -136,7 +136,16 @@ def test_wrong_hint_is_refused(
         node.service.call("hint", request, THE_NODE)
 
 
-@pytest.mark.parametrize("wrong", [{"priority": 101}, {"ttl_s": 0.0}, {"session": "x" * 65}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"priority": 101},
+        *({"ttl_s": seconds} for seconds in (0.0, 1e10, float("inf"), float("nan"))),
+        {"session_age_s": -1.0},
+        {"session": "x" * 65},
+    ],
+    ids=str,
+)
 def test_wrong_hint_is_refused_by_the_client(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
         Hint(HintAction.RETAIN, **{"ttl_s": 1.0, **wrong})  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import random
 import resource
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +100,8 @@ def test_hint_round_trips_and_wrong_ones_are_refused() -> None:
             frames.parse_hint(body[:length])
     with pytest.raises(ProtocolError, match="too many"):
         frames.parse_hint(body + b"\0")
+    short = AskedHint(replace(hint, ttl_s=1e-9), [0.0], [])  # regression: it ended the process
+    assert frames.parse_hint(body_of(frames.hint_frame(short))).hint.ttl_s == 0.001
     never = AskedHint(hint, [], [])
     with pytest.raises(ProtocolError, match="never sent"):
         frames.parse_hint(body_of(frames.hint_frame(never)))
