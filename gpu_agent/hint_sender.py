@@ -1,8 +1,8 @@
 """Send hints to the store in the background; an engine never waits for them, nor fails by them.
 
-request's words --- HintSender --- which pages, and how old its session is
-                        |
-                    HintQueue  --- a thread that calls the store
+request's words --- HintSender --- which pages, and when its session began
+                        |  Told
+                    HintQueue  --- a thread that makes hints of the words, and calls the store
 """
 
 import heapq
@@ -10,8 +10,7 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from gpu_agent.hints import RequestHints
@@ -25,41 +24,72 @@ from kvstore.threads import ThreadPool
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
-WAITING_MAX = 1024  # hints about the pages of one namespace; further ones are dropped
+WAITING_MAX = 1024  # words of requests; further ones are dropped
+WAITING_KEYS_MAX = 1 << 19  # of all their pages: 50 MB
 SESSIONS_MAX = 4096
 
 # For each group of layers: the namespaces of all shards, and the keys of the pages, head first.
 Pages: TypeAlias = Sequence[tuple[Sequence[Namespace], Sequence[bytes]]]
 AT_ONCE = (0.0,)
+ALL = range(1 << 32)  # numbers of calls
+
+
+class Told(NamedTuple):
+    """What a request says about pages.
+
+    `tokens`: for each group a token of each page. `began`: when its session began, on the monotonic
+    clock. `over`: only delete the session's own pages.
+    """
+
+    said: RequestHints
+    pages: Pages
+    tokens: Sequence[Sequence[int]]
+    began: float
+    over: bool = False
+
+    def calls(self) -> Iterator[tuple[Hint, Namespace, Sequence[bytes]]]:
+        """Yield the hints of all shards; thousands of pages take milliseconds."""
+        if self.over:
+            hint = Hint(HintAction.DELETE, session=self.said.session)
+            for namespace in itertools.chain(*(namespaces for namespaces, _ in self.pages)):
+                yield hint, namespace, ()
+            return
+        age_s = time.monotonic() - self.began
+        for (namespaces, keys), tokens in zip(self.pages, self.tokens, strict=True):
+            for hint, some in self.said.of_pages(tokens, age_s):
+                for namespace in namespaces:
+                    yield hint, namespace, [keys[at] for at in some]
 
 
 class Send(Protocol):
-    """Take a hint about pages, and seconds after which it is sent. Never waits.
+    """Take what a request says, and seconds after which it is sent. Never waits.
 
     It is sent again, after the next of these seconds, only if pages were refused, such as those
     that were not stored yet.
     """
 
-    def __call__(self, hint: Hint, pages: Pages, after_s: Sequence[float]) -> None:
-        """Take a hint."""
+    def __call__(self, told: Told, after_s: Sequence[float]) -> None:
+        """Take what a request says."""
 
 
 class _Due(NamedTuple):
-    """A hint that waits. Times are monotonic."""
+    """Words that wait. Times are monotonic."""
 
     at: float
-    number: int  # hints that are due together are sent in the order in which they came
-    hint: Hint
-    namespace: Namespace
-    keys: Sequence[bytes]
+    number: int  # those that are due together are sent in the order in which they came
+    told: Told
     again: Sequence[float]
-    since: float  # time of the session's age
+    calls: Container[int]  # numbers of the calls to make
+
+    @property
+    def keys(self) -> int:
+        return sum(len(keys) for _, keys in self.told.pages)
 
 
 class HintQueue:
     """Send hints one after the other. Thread-safe.
 
-    Its thread starts with the first hint. `timeout_s`: of a call.
+    Its thread starts with the first one. `timeout_s`: of a call.
     """
 
     def __init__(self, client: Client, timeout_s: float) -> None:
@@ -68,22 +98,22 @@ class HintQueue:
         self._thread = ThreadPool(1, "kvstore-hints")
         self._changed = Condition()
         self._due: list[_Due] = []  # a heap
+        self._keys = 0  # of these
         self._numbers = itertools.count()
         self._running = False
         self._closed = False
         self.dropped = 0
 
-    def send(self, hint: Hint, pages: Pages, after_s: Sequence[float]) -> None:
-        """Take a hint, as `Send` says."""
+    def send(self, told: Told, after_s: Sequence[float]) -> None:
+        """Take what a request says, as `Send` says."""
         now = time.monotonic()
         first, *again = [now + seconds for seconds in after_s]
-        for namespaces, keys in pages:
-            for namespace in namespaces if keys or hint.action is HintAction.DELETE else ():
-                self._put(_Due(first, next(self._numbers), hint, namespace, keys, again, now))
+        self._put(_Due(first, next(self._numbers), told, again, ALL))
 
     def _put(self, due: _Due) -> None:
         with self._changed:
-            if self._closed or len(self._due) >= WAITING_MAX:
+            full = len(self._due) >= WAITING_MAX or self._keys + due.keys > WAITING_KEYS_MAX
+            if self._closed or full:
                 self.dropped += 1
                 return
             if not self._running:
@@ -94,41 +124,57 @@ class HintQueue:
                     return
                 self._running = True
             heapq.heappush(self._due, due)
+            self._keys += due.keys
             self._changed.notify_all()
 
     def _run(self) -> None:
         while due := self._next():
-            if not self._took(due) and due.again:
+            try:
+                refused = self._refused(due)
+            except Exception:  # the thread goes on with the next request
+                log.exception("hints of a request could not be sent")
+                continue
+            if refused and due.again:
                 at, *again = due.again
-                self._put(due._replace(at=at, again=again))
+                self._put(due._replace(at=at, again=again, calls=refused))
 
     def _next(self) -> _Due | None:
-        """Wait for the next hint that is due; None if there is none."""
+        """Wait for the next words that are due; None if there are none."""
         with self._changed:
             while self._due and not self._closed:
                 left_s = self._due[0].at - time.monotonic()
                 if left_s <= 0:
-                    return heapq.heappop(self._due)
+                    due = heapq.heappop(self._due)
+                    self._keys -= due.keys
+                    return due
                 self._changed.wait(left_s)
             self._running = False
             return None
 
-    def _took(self, due: _Due) -> bool:
+    def _refused(self, due: _Due) -> set[int]:
+        """Make the calls, and return those of which the store refused pages."""
+        refused = set()
+        for number, call in enumerate(due.told.calls()):
+            if self._closed:
+                break
+            if number in due.calls and not self._took(*call):
+                refused.add(number)
+        return refused
+
+    def _took(self, hint: Hint, namespace: Namespace, keys: Sequence[bytes]) -> bool:
         """Send a hint, and return whether the store refused none of the pages."""
-        age_s = due.hint.session_age_s + time.monotonic() - due.since
-        hint = replace(due.hint, session_age_s=age_s)
         try:
-            result = self._client.hint(due.namespace, due.keys, hint, self._timeout_s)
+            result = self._client.hint(namespace, keys, hint, self._timeout_s)
         except KVStoreError as error:  # such as an older node
             log.info("a hint was not sent: %s", error)
             return False
         if result.clipped or result.refused:
-            log.debug("hint %s: %s", due.hint.action.name, result)
+            log.debug("hint %s: %s", hint.action.name, result)
         return not result.refused
 
     @property
     def waiting_count(self) -> int:
-        """Return how many hints wait."""
+        """Return of how many requests words wait."""
         return len(self._due)
 
     def close(self) -> None:
@@ -137,15 +183,16 @@ class HintQueue:
             self._closed = True
             self.dropped += len(self._due)
             self._due.clear()
+            self._keys = 0
             self._changed.notify_all()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
 class HintSender:
-    """Turn what requests say into hints about their pages. Used by one thread.
+    """Say which pages requests tell of, and when their sessions began. Used by one thread.
 
-    `send`: where the hints go. `after_s`: as in `Send`, for all hints but those of a session's last
-    request: they are sent with the last try of others, so that its pages are stored by then.
+    `send`: where it goes. `after_s`: as in `Send`, for all but a session's last
+    request: its words are sent with the last try of others, so that its pages are stored by then.
     """
 
     def __init__(self, send: Send, after_s: Sequence[float] = AT_ONCE) -> None:
@@ -166,12 +213,9 @@ class HintSender:
 
         `tokens`: for each group a token of each page.
         """
-        now = time.monotonic()
-        age_s = now - self._begun.get(said.session, now)
+        began = self._begun.get(said.session, time.monotonic())
         after_s = self._after_s[-1:] if said.ended else self._after_s
-        for (namespaces, keys), ends in zip(pages, tokens, strict=True):
-            for hint, some in said.of_pages(ends, age_s):
-                self._send(hint, [(namespaces, [keys[at] for at in some])], after_s)
+        self._send(Told(said, pages, tokens, began), after_s)
 
     def end(self, said: RequestHints, groups: Sequence[Sequence[Namespace]]) -> None:
         """Delete the pages of a session whose last request has ended.
@@ -179,6 +223,7 @@ class HintSender:
         `groups`: for each group the namespaces of all shards.
         """
         if said.ended and said.session:
-            self._begun.pop(said.session, None)
-            hint = Hint(HintAction.DELETE, session=said.session)
-            self._send(hint, [(namespaces, []) for namespaces in groups], self._after_s[-1:])
+            began = self._begun.pop(said.session, 0.0)
+            pages: Pages = [(namespaces, ()) for namespaces in groups]
+            told = Told(said, pages, [range(0)] * len(groups), began, over=True)
+            self._send(told, self._after_s[-1:])

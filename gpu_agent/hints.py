@@ -11,7 +11,7 @@ never an error of the request.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from kvstore.results.hints import (
 )
 
 PREFIX = "kvstore."
+WORDS = ("session", "priority", "ttl_s", "pin_s", "tiers", "ended", "ranges")
 RETAIN_S = 600.0  # for a priority without a time
 RANGES_MAX = 64  # of all actions together
 ACTIONS_MAX = 64
@@ -63,10 +64,8 @@ class RequestHints(NamedTuple):
         found: list[tuple[Hint, list[int]]] = []
         if self.ended and self.session:
             found.append((Hint(HintAction.RETAIN, 0, RETAIN_S, **named), every))
-        for retention in () if self.ended else self.retentions:
-            some = [at for at in every if retention.start <= places[at] < retention.end]
-            hint = Hint(HintAction.RETAIN, retention.priority, retention.ttl_s, **named)
-            found.append((hint, some))
+        for (priority, ttl_s), some in () if self.ended else self._retained(places):
+            found.append((Hint(HintAction.RETAIN, priority, ttl_s, **named), some))
         if self.session and not found:
             found.append((Hint(HintAction.NAME, **named), every))
         if self.pin_s:
@@ -74,6 +73,19 @@ class RequestHints(NamedTuple):
         if self.demote:
             found.append((Hint(HintAction.DEMOTE, **named), every))
         return [(hint, some) for hint, some in found if some]
+
+    def _retained(self, places: Sequence[int]) -> list[tuple[tuple[int, float], list[int]]]:
+        """Return the pages of each priority and time; of ranges that overlap the last one holds."""
+        chosen: list[tuple[int, float] | None] = [None] * len(places)
+        found: dict[tuple[int, float] | None, list[int]] = {}
+        for priority, ttl_s, start, end in self.retentions:
+            found[priority, ttl_s] = []
+            for at, place in enumerate(places):
+                if start <= place < end:
+                    chosen[at] = priority, ttl_s
+        for at, each in enumerate(chosen):
+            found.setdefault(each, []).append(at)
+        return [(each, some) for each, some in found.items() if each is not None]
 
 
 NOTHING = RequestHints()
@@ -97,11 +109,7 @@ def request_hints(
 
 
 def _ours(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name.removeprefix(PREFIX): value
-        for name, value in params.items()
-        if isinstance(name, str) and name.startswith(PREFIX)
-    }
+    return {word: params[PREFIX + word] for word in WORDS if PREFIX + word in params}
 
 
 def _read(found: RequestHints, words: Mapping[str, Any], actions: tuple[str, ...]) -> RequestHints:
@@ -145,8 +153,9 @@ def _range(words: Mapping[str, Any]) -> Retention | None:
 
 
 def _session(value: Any) -> str:
-    is_name = isinstance(value, str) and len(value.encode(errors="replace")) <= SESSION_NBYTES_MAX
-    return value if is_name and value.isprintable() else ""
+    if not isinstance(value, str) or len(value) > SESSION_NBYTES_MAX or not value.isprintable():
+        return ""
+    return value if len(value.encode()) <= SESSION_NBYTES_MAX else ""
 
 
 def _seconds(value: Any) -> float:

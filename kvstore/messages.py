@@ -10,7 +10,6 @@ from kvstore.errors import InvalidRequest
 from kvstore.keys import Namespace
 from kvstore.layout import LayerGroup, PageLayout, Plane
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.results.hints import Hint, HintAction
 
 # Namespace fields that the message has under the same name; the layout is a message of its own.
 _SCALARS = (
@@ -53,20 +52,6 @@ def parse_namespace(data: bytes) -> Namespace:
         return namespace_value(pb.Namespace.FromString(data))
     except DecodeError as error:
         raise InvalidRequest("namespace: not a Namespace message") from error
-
-
-def parse_hint(data: bytes) -> Hint:
-    """Parse a serialised HintRequest message without its pages.
-
-    Raises InvalidRequest if it is none, or a wrong one.
-    """
-    try:
-        message = pb.HintRequest.FromString(data)
-        action, session = HintAction(message.action), message.session.decode()
-    except (DecodeError, ValueError) as error:
-        raise InvalidRequest(f"not a HintRequest message: {error}") from error
-    seconds, age_s = message.ttl_ms / 1000, message.session_age_ms / 1000
-    return Hint(action, message.priority, seconds, session, age_s)
 
 
 def layout_message(layout: PageLayout) -> pb.PageLayout:

@@ -18,14 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from gpu_agent.hint_sender import HintQueue
+from gpu_agent.hint_sender import HintQueue, Told
 from gpu_agent.outage_log import OutageLog
 from kvstore.client import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, KVStoreError, Unavailable
 from kvstore.keys import Namespace
 from kvstore.results import Tier
-from kvstore.results.hints import Hint
 from kvstore.sync import Future
 from kvstore.threads import ThreadPool
 from kvstore.tracing import NamesRequest, carried, request
@@ -65,8 +64,8 @@ class LookupBackend(Protocol):
     def touch(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[None]":
         """Begin to mark pages as used, heads last."""
 
-    def hint(self, hint: Hint, pages: Question, after_s: Sequence[float]) -> None:
-        """Take a hint, as `gpu_agent.hint_sender.Send` says; it may be lost."""
+    def hint(self, told: Told, after_s: Sequence[float]) -> None:
+        """Take what a request says, as `gpu_agent.hint_sender.Send` says; it may be lost."""
 
     def open(
         self, namespaces: Sequence[Namespace], timeout_s: float
@@ -108,9 +107,9 @@ class ThreadLookups:
         deadline = Deadline(timeout_s)
         return _submitted(self._touches, lambda: touch_all_shards(self._client, question, deadline))
 
-    def hint(self, hint: Hint, pages: Question, after_s: Sequence[float]) -> None:
-        """Give a hint to the thread that sends them."""
-        self.hints.send(hint, pages, after_s)
+    def hint(self, told: Told, after_s: Sequence[float]) -> None:
+        """Give what a request says to the thread that sends it."""
+        self.hints.send(told, after_s)
 
     def open(
         self, namespaces: Sequence[Namespace], timeout_s: float
@@ -329,9 +328,9 @@ class Lookups:
         if len(self._used) < PENDING_MAX // 2:
             self._used.append((request_id, question))
 
-    def hint(self, hint: Hint, pages: Question, after_s: Sequence[float]) -> None:
-        """Send a hint in the background, as `gpu_agent.hint_sender.Send` says."""
-        self._backend.hint(hint, pages, after_s)
+    def hint(self, told: Told, after_s: Sequence[float]) -> None:
+        """Send what a request says in the background, as `gpu_agent.hint_sender.Send` says."""
+        self._backend.hint(told, after_s)
 
     def open(self, namespaces: Sequence[Namespace]) -> None:
         """Connect and register in the background: the first request need not wait for it."""

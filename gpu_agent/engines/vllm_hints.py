@@ -1,13 +1,21 @@
 """Tell the store what vLLM's requests say about their pages' future (`gpu_agent/hints.py`)."""
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from vllm.logger import init_logger
 
 from gpu_agent.blocks.groups import BlockGroup
 from gpu_agent.blocks.lookups import Lookups
 from gpu_agent.blocks.scheduler import BlockScheduler
 from gpu_agent.hint_sender import HintSender
 from gpu_agent.hints import NOTHING, RequestHints, request_hints
+from kvstore.log_rate import LogRate
+
+log = init_logger("vllm.kvstore.hints")
+logging.getLogger(log.name).addFilter(LogRate())
 
 # After the end of a request, whose last pages may not be stored yet
 AFTER_S = (0.25, 2.0)
@@ -17,6 +25,14 @@ def said_by(request: Any) -> RequestHints:
     """Return what a request, or a tier's context of one, says; vLLM 0.32 has no envelope."""
     params, envelope = request.kv_transfer_params, getattr(request, "kv_hints", None)
     return request_hints(params, envelope) if params or envelope is not None else NOTHING
+
+
+@contextlib.contextmanager
+def _harmless() -> Iterator[None]:
+    try:
+        yield
+    except Exception:  # vLLM's scheduler, and with it all requests, would end
+        log.exception("kvstore: the hints of a request are lost")
 
 
 class RequestHinter:
@@ -34,11 +50,16 @@ class RequestHinter:
 
     def begin(self, request: Any) -> None:
         """Note the session of a new request."""
-        self._sender.begin(said_by(request))
+        with _harmless():
+            self._sender.begin(said_by(request))
 
     def finish(self, request: Any) -> None:
         """Send what a request says, and end its session if it was the last."""
-        if (said := said_by(request)) is NOTHING:
+        with _harmless():
+            self._finish(request)
+
+    def _finish(self, request: Any) -> None:
+        if (said := said_by(request)) == NOTHING:
             return
         pages = self._scheduler.question(request)
         ends = [

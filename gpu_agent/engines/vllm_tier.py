@@ -247,7 +247,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def _finish(self, job_id: int, job: "_TierJob") -> Any:
         moved, lost = job.outcome()
-        if moved and (said := said_by(job.context)) is not NOTHING:
+        if moved and (said := said_by(job.context)) != NOTHING:
             ends = [job.context.get_offload_key_position(key) or 1 for key in moved]
             self._hints.send(said, [([self.namespace], moved)], [[end - 1 for end in ends]])
         if job.is_load:

@@ -10,7 +10,7 @@
     RETIRE    engine -> worker   agent: it ends its jobs and takes no more
     ASK       engine -> worker   lookup: number, deadline; namespaces and keys per group; trace
     TOUCH     engine -> worker   the same fields: mark these pages as used
-    HINT      engine -> worker   the hint, seconds after which it is sent; then as a lookup's
+    HINT      engine -> worker   JSON: a request's words, where its pages end; then as a lookup's
     CLOSE     engine -> worker   seconds: running jobs end, then the process ends
     READY     worker -> engine   answer to SETUP: when it became ready, on the monotonic clock
     GATHERED  worker -> engine   order: its blocks have been read
@@ -36,10 +36,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore import messages
+from gpu_agent.hints import RequestHints, Retention
 from kvstore.errors import Exhausted, InvalidRequest, ProtocolError
 from kvstore.keys import PREFIX_HASH_NBYTES_MAX
-from kvstore.results.hints import Hint
 from kvstore.tracing import PACKED_NBYTES, REQUESTS_MAX
 
 HEADER = struct.Struct("<IB")
@@ -137,9 +136,15 @@ class Question:
 
 @dataclass(frozen=True)
 class AskedHint:
-    """A hint about the pages of a question's groups, and seconds after which it is sent."""
+    """What a request says, as in `gpu_agent.hint_sender.Told`, and after which seconds to send it.
 
-    hint: Hint
+    `groups`: as in a question.
+    """
+
+    said: RequestHints
+    tokens: Sequence[range]
+    began: float
+    over: bool
     after_s: Sequence[float]
     groups: Sequence[tuple[Sequence[int], Sequence[bytes]]]
 
@@ -255,25 +260,30 @@ def parse_question(body: bytes) -> Question:
 
 
 def hint_frame(asked: AskedHint) -> bytes:
-    """Build the frame of a hint. Raises InvalidRequest for one that is too large."""
-    hint = asked.hint.message(b"", ()).SerializeToString()
-    parts = [_COUNT.pack(len(hint)), hint, bytes((len(asked.after_s),))]
-    parts += map(_SECONDS.pack, asked.after_s)
-    return frame(Kind.HINT, b"".join(parts) + _question_body(Question(0, 0.0, asked.groups)))
+    """Build the frame of a request's words. Raises InvalidRequest for one that is too large."""
+    tokens = [(each.start, each.stop, each.step) for each in asked.tokens]
+    facts = json.dumps((asked.said, tokens, asked.began, asked.over, list(asked.after_s))).encode()
+    body = _question_body(Question(0, 0.0, asked.groups))
+    return frame(Kind.HINT, _COUNT.pack(len(facts)) + facts + body)
 
 
 def parse_hint(body: bytes) -> AskedHint:
-    """Parse a hint. Raises ProtocolError."""
+    """Parse a request's words. Raises ProtocolError."""
     reader = _Reader(body)
-    message = reader.take(reader.unpack(_COUNT)[0])
-    after_s = [reader.unpack(_SECONDS)[0] for _ in range(reader.take(1)[0])]
+    facts = reader.take(reader.unpack(_COUNT)[0])
     try:
-        hint = messages.parse_hint(message)
-    except InvalidRequest as error:
-        raise ProtocolError(f"no hint: {error}") from error
+        said, tokens, began, over, after_s = json.loads(facts)
+        session, retentions, *others = said
+        said = RequestHints(session, tuple(Retention(*each) for each in retentions), *others)
+        tokens = [range(*each) for each in tokens]
+    except (ValueError, TypeError) as error:
+        raise ProtocolError(f"no words: {error}") from error
     if not after_s:
         raise ProtocolError("a hint that is never sent")
-    return AskedHint(hint, after_s, parse_question(reader.rest()).groups)
+    groups = parse_question(reader.rest()).groups
+    if list(map(len, tokens)) != [len(keys) for _, keys in groups]:
+        raise ProtocolError("tokens of another number of pages")
+    return AskedHint(said, tokens, began, over, after_s, groups)
 
 
 def answer_frame(answer: Answer) -> bytes:
@@ -436,12 +446,12 @@ class EngineEnd:
         self._unsent = bytearray()
         self._received = bytearray()
 
-    def put(self, data: bytes) -> None:
+    def put(self, data: bytes, unsent_nbytes_max: int = UNSENT_NBYTES_MAX) -> None:
         """Queue `data` for the next `flush`.
 
-        Raises Exhausted, and drops `data`, if too much is unsent.
+        Raises Exhausted, and drops `data`, if too much would be unsent.
         """
-        if len(self._unsent) + len(data) > UNSENT_NBYTES_MAX:
+        if len(self._unsent) + len(data) > unsent_nbytes_max:
             raise Exhausted(f"{len(self._unsent)} bytes of orders wait for the agents' process")
         self._unsent += data
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gpu_agent.blocks.lookups import Answer, Question
+from gpu_agent.hint_sender import Told
 from gpu_agent.worker import frames
 from gpu_agent.worker.frames import Kind
 from gpu_agent.worker.worker_process import TIMEOUTS, WorkerProcess, WorkerTimeouts
@@ -21,7 +22,6 @@ from kvstore.errors import Exhausted, InvalidRequest, ProtocolError, Unavailable
 from kvstore.keys import Namespace
 from kvstore.messages import namespace_message
 from kvstore.results import Tier
-from kvstore.results.hints import Hint
 from kvstore.sync import Future
 from kvstore.tracing import packed_now
 from kvstore.transports.status import from_status
@@ -29,6 +29,7 @@ from kvstore.transports.status import from_status
 # Registered with one process: a shard of each group, again after each change of the epoch
 NAMESPACES_MAX = 1 << 14
 _TIERS = bytes((0, *Tier))  # of a key
+HINTS_NBYTES_MAX = 16 << 20  # that the process has not read yet, half of what may wait
 NAMED = 64  # of the newest ones, registered with a new process at its start; others on demand
 
 
@@ -66,16 +67,22 @@ class ProcessLookups:
         """Send a touch."""
         return self._ask(Kind.TOUCH, question, timeout_s)
 
-    def hint(self, hint: Hint, pages: Question, after_s: Sequence[float]) -> None:
-        """Send a hint; it is lost if the process is not ready, or has too much to do."""
+    def hint(self, told: Told, after_s: Sequence[float]) -> None:
+        """Send what a request says; it is lost if the process is not ready, or has too much to do.
+
+        Lookups always find room behind it: by one without an answer a process that hangs is known.
+        """
         if not (self._child.listens and self._child.ready):
             return
         with contextlib.suppress(Exhausted, InvalidRequest):
             groups = [
                 ([self._number(namespace) for namespace in namespaces], keys)
-                for namespaces, keys in pages
+                for namespaces, keys in told.pages
             ]
-            self._child.give(frames.hint_frame(frames.AskedHint(hint, after_s, groups)))
+            tokens = [each for each in told.tokens if isinstance(each, range)]
+            assert len(tokens) == len(groups), "a scheduler's blocks follow each other"
+            asked = frames.AskedHint(told.said, tokens, told.began, told.over, after_s, groups)
+            self._child.give(frames.hint_frame(asked), HINTS_NBYTES_MAX)
             self._child.poll()  # the engine may idle after this request
 
     def open(

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from gpu_agent.blocks.lookups import Question, ThreadLookups
+from gpu_agent.hint_sender import Told
 from gpu_agent.worker import frames
 from gpu_agent.worker.frames import AgentsEnd, Kind
 from kvstore.client import Client
@@ -51,7 +52,9 @@ class LookupWorker:
                 self._ask(kind, frames.parse_question(body))
             elif kind is Kind.HINT:
                 asked = frames.parse_hint(body)
-                self._lookups.hint(asked.hint, self._named(asked.groups), asked.after_s)
+                pages = self._named(asked.groups)
+                told = Told(asked.said, pages, asked.tokens, asked.began, asked.over)
+                self._lookups.hint(told, asked.after_s)
             elif kind is Kind.ADD:
                 self._add(frames.parse_facts(body))
             elif kind is Kind.CLOSE:

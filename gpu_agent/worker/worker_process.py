@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gpu_agent.worker import frames
-from gpu_agent.worker.frames import EngineEnd, Kind
+from gpu_agent.worker.frames import UNSENT_NBYTES_MAX, EngineEnd, Kind
 from kvstore import programs
 from kvstore.errors import Exhausted, ProtocolError
 
@@ -159,13 +159,13 @@ class WorkerProcess:
         self._overdue_since = None
         self.tell(setup)
 
-    def give(self, frame: bytes) -> None:
+    def give(self, frame: bytes, unsent_nbytes_max: int = UNSENT_NBYTES_MAX) -> None:
         """Queue a frame, to be sent with others by the next `poll`.
 
-        Raises Exhausted, and drops the frame, if too much is unsent.
+        Raises Exhausted, and drops the frame, if too much would be unsent.
         """
         if self._channel is not None:
-            self._channel.put(frame)
+            self._channel.put(frame, unsent_nbytes_max)
 
     def tell(self, frame: bytes) -> None:
         """Send a frame now, as far as possible without waiting.

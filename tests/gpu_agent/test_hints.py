@@ -1,5 +1,6 @@
 """The engines' words for hints, and their way to a node."""
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from waiting import wait_until
 
 from gpu_agent import hint_sender
 from gpu_agent.blocks.lookups import Lookups
-from gpu_agent.hint_sender import HintQueue, HintSender
+from gpu_agent.hint_sender import HintQueue, HintSender, Told
 from gpu_agent.hints import (
     ACTIONS_MAX,
     NOTHING,
@@ -95,6 +96,17 @@ def test_ranges_of_many_actions_are_bounded_together() -> None:
     assert len(said.retentions) <= RANGES_MAX + ACTIONS_MAX
 
 
+def test_of_ranges_that_overlap_the_last_one_holds() -> None:
+    """Regression: each of them was a hint about all of its pages."""
+    ranges = [
+        {"token_start": 0, "token_end": end, "priority": priority, "duration_ms": 5000}
+        for end, priority in ((64, 90), (48, 80), (32, 90), (16, 70))
+    ]
+    said = request_hints({"kvstore.session": "a", "kvstore.ranges": ranges})
+    sent = said.of_pages(range(15, 79, 16))
+    assert [(hint.priority, some) for hint, some in sent] == [(90, [1, 3]), (80, [2]), (70, [0])]
+
+
 def test_session_without_other_words_is_named() -> None:
     ((hint, some),) = RequestHints("a").of_pages([0, 16], age_s=3.0)
     assert (hint.action, hint.session, hint.session_age_s, some) == (
@@ -125,6 +137,12 @@ def hinted() -> Iterator[Client]:
 
 def test_sender_tells_a_node_and_ends_the_session(hinted: Client) -> None:
     tell(hinted, PAGES, PAGES.keys(1, 2, 3))
+
+
+def told_of(said: RequestHints, keys: list[bytes], age_s: float = 0.0) -> Told:
+    """Return what a request of a session of this age says of pages."""
+    groups = [([PAGES.namespace], keys)]
+    return Told(said, groups, [range(0, 16 * len(keys), 16)], time.monotonic() - age_s)
 
 
 def begin_early(sender: HintSender, said: RequestHints) -> None:
@@ -177,10 +195,10 @@ def test_hint_that_is_due_overtakes_a_later_one(hinted: Client) -> None:
     queue = HintQueue(hinted, 30.0)
     keys = PAGES.keys(21)
     PAGES.put(hinted, keys)
-    names = Hint(HintAction.NAME, session="due")
+    told = told_of(RequestHints("due"), keys)
     before = hinted.node_status().hints.session_count
-    queue.send(names, [([PAGES.namespace], keys)], (3600.0,))
-    queue.send(names, [([PAGES.namespace], keys)], (0.0,))
+    queue.send(told, (3600.0,))
+    queue.send(told, (0.0,))
     wait_until(lambda: hinted.node_status().hints.session_count == before + 1)
     assert queue.waiting_count == 1
     queue.close()
@@ -197,8 +215,7 @@ def test_session_grows_older_while_its_hint_waits(monkeypatch: pytest.MonkeyPatc
             return HintResult(refused=1)
 
     queue: Any = HintQueue(Recorder(), 1.0)  # type: ignore[arg-type]
-    name = Hint(HintAction.NAME, session="a", session_age_s=10.0)
-    queue.send(name, [([PAGES.namespace], PAGES.keys(1))], (0.0, 0.3))
+    queue.send(told_of(RequestHints("a"), PAGES.keys(1), age_s=10.0), (0.0, 0.3))
     wait_until(lambda: len(sent) == 2)
     queue.close()
     assert 10.0 <= sent[0].session_age_s <= sent[1].session_age_s - 0.25
@@ -221,9 +238,56 @@ def test_queue_drops_what_exceeds_it_and_survives_a_lost_node(
     assert queue.dropped == 1
 
 
+def test_queue_bounds_the_pages_of_waiting_words(
+    nobody: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hint_sender, "WAITING_KEYS_MAX", 5)
+    queue, told = HintQueue(nobody, 0.1), told_of(RequestHints("a"), PAGES.keys(1, 2))
+    for seconds in (0.0, 3600.0, 3600.0, 3600.0):
+        queue.send(told, (seconds,))
+        if not seconds:
+            wait_until(lambda: not queue.waiting_count)  # frees its place
+    assert (queue.waiting_count, queue.dropped) == (2, 1)
+    queue.close()
+
+
+def test_queue_goes_on_after_a_call_that_fails_unexpectedly() -> None:
+    """Regression: its thread ended, and further hints waited for ever."""
+    asked: list[Hint] = []
+
+    class Broken:
+        def hint(self, namespace: Any, keys: Any, hint: Hint, timeout_s: float) -> HintResult:
+            asked.append(hint)
+            raise ValueError("unexpected")
+
+    queue: Any = HintQueue(Broken(), 1.0)  # type: ignore[arg-type]
+    for count in (1, 2):
+        queue.send(told_of(RequestHints("a"), PAGES.keys(1)), (0.0,))
+        wait_until(lambda count=count: len(asked) == count)  # type: ignore[misc]
+    queue.close()
+
+
+def test_closed_queue_makes_no_further_call_of_a_request() -> None:
+    """A request of many shards may need hundreds, each as long as its deadline."""
+    asked: list[Hint] = []
+
+    class Slow:
+        def hint(self, namespace: Any, keys: Any, hint: Hint, timeout_s: float) -> HintResult:
+            asked.append(hint)
+            wait_until(lambda: queue._closed)
+            return HintResult(refused=1)
+
+    queue: Any = HintQueue(Slow(), 1.0)  # type: ignore[arg-type]
+    groups = [([PAGES.namespace] * 100, PAGES.keys(1))]
+    queue.send(Told(RequestHints("a"), groups, [range(1)], 0.0), (0.0, 1.0))
+    wait_until(lambda: asked)
+    queue.close()
+    assert (len(asked), queue.waiting_count) == (1, 0)
+
+
 def test_sessions_of_a_sender_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hint_sender, "SESSIONS_MAX", 3)
-    sender = HintSender(lambda hint, pages, after_s: None)
+    sender = HintSender(lambda told, after_s: None)
     for name in "abcabd":
         sender.begin(RequestHints(name))
     assert list(sender._begun) == ["a", "b", "d"]
@@ -237,7 +301,10 @@ def test_hint_of_a_scheduler_reaches_the_node(hinted: Client, where: str) -> Non
     keys = pages.keys(1, 2)
     pages.put(hinted, keys)
     before = hinted.node_status().hints.retained_count
-    hint = Hint(HintAction.RETAIN, 90, 60.0, "s")
-    lookups.hint(hint, [([pages.namespace], keys), ([pages.namespace], [])], (0.0, 0.1))
+    # Regression: a time of less than a millisecond ended the process
+    for ttl_s in (1e-9, 60.0):
+        said = RequestHints("s", (Retention(90, ttl_s),))
+        groups = [([pages.namespace], keys), ([pages.namespace], [])]
+        lookups.hint(Told(said, groups, [range(2), range(0)], time.monotonic()), (0.0, 0.1))
     wait_until(lambda: hinted.node_status().hints.retained_count == before + 2)
     lookups.close()

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import pytest
 
+from gpu_agent.hints import RequestHints, Retention
 from gpu_agent.worker import frames
 from gpu_agent.worker import frames as channel_module
 from gpu_agent.worker.frames import AgentsEnd, AskedHint, EngineEnd, Kind, Loaded, Order, Saved
 from gpu_agent.worker.ipc_memory import opened_storages
 from kvstore.errors import ConfigError, Exhausted, InvalidRequest, ProtocolError
-from kvstore.results.hints import Hint, HintAction
 
 ORDER = Order(7, 2, -1, 12.5, [b"k" * 32, b"l" * 16], {"block": bytes(16), "token": b""})
 
@@ -90,9 +90,10 @@ def test_question_of_many_requests_round_trips_and_long_keys_are_refused() -> No
             frames.parse_question(head + bytes(sum(lengths)) + b"\0")
 
 
-def test_hint_round_trips_and_wrong_ones_are_refused() -> None:
-    hint = Hint(HintAction.RETAIN, 90, 1.5, "session", 0.25)
-    asked = AskedHint(hint, [0.0, 2.0], [([1, 2], [b"k" * 32]), ([0], [])])
+def test_words_of_a_request_round_trip_and_wrong_ones_are_refused() -> None:
+    said = RequestHints("session", (Retention(90, 1.5), Retention(9, 1.0, 16, 64)), 0.5, True)
+    groups = [([1, 2], [b"k" * 32, b"l" * 32]), ([0], [])]
+    asked = AskedHint(said, [range(15, 47, 16), range(0)], 7.5, False, [0.0, 2.0], groups)
     body = body_of(frames.hint_frame(asked))
     assert frames.parse_hint(body) == asked
     for length in range(len(body)):
@@ -100,15 +101,14 @@ def test_hint_round_trips_and_wrong_ones_are_refused() -> None:
             frames.parse_hint(body[:length])
     with pytest.raises(ProtocolError, match="too many"):
         frames.parse_hint(body + b"\0")
-    short = AskedHint(replace(hint, ttl_s=1e-9), [0.0], [])  # regression: it ended the process
-    assert frames.parse_hint(body_of(frames.hint_frame(short))).hint.ttl_s == 0.001
-    never = AskedHint(hint, [], [])
-    with pytest.raises(ProtocolError, match="never sent"):
-        frames.parse_hint(body_of(frames.hint_frame(never)))
-    # A priority that no hint has: the field's byte is changed
-    wrong = body.replace(bytes((90,)), bytes((101,)), 1)
-    with pytest.raises(ProtocolError, match="no hint: priority 101"):
-        frames.parse_hint(wrong)
+    for wrong, why in (
+        (replace(asked, after_s=[]), "never sent"),
+        (replace(asked, tokens=[range(15, 16), range(0)]), "of another number of pages"),
+        (replace(asked, said=said[:1]), "no words"),
+        (replace(asked, said=("session", [[1, 2, 3, 4, 5]])), "no words"),
+    ):
+        with pytest.raises(ProtocolError, match=why):
+            frames.parse_hint(body_of(frames.hint_frame(wrong)))
 
 
 def test_frames_arrive_whole_in_any_pieces() -> None:

@@ -2,6 +2,7 @@
 
 import secrets
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from block_store import BLOCK
 
 from gpu_agent.blocks.backends import ShardPool
 from gpu_agent.blocks.lookups import Lookups
+from gpu_agent.hint_sender import Told
+from gpu_agent.hints import RequestHints, Retention
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.options import AgentConfig
 from gpu_agent.worker import frames, lookup_client
@@ -181,6 +184,36 @@ def test_touches_of_one_step_are_sent_together(fake_process: FakeProcess) -> Non
     answer(sock, questions)
     lookups.poll()
     assert sent_frames(sock) == []
+
+
+def told(count: int, **words: Any) -> Told:
+    """Return what a request says about so many pages."""
+    said = RequestHints("session", **words)
+    return Told(said, [([NAMESPACE], keys(count))], [range(count)], 0.0)
+
+
+def test_words_of_a_request_are_one_message(fake_process: FakeProcess) -> None:
+    """Regression: each of a hundred ranges took its pages' keys with it, half a second long."""
+    asker, sock = fake_process
+    asker.open([NAMESPACE], 5.0)
+    sent_frames(sock)
+    ranges = tuple(Retention(at, 5.0, 0, 1000 - at) for at in range(100))
+    asker.hint(told(1000, retentions=ranges), (0.25, 2.0))
+    ((kind, body),) = sent_frames(sock)
+    assert kind is Kind.HINT
+    assert len(body) < 45_000
+    assert frames.parse_hint(body).said.retentions == ranges
+
+
+def test_hints_leave_room_for_lookups(fake_process: FakeProcess) -> None:
+    """Regression: a stopped process whose buffer is full of hints got no lookup, and stayed."""
+    asker, _ = fake_process
+    asker.open([NAMESPACE], 5.0)
+    some = told(1 << 16)  # 2 MiB
+    for _ in range(20):
+        asker.hint(some, (0.0,))
+    assert not asker.look_up([([NAMESPACE], keys(1 << 16))], 5.0).done()
+    assert asker.overdue(time.monotonic() + 60.0)
 
 
 def test_combined_messages_fit_a_frame(fake_process: FakeProcess) -> None:

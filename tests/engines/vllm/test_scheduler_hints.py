@@ -10,8 +10,8 @@ import pytest
 from scheduler_engine import Engine, Engines, answer, start_node, tokens
 from waiting import wait_until
 
+from gpu_agent.hint_sender import Told
 from kvstore import Client, ClientConfig
-from kvstore.results.hints import Hint
 from kvstore.tools.node_process import NodeProcess
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -94,15 +94,30 @@ def test_no_request_fails_by_wrong_words_or_a_lost_node(
     assert away.outputs["r"] == answer(P, 8)
 
 
+class Hostile:
+    """Raise for every attribute."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+@pytest.mark.parametrize("where", ["envelope", "words"])
+def test_words_that_raise_end_no_engine(make: Engines, where: str) -> None:
+    engine = make()
+    said = {"kvstore.session": "a", "kvstore.priority": Hostile()}
+    request = engine.add("r", P, kv_transfer_params=said if where == "words" else None)
+    request.kv_hints = Hostile() if where == "envelope" else None
+    engine.run()
+    assert engine.outputs["r"] == answer(P, 8)
+
+
 def test_requests_that_the_store_skips_send_nothing(
     make: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[Hint] = []
+    sent: list[Told] = []
     engine = make()
     assert engine.connector._lookups is not None
-    monkeypatch.setattr(
-        engine.connector._lookups, "hint", lambda hint, pages, after_s: sent.append(hint)
-    )
+    monkeypatch.setattr(engine.connector._lookups, "hint", lambda told, after_s: sent.append(told))
     said = {"kvstore.skip": True, "kvstore.session": "a", "kvstore.priority": 90}
     run(engine, P, kv_transfer_params=said)
     assert sent == []
