@@ -32,7 +32,9 @@ TOKENS_MAX = 1 << 32
 MARK_NBYTES = 16  # of a digest in a ticket
 PAUSE_S = 0.005  # between two probes at first; then this share of the wait so far,
 PAUSE_SHARE = 16
-PAUSE_S_MAX = 0.05  # and at most this
+PAUSE_S_MAX = 0.05  # at most this,
+# and at least this for each request that waits, since a probe costs the engine 50 us
+PAUSE_EACH_S = 0.001
 WAITING_MAX = 256  # requests that wait at a time; further ones do not
 
 
@@ -100,6 +102,7 @@ class _Waiting:
     began_at: float
     probed_at: float  # when the last answer came
     probing: bool = False
+    rests_until: float = 0.0  # nothing is asked for it before
 
 
 class Handovers:
@@ -198,6 +201,11 @@ class Handovers:
         key = request.block_hashes[tokens // self._hash_tokens - 1]
         return hashlib.sha256(key).digest()[:MARK_NBYTES].hex()
 
+    def rests(self, request_id: str) -> bool:
+        """Return whether nothing new can be known of what a request waits for."""
+        waiting = self._waiting.get(request_id)
+        return waiting is not None and self._clock() < waiting.rests_until
+
     def goal(self, request_id: str) -> int:
         """Return how many tokens a request waits for; 0 if it does not wait."""
         waiting = self._waiting.get(request_id)
@@ -229,9 +237,12 @@ class Handovers:
             if all(map(all, found)):
                 return Next.LOOK
         pause_s = min(max(PAUSE_S, (now - waiting.began_at) / PAUSE_SHARE), PAUSE_S_MAX)
-        if now >= waiting.probed_at + pause_s:
+        due_at = waiting.probed_at + max(pause_s, PAUSE_EACH_S * len(self._waiting))
+        if now >= due_at:
             self._lookups.ask(probe_id, waiting.probe)
             waiting.probing = True
+        else:
+            waiting.rests_until = min(due_at, waiting.began_at + self._wait_s)
         return Next.WAIT
 
     def drop(self, request_id: str) -> None:

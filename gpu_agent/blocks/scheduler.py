@@ -172,6 +172,8 @@ class BlockScheduler:
         if tracked is None or tracked.load_failed:
             self._hit_reported = True
             return 0
+        if self._handovers.rests(request.request_id):
+            return None
         age_s = self._lookups.age_s(request.request_id)
         if age_s is None:  # it was preempted after its first admission
             self._ask(request)
@@ -207,8 +209,7 @@ class BlockScheduler:
     def _waits(self, tracked: TrackedRequest, local_tokens: int, end: int) -> bool:
         """Return whether a request waits for its handover. `end`: of what it could have now."""
         request = tracked.request
-        goal = self._handovers.goal(request.request_id)
-        if not goal:
+        if not (goal := self._handovers.goal(request.request_id)):
             return False
         few = goal - local_tokens < self._min_tokens
         if few or self._declines(tracked, local_tokens, goal):

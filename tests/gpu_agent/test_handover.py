@@ -90,6 +90,42 @@ def test_probes_are_few_and_the_wait_ends() -> None:
     assert waiting.handovers.counts.handovers_short == 1
 
 
+def test_many_that_wait_make_no_more_probes_than_few() -> None:
+    """Regression: 256 took a quarter of the scheduler's time."""
+    waiting = Waiting(wait_s=0.5)
+    names = [str(number) for number in range(200)]
+    for name in names:
+        waiting.expect(name)
+    while waiting.handovers.goal("0"):
+        for _, done in waiting.backend.asked:
+            if not done.done():
+                done.set_result((b"\0",))
+        for name in names:
+            assert waiting.handovers.rests(name) or waiting.handovers.next(name, 0)
+        waiting.now += 0.005
+    assert waiting.now < 100.6
+    assert 200 <= len(waiting.backend.asked) <= 200 + 500
+
+
+def test_request_rests_until_something_can_be_new() -> None:
+    waiting = Waiting(wait_s=0.008)
+    assert not waiting.handovers.rests("r")
+    waiting.expect()
+    assert not waiting.handovers.rests("r")
+    assert waiting.handovers.next("r", 0) is Next.WAIT
+    assert waiting.handovers.rests("r")
+    waiting.now += 0.006
+    assert not waiting.handovers.rests("r")
+    assert waiting.handovers.next("r", 0) is Next.WAIT  # probes
+    assert not waiting.handovers.rests("r")
+    waiting.answer(0)
+    assert waiting.handovers.next("r", 0) is Next.WAIT
+    assert waiting.handovers.rests("r")
+    waiting.now += 0.003  # the wait is over before the next probe
+    assert not waiting.handovers.rests("r")
+    assert waiting.handovers.next("r", 0) is Next.LOOK
+
+
 def test_failed_probe_ends_the_wait() -> None:
     waiting = Waiting()
     waiting.expect()
