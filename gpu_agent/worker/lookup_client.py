@@ -29,7 +29,7 @@ from kvstore.transports.status import from_status
 # Registered with one process: a shard of each group, again after each change of the epoch
 NAMESPACES_MAX = 1 << 14
 _TIERS = bytes((0, *Tier))  # of a key
-HINTS_NBYTES_MAX = 16 << 20  # that the process has not read yet, half of what may wait
+HINTS_NBYTES_MAX = 8 << 20  # that the process has not read yet, a quarter of what may wait
 NAMED = 64  # of the newest ones, registered with a new process at its start; others on demand
 
 
