@@ -57,8 +57,9 @@ class Told(NamedTuple):
         age_s = time.monotonic() - self.began
         for (namespaces, keys), tokens in zip(self.pages, self.tokens, strict=True):
             for hint, some in self.said.of_pages(tokens, age_s):
+                chosen = [keys[at] for at in some]
                 for namespace in namespaces:
-                    yield hint, namespace, [keys[at] for at in some]
+                    yield hint, namespace, chosen
 
 
 class Send(Protocol):
