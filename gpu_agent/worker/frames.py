@@ -276,12 +276,13 @@ def parse_hint(body: bytes) -> AskedHint:
         session, retentions, *others = said
         said = RequestHints(session, tuple(Retention(*each) for each in retentions), *others)
         tokens = [range(*each) for each in tokens]
-    except (ValueError, TypeError) as error:
+        counts, began, after_s = list(map(len, tokens)), float(began), list(map(float, after_s))
+    except (ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(f"no words: {error}") from error
     if not after_s:
         raise ProtocolError("a hint that is never sent")
     groups = parse_question(reader.rest()).groups
-    if list(map(len, tokens)) != [len(keys) for _, keys in groups]:
+    if counts != [len(keys) for _, keys in groups]:
         raise ProtocolError("tokens of another number of pages")
     return AskedHint(said, tokens, began, over, after_s, groups)
 

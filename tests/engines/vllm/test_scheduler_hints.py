@@ -111,13 +111,22 @@ def test_words_that_raise_end_no_engine(make: Engines, where: str) -> None:
     assert engine.outputs["r"] == answer(P, 8)
 
 
+@pytest.mark.parametrize("skipped", ["skip", "resumable"])
 def test_requests_that_the_store_skips_send_nothing(
-    make: Engines, monkeypatch: pytest.MonkeyPatch
+    make: Engines, monkeypatch: pytest.MonkeyPatch, skipped: str
 ) -> None:
     sent: list[Told] = []
     engine = make()
     assert engine.connector._lookups is not None
     monkeypatch.setattr(engine.connector._lookups, "hint", lambda told, after_s: sent.append(told))
-    said = {"kvstore.skip": True, "kvstore.session": "a", "kvstore.priority": 90}
-    run(engine, P, kv_transfer_params=said)
+    said = {"kvstore.session": "a", "kvstore.priority": 90}
+    if skipped == "skip":
+        run(engine, P, kv_transfer_params={"kvstore.skip": True, **said})
+    else:  # its client may go on with it, as a session of its own
+        request = engine.add("r", P, resumable=True, kv_transfer_params=said)
+        engine.run(until=lambda: request.status.name == "WAITING_FOR_STREAMING_REQ")
+        engine.abort("r")
+        engine.run()
+    assert engine.outputs["r"] == answer(P, 8)
     assert sent == []
+    assert engine.stats.data == {}
