@@ -8,17 +8,16 @@ whose internal methods this file calls.
 """
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future as AnyFuture
 from functools import partial
 from itertools import islice
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import kvstore
 from kvstore.admin import FORGET_TIMEOUT_S, PREFIX_HASHES_MAX, RECOVER_TIMEOUT_S
 from kvstore.aio.connections import AsyncBulkWire
+from kvstore.aio.feed_reader import FeedReader
 from kvstore.buffers import Pieces, page_segments
 from kvstore.cluster.calls import (
     GetOptions,
@@ -47,7 +46,6 @@ from kvstore.results import (
 )
 from kvstore.results.hints import Hint, HintResult
 from kvstore.steps import run_async
-from kvstore.sync import Future, start_thread
 from kvstore.threads import ThreadPool
 from kvstore.tracing import carried
 from kvstore.transports.bulk import BulkWire
@@ -70,7 +68,6 @@ if TYPE_CHECKING:
         SweepResult,
     )
 
-log = logging.getLogger(__name__)
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 LIST_AT_ONCE = 256  # pages of a list that one visit to a thread fetches
@@ -441,19 +438,12 @@ class Client:
         See `kvstore.Client.feed`. Each feed has a thread of its own. A cancelled or closed one ends
         at once; its thread ends after the running call, within `idle_s` and a call's time.
         """
-        events = self.sync.feed(model, idle_s, timeout_s)
-        wanted: SimpleQueue[Future[FeedEvent] | None] = SimpleQueue()
-        try:
-            start_thread(carried(partial(_read, events, wanted)), "kvstore-aio-feed")
-        except RuntimeError as error:
-            raise Unavailable(f"no thread for this feed: {error}") from error
+        reader = FeedReader(self.sync.feed(model, idle_s, timeout_s))
         try:
             while True:
-                event: Future[FeedEvent] = Future()
-                wanted.put(event)
-                yield await asyncio.wrap_future(event)
+                yield await asyncio.wrap_future(reader.read())
         finally:
-            wanted.put(None)
+            reader.close()
 
     # ---- one call ------------------------------------------------------------------------
 
@@ -565,17 +555,6 @@ class Client:
                 lost(result)
             raise cancelled
         return result
-
-
-def _read(events: "Iterator[FeedEvent]", wanted: "SimpleQueue[Future[FeedEvent] | None]") -> None:
-    """Read an event for each future, until there is None."""
-    while (done := wanted.get()) is not None:
-        if done.set_running_or_notify_cancel():
-            try:
-                done.set_result(next(events))
-            except BaseException as error:
-                log.debug("a feed ended", exc_info=True)
-                done.set_exception(error)
 
 
 def _lose(lost: Callable[[Result], object], done: "AnyFuture[Result]") -> None:

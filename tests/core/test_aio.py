@@ -1,11 +1,12 @@
 """The asyncio client: the sync client's answers, under concurrency, deadlines and cancellation."""
 
 import asyncio
+import gc
 import inspect
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, cast
 
 import pytest
@@ -394,9 +395,6 @@ def test_feed_tells_and_ends_when_it_is_cancelled_or_closed(shared_node: NodePro
     chain = Pages("aio-feed", page_nbytes=4096)
     keys = chain.keys(1, 2)
 
-    def readers() -> int:
-        return sum(thread.name == "kvstore-aio-feed" for thread in threading.enumerate())
-
     async def body(client: Client) -> None:
         told: dict[str, list[bytes]] = {"stored": [], "removed": []}
         feed = client.feed("aio-feed", idle_s=0.2)
@@ -429,7 +427,36 @@ def test_feed_tells_and_ends_when_it_is_cancelled_or_closed(shared_node: NodePro
         assert time.monotonic() - began < 4.0  # an idle wait is longer
 
     run(shared_node, body, connections_max=2)
-    wait_until(lambda: not readers())
+    wait_until(lambda: not feed_threads())
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_feed_of_a_closed_event_loop_leaves_no_thread(
+    shared_node: NodeProcess, waits: bool
+) -> None:
+    """Regression: Python runs no `finally` of such a generator, and its thread waited for ever."""
+    client, loop = Client(ClientConfig(shared_node.address)), asyncio.new_event_loop()
+
+    async def begin() -> AsyncIterator[FeedEvent]:
+        feed = client.feed("nobody's", idle_s=0.1)
+        assert [(await anext(feed)).kind for _ in range(2)] == ["reset", "ready"]
+        return feed
+
+    feed = loop.run_until_complete(begin())
+    if waits:
+        task = loop.create_task(cast(Coroutine[Any, Any, FeedEvent], anext(feed)))
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        del task
+    loop.close()
+    del loop, feed
+    wait_until(lambda: (gc.collect(), feed_threads())[1] == 0)
+    asyncio.run(client.close())
+
+
+def feed_threads() -> int:
+    return sum(thread.name == "kvstore-aio-feed" for thread in threading.enumerate())
 
 
 def test_feed_raises_what_does_not_pass(
