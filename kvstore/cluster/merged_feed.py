@@ -128,6 +128,7 @@ class MergedFeed:
         for member in list(self._bits):
             if member not in view.by_id:
                 self._drop(member)
+                self._close_empty(list(self._spaces.values()))
         return known is None or view.members != known.members or view.replicas != known.replicas
 
     def _drop(self, member: str) -> None:
@@ -207,8 +208,11 @@ class MergedFeed:
         if space is not None and not space.is_other(about):
             return looks
         if space is not None:
-            looks.append((self._blocks[space.about.blocks], list(space.holders)))
-            looks[0][0].drop(space)
+            before = self._blocks[space.about.blocks]
+            looks.append((before, list(space.holders)))
+            before.drop(space)
+            if before.is_empty:
+                del self._blocks[space.about.blocks]
             space.about = about
         else:
             space = self._spaces[about.id] = Space(about)

@@ -1,6 +1,7 @@
 """The feed of a cluster, merged from its members' feeds."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from told_blocks import ToldBlocks
 
 from kvstore import Client, InvalidRequest
 from kvstore.cluster import feed as module
-from kvstore.cluster.merged_feed import MergedFeed
+from kvstore.cluster.merged_feed import Change, MergedFeed, asked_members
 from kvstore.cluster.view import Member, State, View
 from kvstore.pb import kvstore_pb2 as pb
 from node.server import Node
@@ -183,3 +184,132 @@ def test_namespaces_without_pages_are_forgotten() -> None:
     assert merging.now() == [KV]
     merging.feed.forget("n0")
     assert not merging.feed._spaces
+
+
+# ---- a model of the merged feed --------------------------------------------------------------
+
+KEYS = [bytes([number]) * 32 for number in range(8)]
+NAMES = ["n0", "n1", "n2"]
+About = dict[str, Any]
+PLACES: dict[bytes, About] = {
+    bytes([number]) * 16: {"blocks": name * 16, "group": group, "rank": rank, **counts}
+    for number, (name, group, rank, counts) in enumerate(
+        [
+            *((b"r", 0, rank, {"groups": 1, "ranks": 2}) for rank in range(2)),
+            *((b"g", group, 0, {"groups": 2, "ranks": 1}) for group in range(2)),
+            *((b"s", 0, 0, {"groups": 1, "ranks": 1}) for _ in range(2)),
+        ]
+    )
+}
+ALONE: About = {"group": 0, "rank": 0, "groups": 1, "ranks": 1}
+
+
+class Members:
+    """Random replies of members, what they have told, and what a reader of the merged feed has."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.feed, self.number = random.Random(seed), MergedFeed(), 0
+        self.has: dict[tuple[str, bytes], set[bytes]] = {}
+        self.fresh: dict[str, dict[bytes, set[bytes]]] = {}
+        self.about: dict[bytes, About] = {}
+        self.told: dict[bytes, set[bytes]] = {}
+        self.change_view()
+
+    def change_view(self) -> None:
+        self.number += 1
+        states = [State.SERVING] * 6 + [State.JOINING, State.DRAINING]
+        others = [
+            Member(name, f"{name}:1", state=self.rng.choice(states))
+            for name in NAMES[1:]
+            if self.rng.random() < 0.8
+        ]
+        members = (Member("n0", "n0:1"), *others)
+        self.view = View("fleet", self.number, members, self.rng.randint(1, 2))
+        for name in NAMES:
+            if name not in self.view.by_id:
+                self.lose(name)
+        if self.feed.set_view(self.view):
+            self.told = {}
+            self.replay(self.feed.all())
+
+    def lose(self, name: str) -> None:
+        self.has = {place: keys for place, keys in self.has.items() if place[0] != name}
+        self.fresh.pop(name, None)
+
+    def forget(self) -> None:
+        name = self.rng.choice([*self.view.by_id])
+        self.lose(name)
+        self.replay(self.feed.forget(name))
+
+    def reply(self) -> None:
+        name, reply = self.rng.choice([*self.view.by_id]), pb.FeedReply()
+        if self.rng.random() < 0.15:
+            reply.begin, self.fresh[name] = True, {}
+        fresh = self.fresh.get(name)
+        reply.snapshot = fresh is not None and self.rng.random() < 0.7
+        for digest in self.rng.sample([*PLACES], self.rng.randint(0, 3)):
+            keys, there = self.rng.sample(KEYS, 3), self.has.setdefault((name, digest), set())
+            removed = fresh is None and self.rng.random() < 0.5
+            (there.difference_update if removed else there.update)(keys)
+            if fresh is not None:
+                fresh.setdefault(digest, set()).update(keys)
+            reply.changes.add(model=digest, removed=removed, prefix_hashes=keys)
+            reply.models.append(self.describe(digest))
+        if fresh is not None and not reply.snapshot:
+            self.lose(name)
+            self.has |= {(name, digest): keys for digest, keys in fresh.items()}
+        self.replay(self.feed.take(name, reply))
+
+    def describe(self, digest: bytes) -> pb.FeedModel:
+        """Describe a namespace, perhaps as a member whose row does not know its part yet."""
+        about = PLACES[digest] if self.rng.random() < 0.9 else {**ALONE, "blocks": digest}
+        now = self.about.get(digest, about)
+        if (about["groups"], about["ranks"]) >= (now["groups"], now["ranks"]):
+            self.about[digest] = about
+        return pb.FeedModel(id=digest, **about)
+
+    def replay(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            keys, some = self.told.setdefault(change.model.id, set()), set(change.prefix_hashes)
+            assert keys & some == (some if change.removed else set()), "told twice"
+            (keys.difference_update if change.removed else keys.update)(some)
+
+    def is_there(self, digest: bytes, key: bytes) -> bool:
+        (asked,) = asked_members(self.view, digest, [key])
+        return any(key in self.has.get((name, digest), ()) for name in asked)
+
+    def stored(self) -> dict[bytes, set[bytes]]:
+        """Return which blocks are stored, looked up one by one."""
+        there = {digest for (_, digest), keys in self.has.items() if keys}
+        self.about = {digest: about for digest, about in self.about.items() if digest in there}
+        found: dict[bytes, set[bytes]] = {}
+        for name in {about["blocks"] for about in self.about.values()}:
+            own = {d: about for d, about in self.about.items() if about["blocks"] == name}
+            groups = range(max(about["groups"] for about in own.values()))
+            wanted = {
+                (group, rank)
+                for group in groups
+                for rank in range(max([1, *_ranks(own.values(), group)]))
+            }
+            for key in KEYS:
+                parts = {(a["group"], a["rank"]) for d, a in own.items() if self.is_there(d, key)}
+                if wanted <= parts:
+                    found.setdefault(name, set()).add(key)
+        return found
+
+
+def _ranks(abouts: Any, group: int) -> list[int]:
+    return [about["ranks"] for about in abouts if about["group"] == group]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_merged_feed_equals_a_model(seed: int) -> None:
+    members = Members(seed)
+    for _ in range(150):
+        members.rng.choices((members.reply, members.change_view, members.forget), (20, 2, 1))[0]()
+        told = {model: keys for model, keys in members.told.items() if keys}
+        assert told == members.stored()
+    for name in NAMES:
+        members.feed.forget(name)
+    assert not members.feed._spaces
+    assert not members.feed._blocks
