@@ -3,7 +3,7 @@
     a tier's change -> ring                 by writers, under the locks that they hold anyway
     ring -> present in all namespaces?      by the first reader that comes, for all readers
          -> told (stored, removed)          kept for a while, with sequence numbers
-    snapshot: all keys, looked at one by one, then what was told since its beginning
+    snapshot: all keys, looked at one by one, and what was told since its beginning
 
 Whether a block is stored is looked up when a change of one of its pages is read, so it does not
 matter in which order tiers and ranks changed: the last look comes after the last change. A page
@@ -59,7 +59,6 @@ class Snapshot:
     """A snapshot that a reader fetches part by part."""
 
     peer: str
-    sequence: int  # what was told later comes after it
     parts: Iterator[tuple[Model, list[bytes]]]
     part: int = 0
     used_s: float = 0.0
@@ -171,12 +170,19 @@ class Feed:
         return cursor.epoch == self._epoch and self._told.last - cursor.sequence < 8
 
     def _reply(self, cursor: Cursor, wanted: Sees, peer: str) -> pb.FeedReply:
-        if cursor.epoch == self._epoch and cursor.snapshot:
+        if cursor.epoch == self._epoch and self._told.has_next_of(cursor.sequence):
+            if not cursor.snapshot:
+                return self._changes(cursor, wanted)
             snapshot = self._snapshots.get(cursor.snapshot)
             if snapshot is not None and snapshot.part == cursor.part:
-                return self._part(cursor.snapshot, snapshot, wanted)
-        elif cursor.epoch == self._epoch and self._told.has_next_of(cursor.sequence):
-            return self._changes(cursor, wanted)
+                if not self._told.forgets_soon(cursor.sequence):
+                    return self._part(cursor, snapshot, wanted)
+                # Otherwise a large snapshot would never end while much changes
+                snapshot.used_s = time.monotonic()
+                reply = self._changes(cursor, wanted)
+                reply.snapshot = True
+                return reply
+        self._snapshots.pop(cursor.snapshot, None)
         return self._begin(wanted, peer)
 
     def _changes(self, cursor: Cursor, wanted: Sees) -> pb.FeedReply:
@@ -204,15 +210,16 @@ class Feed:
                 f"{len(self._snapshots)} snapshots are being told already, {of_peer} of them to "
                 "this peer; wait until one has ended"
             )
-        name, snapshot = os.urandom(8), Snapshot(peer, self._told.last, self._keys(wanted))
-        self._snapshots[name] = snapshot
-        reply = self._part(name, snapshot, wanted)
+        # What is told from now on comes after it
+        cursor = Cursor(self._epoch, self._told.last, os.urandom(8))
+        snapshot = self._snapshots[cursor.snapshot] = Snapshot(peer, self._keys(wanted))
+        reply = self._part(cursor, snapshot, wanted)
         reply.begin = True
         return reply
 
-    def _part(self, name: bytes, snapshot: Snapshot, wanted: Sees) -> pb.FeedReply:
+    def _part(self, cursor: Cursor, snapshot: Snapshot, wanted: Sees) -> pb.FeedReply:
         """Tell the next part of a snapshot; after the last one, the reader goes on with changes."""
-        reply, epoch = pb.FeedReply(), self._epoch
+        reply = pb.FeedReply()
         snapshot.used_s = time.monotonic()
         try:
             for model, hashes in snapshot.parts:
@@ -228,12 +235,13 @@ class Feed:
             else:
                 self._pump()  # before the snapshot is over: pages may have moved behind it
         except BaseException:
-            self._snapshots.pop(name, None)
+            self._snapshots.pop(cursor.snapshot, None)
             raise
-        more = (name, snapshot.part) if reply.snapshot else (b"", 0)
-        if not reply.snapshot:
-            self._snapshots.pop(name, None)
-        reply.cursor = Cursor(epoch, snapshot.sequence, *more).packed()
+        if reply.snapshot:
+            reply.cursor = cursor._replace(part=snapshot.part).packed()
+        else:
+            self._snapshots.pop(cursor.snapshot, None)
+            reply.cursor = cursor._replace(snapshot=b"").packed()
         return reply
 
     def _keys(self, wanted: Sees) -> Iterator[tuple[Model, list[bytes]]]:

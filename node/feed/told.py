@@ -68,6 +68,11 @@ class Told:
         """Return whether all changes after this one are kept."""
         return self.first - 1 <= sequence <= self.last
 
+    def forgets_soon(self, sequence: int) -> bool:
+        """Return whether much is kept, and the change after this one is of the older half."""
+        is_much = 2 * self._key_count > KEYS_MAX or 2 * len(self._changes) > CHANGES_MAX
+        return is_much and 2 * sequence < self.first + self.last
+
     def after(self, sequence: int) -> Iterator[pb.FeedChange]:
         """Yield the changes after this one."""
         for number in range(sequence + 1, self.last + 1):

@@ -96,7 +96,8 @@ class Life:
     def scrub(self) -> None:
         self.nodes.layer.flip = True
         try:
-            self.client.scrub()
+            with contextlib.suppress(Exhausted):  # as above
+                self.client.scrub()
         finally:
             self.nodes.layer.flip = False
 

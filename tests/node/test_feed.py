@@ -10,7 +10,7 @@ import pytest
 from known_pages import Pages
 from local_nodes import Connect, StartNode
 from people import People, client, namespace
-from replayed import Caller, Reader
+from replayed import Caller, Reader, only
 from told_blocks import ToldBlocks
 
 from kvstore import Client, Exhausted, Forbidden, InvalidRequest, Unauthenticated
@@ -253,6 +253,27 @@ def test_reader_that_was_too_slow_gets_a_snapshot(
         pages.put(client, pages.keys(number))
     assert reader.catch_up(node)[block_part(pages.namespace).id] == {*pages.keys(*range(9))}
     assert reader.begins == 2
+
+
+def test_snapshot_ends_while_more_changes_than_is_kept(
+    start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch, pages: Pages
+) -> None:
+    """Regression: the reader began anew again and again, for as long as much changed."""
+    monkeypatch.setattr(told, "KEYS_MAX", 100)
+    monkeypatch.setattr(module, "PART_KEYS", 2)
+    node = start_node()
+    client, reader = connect(node), Reader()
+    pages.put(client, pages.keys(*range(40)))
+    polls = 0
+    while reader.poll(node).snapshot:
+        some = pages.keys(*range(polls % 60, polls % 60 + 8))
+        pages.put(client, some)
+        client.remove(pages.namespace, some[::2])
+        polls += 1
+    truth = {page.prefix_hash for page in client.list_pages(pages.namespace)}
+    assert only(reader.catch_up(node), pages.namespace) == truth
+    assert reader.begins == 1
+    assert polls > 20
 
 
 def test_snapshots_are_limited_and_forgotten(
