@@ -48,18 +48,22 @@ def private_directory() -> str:
 
     In /tmp another user could have created it to plant a socket. Raises OSError.
     """
-    directory = runtime_dir()
+    directory, uid = runtime_dir(), os.geteuid()
+    above, wanted = os.path.dirname(directory), "correct or unset XDG_RUNTIME_DIR"
+    try:
+        owner = os.stat(above).st_uid
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{above} does not exist: {wanted}") from None
+    if owner not in (uid, 0):  # as after `su`; that user's own programs would find ours in the way
+        raise PermissionError(f"{above} belongs to uid {owner}, not to uid {uid}: {wanted}")
     try:
         os.mkdir(directory, 0o700)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{os.path.dirname(directory)} does not exist: correct or unset XDG_RUNTIME_DIR"
-        ) from None
     except FileExistsError:
         found = os.lstat(directory)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != uid or found.st_mode & 0o022:
             raise PermissionError(
-                f"{directory} is not a directory that only uid {os.geteuid()} may write to"
+                f"{directory} is not a directory that only uid {uid} may write to: remove it, or "
+                "set XDG_RUNTIME_DIR to another"
             ) from None
     return directory
 

@@ -93,6 +93,7 @@ class ShmServer(ConnectionServer):
         )
         super().__init__("shm", listen_on(path, BACKLOG), stall_s, what)
         self.path = path
+        self._file = os.lstat(path)
         self.arena_fd = arena.fd
         self._service = service
         self._lock = threading.Lock()
@@ -133,9 +134,10 @@ class ShmServer(ConnectionServer):
 
     def stop(self, drain_s: float) -> None:
         """Stop; slots of processes that may still write are not waited for."""
-        with contextlib.suppress(FileNotFoundError):  # it was removed already
-            # while this server listens, no other process can have put a socket there
-            os.unlink(self.path)
+        with contextlib.suppress(OSError):
+            # Where somebody removed it, another node may listen already
+            if os.path.samestat(os.lstat(self.path), self._file):
+                os.unlink(self.path)
         os.eventfd_write(self._stop_fd, 1)
         super().stop(drain_s)
         if not self.count:

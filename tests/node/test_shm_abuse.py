@@ -408,6 +408,18 @@ def test_stale_socket_is_replaced_and_a_live_one_is_not(
     os.rename(moved, os.path.dirname(path))
 
 
+def test_end_of_a_node_leaves_the_socket_of_its_successor(
+    make_node: Callable[..., Node], runtime_dir: str
+) -> None:
+    path = f"{runtime_dir}/followed.sock"
+    first = Node(NodeConfig(host="none", shm_socket=path, ram_nbytes=16 << 20, drain_s=0.1))
+    first.start()
+    os.unlink(path)
+    make_node(shm_socket=path)
+    first.stop()
+    assert os.path.exists(path)
+
+
 def test_invalid_socket_path_ends_the_start(
     make_node: Callable[..., Node], runtime_dir: str
 ) -> None:
