@@ -19,6 +19,7 @@ from kvstore.cli.help import PANEL
 from kvstore.cli.output import note
 from kvstore.client import Client
 from kvstore.config import (
+    LOCAL,
     ClientConfig,
     in_environment,
     light_wire,
@@ -195,9 +196,12 @@ def _explain(error: KVStoreError, client: Client) -> str:
     which = f"none of {address}" if "," in address else f"node {address}"
     if isinstance(error, DeadlineExceeded):
         return f"{which}: {error}; allow more time with --timeout"
+    remedy = "is kvstore-node running there? Name"
+    if address == LOCAL:
+        remedy = "engines of this user with KVSTORE_ADDRESS=local start it. Or name"
     return (
-        f"{which} is {'' if ',' in address else 'un'}available: {error}; is kvstore-node running "
-        "there? Name another one with --address or KVSTORE_ADDRESS"
+        f"{which} is {'' if ',' in address else 'un'}available: {error}; {remedy} another one with "
+        "--address or KVSTORE_ADDRESS"
     )
 
 

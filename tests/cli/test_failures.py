@@ -46,6 +46,12 @@ def test_command_without_a_running_node_exits_3(
     assert "--address" in ran.stderr
 
 
+def test_command_says_who_starts_the_local_node(kvstore: Kvstore) -> None:
+    ran = kvstore("ls", "-a", "local")
+    assert ran.code == 3
+    assert "engines of this user with KVSTORE_ADDRESS=local start it" in one_line(ran)
+
+
 def test_address_option_overrides_the_environment(
     kvstore: Kvstore, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
