@@ -378,7 +378,7 @@ def parse_address(address: str) -> Address:
     """
     if address == LOCAL:
         try:
-            return Address("unix", path=_socket_path(f"{UNIX_SCHEME}{local_file('sock')}"))
+            return Address("unix", path=_socket_path(f"{UNIX_SCHEME}//{local_file('sock')}"))
         except ConfigError as error:
             raise ConfigError(f"address local needs another XDG_RUNTIME_DIR: {error}") from None
     if address.startswith(UNIX_SCHEME):

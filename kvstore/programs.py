@@ -36,8 +36,11 @@ def python() -> list[str]:
     if not sys.executable:
         raise ConfigError("this interpreter does not know its own file (sys.executable)")
     here = Path(__file__).resolve().parents[1]
-    safe = ["-P"] if sys.version_info >= (3, 11) and here != Path.cwd() else []
-    return [sys.executable, *safe]
+    try:
+        elsewhere = Path.cwd() != here
+    except FileNotFoundError:  # somebody removed it
+        elsewhere = True
+    return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) and elsewhere else [])]
 
 
 def command(module: str, *arguments: str, begin: Sequence[str] = (sys.executable,)) -> list[str]:

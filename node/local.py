@@ -14,10 +14,10 @@ import sys
 import threading
 import time
 
-from kvstore.config import in_environment, local_file
+from kvstore.config import Supervisor, in_environment, local_file
 from kvstore.tools.local_node import is_there, taken
 from node.config import NodeConfig
-from node.main import STOP_SIGNALS
+from node.main import STOP_SIGNALS, listening, stopping
 from node.main import main as run
 from node.memory.arena import available_nbytes
 from node.process import leave_cores, yield_memory_first
@@ -45,7 +45,10 @@ def main() -> None:
     lock = os.open(local_file("lock"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     if not _take(lock):
         os._exit(0)
+    users = os.open(local_file("users"), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     before = _socket_made_ns()
+    # An engine may ignore it, and the end of a child would be lost
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if not arguments.stay and (node := os.fork()):
         os._exit(_begun(node, before))
     # An engine binds its processes to cores, and pays more for its end than for that of a cache
@@ -53,12 +56,12 @@ def main() -> None:
     yield_memory_first()
     # As the node does, and before the thread starts, which must not take one of them
     signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
-    threading.Thread(target=_end_unused, args=(lock, arguments.idle_s), daemon=True).start()
+    threading.Thread(target=_end_unused, args=(lock, users, arguments.idle_s), daemon=True).start()
     sys.argv = ["kvstore-node", "--host", "none", "--shm-socket", local_file("sock")]
     if "ram_nbytes" not in in_environment(NodeConfig, "KVSTORE_NODE"):
         free = available_nbytes() // RAM_SHARE
         sys.argv += ["--ram-bytes", str(max(RAM_NBYTES_MIN, min(free, RAM_NBYTES_MAX)))]
-    run()
+    run(Supervisor())  # the engine's is not told that a node is ready or alive
 
 
 def _take(lock: int) -> bool:
@@ -91,25 +94,31 @@ def _socket_made_ns() -> int:
         return 0
 
 
-def _end_unused(lock: int, idle_s: float) -> None:
+def _end_unused(lock: int, users: int, idle_s: float) -> None:
     """End this node when it was unused for so long, or when somebody removed its files."""
-    users, began = os.open(local_file("users"), os.O_RDWR | os.O_CLOEXEC), time.monotonic()
-    used_at, touched_at = began, 0.0
+    began = used_at = time.monotonic()
+    touched_at = 0.0
     while (
-        time.monotonic() - used_at < idle_s and is_there("lock", lock) and is_there("users", users)
+        time.monotonic() - used_at < idle_s
+        and is_there("lock", lock)
+        and is_there("users", users)
+        and not (listening.is_set() and not _socket_made_ns())
     ):
         if not touched_at or time.monotonic() - touched_at > TOUCH_S:
             touched_at = time.monotonic()
             with contextlib.suppress(OSError):
                 os.utime(lock)
                 os.utime(users)
-        time.sleep(min(LOOK_S, idle_s / 4))
+        if stopping.wait(min(LOOK_S, idle_s / 4)):
+            return
         if time.monotonic() - began > STARTED_S and os.fstat(lock).st_size > 1:
             os.ftruncate(lock, 1)
         if taken(users):
             fcntl.flock(users, fcntl.LOCK_UN)
         else:
             used_at = time.monotonic()
+    if stopping.is_set():  # a second signal would end it at once
+        return
     log.info("no engine has used this node for %g s, or its files are gone: it ends", idle_s)
     os.ftruncate(lock, 0)  # the next engine may start a node at once
     os.kill(os.getpid(), signal.SIGTERM)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.util
+import io
 import logging
 import os
 import re
@@ -17,6 +18,7 @@ import kvstore
 from kvstore import otel
 from kvstore.config import (
     CLIENT_VARIABLES,
+    Supervisor,
     is_loopback,
     supervisor,
     variables_of,
@@ -37,6 +39,8 @@ log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 VARIABLES = CLIENT_VARIABLES | variables_of(NodeConfig, "KVSTORE_NODE")
 FILE_HELP = "TOML file with settings; a flag or a variable comes before it"
+# This process listens; it was told to stop, and its socket goes away
+listening, stopping = threading.Event(), threading.Event()
 # Packages of the extra `node` that this process imports.
 EXTRA = ("cryptography", "prometheus_client", "rocksdict")
 UMASK = 0o077  # file names contain tenants and prompt hashes: only the node's user may read them
@@ -161,6 +165,7 @@ def _await_stop(reload: Callable[[], None]) -> None:
         if received & set(STOP_SIGNALS):
             break
         reload()
+    stopping.set()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -309,14 +314,19 @@ def _start(config: NodeConfig, notifier: Notifier) -> "Node":
     return node
 
 
-def main() -> None:
-    """Run a node until SIGTERM or SIGINT; a second one ends it at once. SIGHUP reloads files."""
+def main(supervised: Supervisor | None = None) -> None:
+    """Run a node until SIGTERM or SIGINT; a second one ends it at once. SIGHUP reloads files.
+
+    `supervised`: by whom; None: whom the environment names.
+    """
     # Blocked before any thread starts and waited for, instead of handled: a starting thread can
     # take a signal, and its handler then waits for a main thread that nothing wakes.
     _block_signals()
     os.umask(UMASK)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # paths may have any characters
     arguments = vars(_parser().parse_args())
-    supervised = supervisor()
+    supervised = supervised or supervisor()
     notifier = Notifier(supervised.socket)
     try:
         settings = load_settings(arguments, arguments["config"])
@@ -345,6 +355,7 @@ def main() -> None:
     grpc = f"{_reachable(node.grpc.host)}:{node.grpc.port}" if node.grpc.port else "none"
     ports = f"grpc={grpc} bulk={node.service.bulk_port} metrics={node.service.metrics_port}"
     ports += f" shm={node.shm.path if node.shm else 'none'}"
+    listening.set()
     log.info("%s", _listening(node))
     print(f"kvstore-node ready {ports}", flush=True)
     notifier.send(READY=1, STATUS=_listening(node))

@@ -15,7 +15,6 @@ import logging
 import os
 import subprocess
 import time
-from pathlib import Path
 
 from kvstore import programs
 from kvstore.config import local_file
@@ -28,6 +27,7 @@ log = logging.getLogger(__name__)
 LOOK_S = 2.0
 # Between two tries of all engines together, twice as long after each that failed
 RETRY_S, RETRY_S_MAX = 10.0, 600.0
+_WORDS_NBYTES_MAX = 4096
 _CREATED = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _keeper = 0  # the process whose thread keeps the node; a child that is forked has no such thread
 
@@ -137,6 +137,8 @@ def taken(lock: int) -> bool:
 
 def _last_words() -> str:
     path = local_file("log")
-    lines = Path(path).read_text(errors="replace").split("\n")
-    words = next((line for line in reversed(lines) if line.strip()), "it said nothing")
-    return f"{words} ({path})"
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _WORDS_NBYTES_MAX))
+        lines = file.read().decode(errors="replace").split("\n")
+    words = next((line for line in reversed(lines) if line.strip()), "nothing")
+    return f"the last one said: {words} ({path})"

@@ -12,13 +12,14 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from kvstore.config import (
     BULK_PORT,
     BULK_SCHEME,
     GRPC_PORT,
+    LOCAL,
     PROTOCOL_VERSION,
     ClientConfig,
     parse_address,
@@ -309,7 +310,10 @@ class Negotiation:
 
     def _hello_by_unix_socket(self, limit: Deadline) -> ShmWire:
         """Say hello by frames over the node's Unix socket."""
-        wire = ShmWire(self._at.path, b"", self._config, is_here=True)
+        config = self._config
+        if self._address == LOCAL:  # shm_dir lets other users serve a socket, but not this one
+            config = replace(config, shm_dir="")
+        wire = ShmWire(self._at.path, b"", config, is_here=True)
         try:
             wire.greet(limit)
         except (Unauthenticated, Forbidden) as error:

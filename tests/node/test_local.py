@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,11 +18,21 @@ import pytest
 from waiting import wait_until
 
 from gpu_agent.options import read_options
-from kvstore import Client, ClientConfig, KVStoreError, Namespace, PutOutcome, opaque_layout
-from kvstore.config import local_file, parse_address
+from kvstore import (
+    Client,
+    ClientConfig,
+    KVStoreError,
+    Namespace,
+    PutOutcome,
+    Unavailable,
+    opaque_layout,
+    programs,
+)
+from kvstore.config import local_file, parse_address, runtime_dir
 from kvstore.errors import ConfigError
 from kvstore.tools import local_node
 from kvstore.tools.local_node import _Keeper
+from kvstore.transports.unix_sockets import Peer
 from node.process import OOM_SCORE
 
 SPACE = Namespace("local", opaque_layout(4096))
@@ -189,9 +200,17 @@ def test_node_leaves_the_engine_its_cores_and_its_life(runtime: Path, keeper: _K
     assert Path(f"/proc/{node}/oom_score_adj").read_text().strip() == OOM_SCORE
 
 
-@pytest.mark.parametrize("way", ["unused", "removed"])
-def test_node_ends_when_unused_or_when_its_files_are_gone(runtime: Path, way: str) -> None:
-    runtime.mkdir(0o700)
+@pytest.mark.parametrize("way", ["unused", "lock", "users", "sock"])
+def test_node_ends_when_unused_or_when_its_files_are_gone(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """No engine's supervisor hears of it, and its output takes any path."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", f"{runtime.parent}/é")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    supervisor = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    supervisor.bind(f"{runtime.parent}/notify")
+    monkeypatch.setenv("NOTIFY_SOCKET", f"{runtime.parent}/notify")
+    os.makedirs(runtime_dir(), 0o700)
     with open(local_file("users"), "w") as users, open(local_file("lock"), "w") as lock:
         lock.write("tried")
         lock.flush()
@@ -213,8 +232,10 @@ def test_node_ends_when_unused_or_when_its_files_are_gone(runtime: Path, way: st
                 assert node.poll() is None
                 users.close()
             else:
-                os.unlink(local_file("lock"))
+                os.unlink(local_file(way))
             assert node.wait(60) == 0
+            with supervisor, pytest.raises(BlockingIOError):
+                supervisor.recv(1, socket.MSG_DONTWAIT)
             assert os.fstat(lock.fileno()).st_size == 0
     assert not os.path.exists(local_file("sock"))
 
@@ -243,7 +264,9 @@ def test_node_that_can_not_start_is_one_warning_and_tried_by_one_engine(
     with pytest.raises(KeyboardInterrupt):
         keeper.run()
     (warning,) = (entry.getMessage() for entry in caplog.records)
-    assert warning.startswith("no node on this host, the engine recomputes: kvstore-node: KVSTORE")
+    assert warning.startswith(
+        "no node on this host, the engine recomputes: the last one said: kvstore-node: KVSTORE_NODE"
+    )
     assert warning.endswith(f" ({local_file('log')})")
     assert Path(local_file("log") + ".1").exists()
     wait_until(is_free)
@@ -262,8 +285,14 @@ def test_starter_collects_a_node_that_fails(runtime: Path, monkeypatch: pytest.M
     for name in ("lock", "users"):
         Path(local_file(name)).touch()
     command = [sys.executable, "-m", "kvstore.programs", "node.local"]
-    ended = subprocess.run(command, stderr=subprocess.PIPE, check=False)
-    assert (ended.returncode, b"much" in ended.stderr) == (1, True)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as some engines have it
+    try:
+        with subprocess.Popen(command, stderr=subprocess.PIPE) as starter:
+            assert starter.stderr is not None
+            (said,) = starter.stderr.readlines()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert b"much" in said
 
 
 def test_directory_of_another_user_is_a_warning_and_not_used(
@@ -284,14 +313,47 @@ def test_directory_of_another_user_is_a_warning_and_not_used(
     (warning,) = (entry.getMessage() for entry in caplog.records)
     assert warning == (
         f"no node on this host, the engine recomputes: {runtime} is not a directory that only "
-        f"uid {os.geteuid()} may write to"
+        f"uid {os.geteuid()} may write to: remove it, or set XDG_RUNTIME_DIR to another"
     )
     assert list(runtime.iterdir()) == []
+
+
+def test_nothing_is_made_in_the_runtime_directory_of_another_user(
+    keeper: _Keeper, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `su`; that user's own engines would find a directory that is not theirs."""
+    with monkeypatch.context() as patch:
+        if os.geteuid():
+            patch.setattr(os, "geteuid", lambda: 10001)
+        else:
+            os.chown(runtime.parent, 10002, -1)
+        with pytest.raises(PermissionError, match=r"belongs to uid .*unset XDG_RUNTIME_DIR"):
+            keeper.look()
+    assert not runtime.exists()
+
+
+def test_node_of_another_user_is_refused_even_with_shm_dir(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For `local` nothing says that another user's node is meant."""
+    runtime.mkdir(0o700)
+    monkeypatch.setattr("kvstore.transports.unix_sockets.peer_of", lambda sock: Peer(1, 10001))
+    monkeypatch.setenv("KVSTORE_SHM_DIR", str(runtime))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(local_file("sock"))
+        listener.listen()
+        with (
+            Client(ClientConfig(address="local", **PATIENT)) as client,
+            pytest.raises(Unavailable, match="is served by uid 10001"),
+        ):
+            client.lookup(SPACE, [KEY])
 
 
 def test_runtime_directory_that_can_not_be_used_is_named(
     keeper: _Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", f"/{tmp_path}")
+    assert parse_address("local").path == f"/{tmp_path}/kvstore/local.sock"
     monkeypatch.setenv("XDG_RUNTIME_DIR", f"{tmp_path}/none")
     with pytest.raises(OSError, match=f"{tmp_path}/none does not exist: .* XDG_RUNTIME_DIR"):
         keeper.look()
@@ -299,6 +361,15 @@ def test_runtime_directory_that_can_not_be_used_is_named(
         monkeypatch.setenv("XDG_RUNTIME_DIR", wrong)
         with pytest.raises(ConfigError, match=f"needs another XDG_RUNTIME_DIR: .*{why}"):
             parse_address("local")
+
+
+def test_removed_working_directory_starts_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert programs.python()[0] == sys.executable
 
 
 def test_options_begin_to_keep_a_node_once_and_say_where_the_address_was_found(
