@@ -19,7 +19,7 @@ from kvstore.tools.local_node import is_there, taken
 from node.config import NodeConfig
 from node.main import STOP_SIGNALS, listening, stopping
 from node.main import main as run
-from node.memory.arena import available_nbytes
+from node.memory.arena import unused_nbytes
 from node.process import leave_cores, yield_memory_first
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def main() -> None:
     threading.Thread(target=_end_unused, args=(lock, users, arguments.idle_s), daemon=True).start()
     sys.argv = ["kvstore-node", "--host", "none", "--shm-socket", local_file("sock")]
     if "ram_nbytes" not in in_environment(NodeConfig, "KVSTORE_NODE"):
-        free = available_nbytes() // RAM_SHARE
+        free = unused_nbytes() // RAM_SHARE
         sys.argv += ["--ram-bytes", str(max(RAM_NBYTES_MIN, min(free, RAM_NBYTES_MAX)))]
     run(Supervisor())  # the engine's is not told that a node is ready or alive
 

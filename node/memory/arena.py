@@ -21,6 +21,7 @@ _POPULATE_STEP_NBYTES = 16 << 20  # takes 8 ms, on some virtual machines 160
 # Controller in /proc/self/cgroup, folder, file: of version 2, and of version 1. Beyond this limit
 # the kernel kills the node at its start, without a message.
 _CGROUPS = (("", "", "memory.max"), ("memory", "memory", "memory.limit_in_bytes"))
+_USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 _SHMEM_ENABLED = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _GIVING = re.compile(rb"\[(always|within_size|advise|force)\]")
 _ZEROS = memoryview(bytes(1 << 20))
@@ -129,6 +130,11 @@ def available_nbytes() -> int:
     return min(_host_nbytes(), *map(_limit_nbytes, _limit_files()))
 
 
+def unused_nbytes() -> int:
+    """Return `available_nbytes` without what processes under the same limits use already."""
+    return min(_host_nbytes(), *(_limit_nbytes(one) - _used_nbytes(one) for one in _limit_files()))
+
+
 def _limit_files(process: str = "/proc/self", mounted: str = "/sys/fs/cgroup") -> Iterator[Path]:
     """Yield the files with limits of this process's control groups, and of those above them.
 
@@ -152,6 +158,17 @@ def _limit_files(process: str = "/proc/self", mounted: str = "/sys/fs/cgroup") -
 def _limit_nbytes(path: Path) -> int:
     text = _text(path).strip()
     return int(text) if text.isdigit() else sys.maxsize  # "max"
+
+
+def _used_nbytes(limit: Path) -> int:
+    """Return the memory that counts to a limit, without that of files, which can be taken back."""
+    used = _text(limit.with_name(_USED[limit.name])).strip()
+    stat = dict(line.split() for line in _text(limit.with_name("memory.stat")).splitlines())
+    files = sum(
+        int(stat.get(f"total_{name}", stat.get(name, 0)))  # version 1 sums up those of all below
+        for name in ("inactive_file", "active_file")
+    )
+    return max(0, int(used or 0) - files)
 
 
 def _text(path: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from waiting import OthersRun
 
-from node.memory.arena import Arena, _limit_files, _limit_nbytes
+from node.memory.arena import Arena, _limit_files, _limit_nbytes, _used_nbytes
 
 HALF = 8 << 20
 
@@ -51,3 +51,16 @@ def test_limits_of_all_groups_above_a_process_count(
         path.write_text(f"{limit}\n")
     found = [_limit_nbytes(one) for one in _limit_files(str(tmp_path), str(tmp_path / "mounted"))]
     assert min(found) == (expected or sys.maxsize)
+
+
+def test_memory_of_files_does_not_count_as_used(tmp_path: Path) -> None:
+    """Else an engine that uses most of its container would get a node that the kernel ends."""
+    for limit, used in (("max", "current"), ("limit_in_bytes", "usage_in_bytes")):
+        assert _used_nbytes(tmp_path / f"memory.{limit}") == 0
+        (tmp_path / f"memory.{used}").write_text("1000\n")
+        (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100\nactive_file 30\n")
+        assert _used_nbytes(tmp_path / f"memory.{limit}") == 870
+        with (tmp_path / "memory.stat").open("a") as stat:
+            stat.write("total_inactive_file 500\ntotal_active_file 60\n")
+        assert _used_nbytes(tmp_path / f"memory.{limit}") == 440
+        (tmp_path / "memory.stat").unlink()
