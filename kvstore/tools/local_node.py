@@ -17,7 +17,7 @@ import subprocess
 import time
 
 from kvstore import programs
-from kvstore.config import local_file
+from kvstore.config import local_file, runtime_dir
 from kvstore.errors import ConfigError
 from kvstore.sync import start_thread
 from kvstore.transports.unix_sockets import private_directory
@@ -28,6 +28,7 @@ LOOK_S = 2.0
 # Between two tries of all engines together, twice as long after each that failed
 RETRY_S, RETRY_S_MAX = 10.0, 600.0
 _WORDS_NBYTES_MAX = 4096
+_KILLED = "nothing, as when the kernel ends it for its memory"
 _CREATED = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _keeper = 0  # the process whose thread keeps the node; a child that is forked has no such thread
 
@@ -59,6 +60,8 @@ class _Keeper:
                 problem = self.look()
             except (ConfigError, OSError) as error:
                 problem = str(error)
+                if isinstance(error, OSError) and error.errno and not error.filename:
+                    problem += f" ({runtime_dir()})"
             if problem and not self._problem:
                 log.warning("no node on this host, the engine recomputes: %s", problem)
                 self._problem = problem
@@ -140,5 +143,5 @@ def _last_words() -> str:
     with open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _WORDS_NBYTES_MAX))
         lines = file.read().decode(errors="replace").split("\n")
-    words = next((line for line in reversed(lines) if line.strip()), "nothing")
-    return f"the last one said: {words} ({path})"
+    words = next((line for line in reversed(lines) if line.strip()), _KILLED)
+    return f"the last one ended, its log with: {words} ({path})"

@@ -53,7 +53,9 @@ def private_directory() -> str:
     try:
         owner = os.stat(above).st_uid
     except FileNotFoundError:
-        raise FileNotFoundError(f"{above} does not exist: {wanted}") from None
+        raise FileNotFoundError(
+            f"{above} does not exist: {wanted}, or keep it over a logout (loginctl enable-linger)"
+        ) from None
     if owner not in (uid, 0):  # as after `su`; that user's own programs would find ours in the way
         raise PermissionError(f"{above} belongs to uid {owner}, not to uid {uid}: {wanted}")
     try:

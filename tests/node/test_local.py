@@ -1,6 +1,7 @@
 """The node of a host's engines: one for all of a user, whoever starts it and whoever ends."""
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -265,7 +266,8 @@ def test_node_that_can_not_start_is_one_warning_and_tried_by_one_engine(
         keeper.run()
     (warning,) = (entry.getMessage() for entry in caplog.records)
     assert warning.startswith(
-        "no node on this host, the engine recomputes: the last one said: kvstore-node: KVSTORE_NODE"
+        "no node on this host, the engine recomputes: the last one ended, its log with: "
+        "kvstore-node: KVSTORE_NODE_RAM_BYTES"
     )
     assert warning.endswith(f" ({local_file('log')})")
     assert Path(local_file("log") + ".1").exists()
@@ -316,6 +318,27 @@ def test_directory_of_another_user_is_a_warning_and_not_used(
         f"uid {os.geteuid()} may write to: remove it, or set XDG_RUNTIME_DIR to another"
     )
     assert list(runtime.iterdir()) == []
+
+
+def test_full_file_system_is_named(
+    keeper: _Keeper,
+    runtime: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(*_: object) -> None:
+        monkeypatch.setattr(local_node, "time", SimpleNamespace(sleep=sleep, time=time.time))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def sleep(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(KeyboardInterrupt):
+            keeper.run()
+    (warning,) = (entry.getMessage() for entry in caplog.records)
+    assert warning.endswith(f"No space left on device ({runtime})")
 
 
 def test_nothing_is_made_in_the_runtime_directory_of_another_user(
