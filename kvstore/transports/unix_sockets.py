@@ -51,13 +51,15 @@ def private_directory() -> str:
     directory, uid = runtime_dir(), os.geteuid()
     above, wanted = os.path.dirname(directory), "correct or unset XDG_RUNTIME_DIR"
     try:
-        owner = os.stat(above).st_uid
+        place = os.stat(above)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{above} does not exist: {wanted}, or keep it over a logout (loginctl enable-linger)"
         ) from None
-    if owner not in (uid, 0):  # as after `su`; that user's own programs would find ours in the way
-        raise PermissionError(f"{above} belongs to uid {owner}, not to uid {uid}: {wanted}")
+    # As after `su`; that user's own programs would find ours in the way. A sticky /tmp is for all,
+    # and in some containers nobody's.
+    if place.st_uid not in (uid, 0) and not place.st_mode & stat.S_ISVTX:
+        raise PermissionError(f"{above} belongs to uid {place.st_uid}, not to {uid}: {wanted}")
     try:
         os.mkdir(directory, 0o700)
     except FileExistsError:
