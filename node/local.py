@@ -109,6 +109,8 @@ def _end_unused(lock: int, users: int, idle_s: float) -> None:
             with contextlib.suppress(OSError):
                 os.utime(lock)
                 os.utime(users)
+                if listening.is_set():
+                    os.utime(local_file("sock"))
         if stopping.wait(min(LOOK_S, idle_s / 4)):
             return
         if time.monotonic() - began > STARTED_S and os.fstat(lock).st_size > 1:

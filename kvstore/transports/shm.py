@@ -322,7 +322,8 @@ class ShmWire:
             # Another user who could put a socket in the node's place would receive our pages.
             if uid not in (os.geteuid(), 0) and not self._config.shm_dir:
                 raise Unavailable(
-                    f"{self._path} is served by uid {uid}; set shm_dir if that is intended"
+                    f"{self._path} is served by uid {uid}; set shm_dir if that is intended, which "
+                    "the address local ignores"
                 )
             hello = pb.HelloRequest(protocol_version=self._version, token=token_of(self._config))
             with _own_pidfd() as pidfd:
