@@ -17,7 +17,7 @@ import subprocess
 import time
 
 from kvstore import programs
-from kvstore.config import local_file, runtime_dir
+from kvstore.config import local_file
 from kvstore.errors import ConfigError
 from kvstore.sync import start_thread
 from kvstore.transports.unix_sockets import private_directory
@@ -60,8 +60,6 @@ class _Keeper:
                 problem = self.look()
             except (ConfigError, OSError) as error:
                 problem = str(error)
-                if isinstance(error, OSError) and error.errno and not error.filename:
-                    problem += f" ({runtime_dir()})"
             if problem and not self._problem:
                 log.warning("no node on this host, the engine recomputes: %s", problem)
                 self._problem = problem
@@ -91,8 +89,11 @@ class _Keeper:
                 problem = _last_words()
             wait_s = min(RETRY_S * 2 ** min(tries - 1, 10), RETRY_S_MAX) if tries else 0.0
             if abs(time.time() - about.st_mtime) >= wait_s:
-                os.pwrite(lock, b".", tries)  # so no other engine tries for RETRY_S
                 starts = True
+                try:
+                    os.pwrite(lock, b".", tries)  # so no other engine tries for RETRY_S
+                except OSError as error:  # such as a full file system
+                    raise OSError(error.errno, error.strerror, local_file("lock")) from None
         finally:
             fcntl.flock(lock, fcntl.LOCK_UN)  # a child that was forked meanwhile has a copy
             os.close(lock)
@@ -116,6 +117,8 @@ class _Keeper:
                 start_new_session=True,
                 check=False,
             )
+        except OSError as error:
+            raise OSError(f"no process can be started: {error}") from error
         finally:
             os.close(said)
         self.started = True
@@ -139,8 +142,8 @@ def taken(lock: int) -> bool:
 
 
 def _last_words() -> str:
-    path = local_file("log")
-    with open(path, "rb") as file:
+    path, lines = local_file("log"), [""]
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _WORDS_NBYTES_MAX))
         lines = file.read().decode(errors="replace").split("\n")
     words = next((line for line in reversed(lines) if line.strip()), _KILLED)

@@ -141,6 +141,7 @@ def test_killed_node_is_started_again(
     keeper.look()
     assert nodes() == [node]
     os.kill(node, signal.SIGKILL)
+    os.unlink(local_file("log"))  # as from /tmp after ten days
     wait_until(keeper.look)
     assert nodes() == [], "it was started just now, and may not be able to run"
     os.utime(local_file("lock"), (0.0, 0.0))
@@ -338,7 +339,7 @@ def test_full_file_system_is_named(
         with pytest.raises(KeyboardInterrupt):
             keeper.run()
     (warning,) = (entry.getMessage() for entry in caplog.records)
-    assert warning.endswith(f"No space left on device ({runtime})")
+    assert warning.endswith(f"No space left on device: '{runtime}/local.lock'")
 
 
 def test_nothing_is_made_in_the_runtime_directory_of_another_user(
