@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client import Client
 from kvstore.cluster.nodes import is_here
-from kvstore.config import ClientConfig, is_loopback, parse_address
+from kvstore.config import LOCAL, ClientConfig, is_loopback, local_file, parse_address
 from kvstore.deadline import Deadline
 from kvstore.doctor.checks import Finding, FindingState, fail, ok, remedy_of, skipped, warn
 from kvstore.doctor.host import check_expiry
@@ -44,6 +44,7 @@ _NO_ANSWER = (
     "the port is open but nothing answers: the node is starting, hangs or is stopped, or "
     "it is another program; see the log of kvstore-node there"
 )
+_NO_SOCKET = "no node serves that socket: start one with this --shm-socket, or see its log"
 
 
 class Clock(NamedTuple):
@@ -192,7 +193,7 @@ class Connectivity:
         try:
             connection = self._opened()
         except KVStoreError as error:
-            yield fail(self._asks_over, str(error), remedy_of(error, _NO_ANSWER))
+            yield fail(self._asks_over, str(error), remedy_of(error, self._no_answer))
             return
         self._wire, self.hello = connection.wire, connection.hello
         took_ms = 1000 * (time.monotonic() - began)
@@ -205,6 +206,15 @@ class Connectivity:
             "identity",
             f"{who} there" if connection.hello.role else "the node has no authentication",
         )
+
+    @property
+    def _no_answer(self) -> str:
+        if self.address == LOCAL:
+            return (
+                "engines of this user with KVSTORE_ADDRESS=local start it, and say why if they can "
+                f"not; its log is {local_file('log')}"
+            )
+        return _NO_SOCKET if self.scheme == "unix" else _NO_ANSWER
 
     @property
     def _asks_over(self) -> str:
@@ -235,7 +245,7 @@ class Connectivity:
             yield skipped("status", str(error), remedy_of(error))
             return
         except KVStoreError as error:
-            yield fail("status", str(error), remedy_of(error, _NO_ANSWER))
+            yield fail("status", str(error), remedy_of(error, self._no_answer))
             return
         finally:
             self._wire.close()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 from authorities import of_client, of_node, pair
 from examined import Examined
 from local_nodes import StartNode
@@ -37,10 +38,17 @@ def test_doctor_at_a_unix_socket_skips_tcp_and_grpc(
     assert not {"name", "TCP", "TLS"} & {finding.name for _, finding in found.found}
 
 
-def test_doctor_reports_a_missing_socket(doctor: Callable[..., Examined]) -> None:
-    found = doctor(address="unix:/tmp/no-kvstore-is-here.sock")
+@pytest.mark.parametrize(
+    ("address", "remedy"),
+    [("unix:/tmp/no-kvstore-is-here.sock", "no node serves that socket"), ("local", "start it")],
+)
+def test_doctor_reports_a_missing_socket(
+    doctor: Callable[..., Examined], address: str, remedy: str
+) -> None:
+    found = doctor(address=address)
     assert "frames" in found.failed
     assert "does not exist here" in found.of("frames").found
+    assert remedy in found.of("frames").remedy
 
 
 def test_doctor_checks_tls_at_a_bulk_address(
