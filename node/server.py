@@ -1,6 +1,7 @@
 """Assemble a node from its parts, and start, drain and stop it."""
 
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import Callable
@@ -59,6 +60,10 @@ log = logging.getLogger(__name__)
 # Bulk, gRPC, and shared memory, which has a socket and a pidfd, with as many again of gRPC before
 # they are too many.
 DESCRIPTORS_OF_SESSION = 5
+_BIND_REMEDIES = {
+    errno.EADDRINUSE: "; is another node running? Name other ports",
+    errno.EADDRNOTAVAIL: "; name an address of this host in --host",
+}
 CHECKED_MAX = 100_000  # pages of a tier checked at a stop: each costs some 5 µs and 100 bytes
 
 
@@ -205,9 +210,10 @@ class Node:
         try:
             self._open_ports(config)
         except OSError as error:
+            remedy = _BIND_REMEDIES.get(error.errno or 0, "")
             raise ConfigError(
-                f"can not listen on {config.host} (port={config.port}, "
-                f"bulk_port={config.bulk_port}, metrics_port={config.metrics_port}): {error}"
+                f"can not listen on {config.host} (port={config.port}, bulk_port="
+                f"{config.bulk_port}, metrics_port={config.metrics_port}): {error}{remedy}"
             ) from error
 
     def _open_ports(self, config: NodeConfig) -> None:

@@ -32,6 +32,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "engines").glob("*.md")),
+    *sorted((ROOT / "docs" / "routers").glob("*.md")),
     *sorted((ROOT / "docs" / "reference").glob("*.md")),
 ]
 OPERATIONS = (ROOT / "docs" / "operations.md").read_text()

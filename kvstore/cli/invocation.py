@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -185,6 +186,10 @@ class Invocation:
             raise type(error)(_explain(error, client)) from error
 
 
+# An error that names a setting, such as those of TLS, has its remedy: the node is running.
+_NAMES_SETTING = re.compile(r"\bKVSTORE_|\btls_|--[a-z]")
+
+
 def _explain(error: KVStoreError, client: Client) -> str:
     """Name the node that an error comes from, and the remedy."""
     address, cluster = client.config.address, ""
@@ -196,13 +201,13 @@ def _explain(error: KVStoreError, client: Client) -> str:
     which = f"none of {address}" if "," in address else f"node {address}"
     if isinstance(error, DeadlineExceeded):
         return f"{which}: {error}; allow more time with --timeout"
+    problem = f"{which} is {'' if ',' in address else 'un'}available: {error}"
+    if _NAMES_SETTING.search(str(error)):
+        return problem
     remedy = "is kvstore-node running there? Name"
     if address == LOCAL:
         remedy = "engines of this user with KVSTORE_ADDRESS=local start it. Or name"
-    return (
-        f"{which} is {'' if ',' in address else 'un'}available: {error}; {remedy} another one with "
-        "--address or KVSTORE_ADDRESS"
-    )
+    return f"{problem}; {remedy} another one with --address or KVSTORE_ADDRESS"
 
 
 class _Remarks(logging.Handler):

@@ -347,8 +347,9 @@ def add(path: Path, line: str, tell: Callable[[], object] = lambda: None) -> Non
 def revoke(path: Path, name: str) -> int:
     """Remove the tokens and certificates of this name and return how many there were.
 
-    Raises ConfigError.
+    Raises ConfigError, also for a file that does not exist.
     """
+    _text(path)
     with _replaced(path) as lines:
         kept = [
             line

@@ -164,7 +164,13 @@ class Access:
         if self.open:
             return EVERYBODY
         known = (self._identities.certificates.get(name) for name in names)
-        return _valid(next(filter(None, known), None), "certificate")
+        found = next(filter(None, known), None)
+        if found is None:
+            raise Unauthenticated(
+                "this node does not know this certificate, and no token came with it; set "
+                "token_file (KVSTORE_TOKEN_FILE)"
+            )
+        return _valid(found, "certificate")
 
     def sees(self, principal: Principal, tenant: str, model: str) -> bool:
         """Return whether a namespace is the principal's own or shared with it."""

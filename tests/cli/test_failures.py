@@ -14,7 +14,7 @@ from kvstore import Client, Namespace
 from kvstore.cli import payload
 from kvstore.cli.commands import build
 from kvstore.cli.selection import read_input
-from kvstore.errors import Exhausted, InvalidRequest
+from kvstore.errors import Exhausted, InvalidRequest, Unavailable
 from kvstore.results import ClientStats, VerifyResult
 
 Kvstore = Callable[..., Any]
@@ -50,6 +50,31 @@ def test_command_says_who_starts_the_local_node(kvstore: Kvstore) -> None:
     ran = kvstore("ls", "-a", "local")
     assert ran.code == 3
     assert "engines of this user with KVSTORE_ADDRESS=local start it" in one_line(ran)
+
+
+@pytest.mark.parametrize(
+    ("said", "remedies"),
+    [
+        ("connection refused", ("is kvstore-node running there?", "--address")),
+        ("the node uses TLS; name its authority with tls_ca (KVSTORE_TLS_CA)", ()),
+        ("it requires client certificates (--tls-client-ca)", ()),
+        ("not from an authority in tls_ca=ca.pem", ()),
+    ],
+)
+def test_error_with_a_remedy_gets_no_other(
+    kvstore: Kvstore, monkeypatch: pytest.MonkeyPatch, said: str, remedies: tuple[str, ...]
+) -> None:
+    """A node that asks for TLS is running, so nobody shall look whether it runs."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Unavailable(said)
+
+    monkeypatch.setattr(Client, "node_status", fail)
+    told = one_line(kvstore("status"))
+    assert said in told
+    assert [some in told for some in ("is kvstore-node running there?", "--address")] == [
+        some in remedies for some in ("is kvstore-node running there?", "--address")
+    ]
 
 
 def test_address_option_overrides_the_environment(

@@ -1,5 +1,6 @@
 """`kvstore tokens`: making tokens, using them with a node that has authentication, and errors."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,10 @@ def test_token_gives_access_to_pages_of_its_tenant(
         at = ("-a", node.address)
         refused = kvstore("status", *at)
         assert (refused.code, "set token_file (KVSTORE_TOKEN_FILE)" in refused.stderr) == (2, True)
+        before = signal.getsignal(signal.SIGTERM)
+        bridge = kvstore("events", "--model", "m", "--endpoint", "none", "--http", "0", *at)
+        signal.signal(signal.SIGTERM, before)
+        assert (bridge.code, "set token_file" in bridge.stderr) == (2, True)
         monkeypatch.setenv("KVSTORE_TOKEN", token)
         put = kvstore("put", str(page), key, "--create-opaque", "m", *at)
         assert put.code == 0, put.stderr
@@ -70,6 +75,16 @@ def test_tokens_are_listed_and_revoked(kvstore: Kvstore, tmp_path: Path) -> None
     ]
     assert kvstore("tokens", "revoke", "a", "-f", str(file)).code == 0
     assert kvstore("tokens", "revoke", "a", "-f", str(file)).code == 1
+
+
+def test_file_that_has_no_identities_is_reported(kvstore: Kvstore, tmp_path: Path) -> None:
+    missing = kvstore("tokens", "revoke", "a", "-f", str(tmp_path / "typo"))
+    assert (missing.code, "typo can not be read" in missing.stderr) == (2, True)
+    other = tmp_path / "page"
+    other.write_text("not an identity\n" * 1000)
+    listed = kvstore("tokens", "list", "-f", str(other))
+    assert len(listed.stderr.splitlines()) < 20
+    assert "992 more" in listed.stderr
 
 
 def test_existing_name_is_refused_and_no_token_printed(kvstore: Kvstore, tmp_path: Path) -> None:

@@ -237,3 +237,4 @@ def test_second_node_on_the_same_port_is_refused(
         assert done.status == 2
         assert "can not listen on 127.0.0.1" in done.stderr
         assert f"port={taken}" in done.stderr
+        assert "is another node running" in done.stderr

@@ -222,7 +222,7 @@ def test_node_with_the_files_refuses_other_clients(node: Node, secrets: Path) ->
         pytest.raises((Unauthenticated, Unavailable)) as raised,
     ):
         stranger.lookup(SPACE, [KEY])
-    assert "does not know this certificate" in str(raised.value)
+    assert "does not know this certificate, and no token came" in str(raised.value)
     with (
         as_engine(secrets, node, tls_cert="", tls_key="") as stranger,
         pytest.raises(Unavailable) as raised,

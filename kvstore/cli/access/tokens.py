@@ -15,6 +15,8 @@ from kvstore.errors import InvalidRequest
 from kvstore.security import identities
 from kvstore.security.identities import Principal, expiry_text
 
+PROBLEMS_SHOWN = 8  # a file that has more is none of identities
+
 FileOption = Annotated[
     Path,
     typer.Option(
@@ -131,8 +133,10 @@ def list_(run: Invocation, file: FileOption) -> None:
         show_fitting([name.upper() for name in rows[0]], [list(row.values()) for row in rows])
     else:
         note(f"{file} names nobody")
-    for problem in found.problems:
+    for problem in found.problems[:PROBLEMS_SHOWN]:
         note(f"{file}, {problem}; nodes skip it")
+    if len(found.problems) > PROBLEMS_SHOWN:
+        note(f"{file} has {len(found.problems) - PROBLEMS_SHOWN:,} more such lines")
 
 
 def revoke(run: Invocation, name: NameArgument, file: FileOption) -> int:
@@ -148,7 +152,7 @@ def revoke(run: Invocation, name: NameArgument, file: FileOption) -> int:
     if run.as_json:
         emit({"name": name, "revoked": count})
     else:
-        print(f"revoked {count} of this name")
+        print(f"revoked {count} of this name in {file}")
     return ExitCode.OK if count else ExitCode.MISS
 
 

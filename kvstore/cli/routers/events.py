@@ -12,7 +12,8 @@ from kvstore.cli.exits import ExitCode, Failure
 from kvstore.cli.invocation import Invocation
 from kvstore.cli.output import deferred_interrupt, emit, note
 from kvstore.cli.routers.query import Hash, Seed
-from kvstore.errors import InvalidRequest
+from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from kvstore.keys import PREFIX_HASH_NBYTES_MIN
 from kvstore.tools.prompts import HASHES, Hashing
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def events(
         if http != NONE:
             _serve(client, http, pool, hashing, said)
         if endpoint == mooncake == NONE:
+            _report(client, model, said)
             while True:
                 safe_point()
                 time.sleep(INTERRUPT_S)
@@ -119,6 +121,17 @@ def _serve(client: "Client", listen: str, pool: str, hashing: Hashing, said: "_S
 
     address = QueryServer(listen, Queries(client, client.tenant, pool, hashing)).start()
     said("listening", addresses=[f"http://{address}"])
+
+
+def _report(client: "Client", model: str, said: "_Said") -> None:
+    """Say if the node does not answer. Raises what a later query would, such as of a wrong token.
+
+    Without a feed nothing else would tell.
+    """
+    try:
+        client.query(model, [bytes(PREFIX_HASH_NBYTES_MIN)])
+    except (Unavailable, DeadlineExceeded) as error:
+        said("away", text=str(error))
 
 
 def _with_zmq() -> tuple[Any, Any, Any]:

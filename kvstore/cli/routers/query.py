@@ -38,6 +38,7 @@ def query(
             "--block-size",
             metavar="TOKENS",
             help="Tokens of a block. [default: those that are stored]",
+            show_default=False,
         ),
     ] = 0,
     hash_name: Hash = HASHES[0],
