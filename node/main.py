@@ -66,6 +66,7 @@ exit status: 0 stopped by SIGTERM or SIGINT, 2 a setting or an installed package
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "kvstore-node",
+        allow_abbrev=False,  # a flag that is added later must not make a command line ambiguous
         usage="%(prog)s [--option VALUE ...]",
         description="Storage node of kvstore: serves KV-cache pages by shared memory, bulk TCP and "
         "gRPC.",

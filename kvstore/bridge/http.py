@@ -70,9 +70,10 @@ class Queries(NamedTuple):
             given = [name for name in _NOT_HASHED if asked.get(name) not in (None, "", 0, -1)]
             if given:
                 raise InvalidRequest(f"tokens with {given[0]} are not hashed here: send seq_hashes")
-            found = query_tokens(
-                self.client, model, _list(asked, "token_ids", int), size, self.hashing, tenant
-            )
+            tokens = _list(asked, "token_ids", int)
+            found = []
+            if len(tokens) >= size:  # a shorter prompt fills no block: a router's usual question
+                found = query_tokens(self.client, model, tokens, size, self.hashing, tenant)
         else:
             name = "seq_hashes" if "seq_hashes" in asked else "block_hash"
             hashes = [_hash(text) for text in _list(asked, name, str)]

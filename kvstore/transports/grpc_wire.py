@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import queue
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -526,10 +527,19 @@ def _in_grpc(work: Callable[[], Result], stop: Callable[[], object] | None = Non
         raise Unavailable(f"gRPC has no thread: {error}") from error
 
 
+# gRPC's words before the cause, of each address that does not answer
+_VERBOSE = re.compile(
+    "failed to connect to all addresses; last error: [A-Z]+: "
+    "|(?<=: )Failed to connect to remote host: "
+)
+
+
 def _translated(error: grpc.RpcError | ValueError) -> Exception:
     if isinstance(error, ValueError):  # gRPC raises this for a closed channel
         return Unavailable(f"the connection was closed: {error}")
-    return from_status(error.code().value[0], error.details() or error.code().name)
+    return from_status(
+        error.code().value[0], _VERBOSE.sub("", error.details() or "") or error.code().name
+    )
 
 
 def _page_bytes(frame: bytes) -> memoryview:

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvstore import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import KVStoreError, ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
@@ -199,3 +200,10 @@ def test_call_without_a_thread_for_grpc_gives_the_channel_up(
         with pytest.raises(Unavailable, match="gRPC has no thread"):
             put(wire, 0)
     assert ends(wire.close)
+
+
+def test_refused_connection_is_named_without_grpcs_preamble() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(Unavailable) as raised:
+        client.node_status()
+    assert "Connection refused" in str(raised.value)
+    assert "last error" not in str(raised.value)

@@ -238,3 +238,10 @@ def test_second_node_on_the_same_port_is_refused(
         assert "can not listen on 127.0.0.1" in done.stderr
         assert f"port={taken}" in done.stderr
         assert "is another node running" in done.stderr
+
+
+def test_flags_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--ram-byte` was taken for `--ram-bytes` until another flag began in the same way."""
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["--ram-byte", "64MiB"])
+    assert "unrecognized arguments: --ram-byte" in capsys.readouterr().err
