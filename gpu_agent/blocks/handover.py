@@ -1,4 +1,4 @@
-"""Wait for pages that another engine is saving: prefill hands a prompt over to decode.
+"""Wait for pages that another engine is saving (prefill-decode disaggregation).
 
     prefill   request ends --> ticket: the store will have so many tokens of this prompt
     proxy     passes the ticket on with the request
@@ -29,7 +29,7 @@ log.addFilter(LogRate())
 
 VERSION = 1  # of a ticket
 TOKENS_MAX = 1 << 32
-MARK_NBYTES = 16  # of a digest in a ticket
+DIGEST_NBYTES = 16  # of a digest in a ticket
 PAUSE_S = 0.005  # between two probes at first; then this share of the wait so far,
 PAUSE_SHARE = 16
 PAUSE_S_MAX = 0.05  # at most this,
@@ -66,14 +66,14 @@ def read_ticket(fields: Any) -> Ticket:
     tokens = fields.get("tokens")
     if type(tokens) is not int or not 0 <= tokens <= TOKENS_MAX:
         raise ValueError(f"its tokens are no number in 0..{TOKENS_MAX}")
-    return Ticket(tokens, _mark(fields, "store"), _mark(fields, "prompt"))
+    return Ticket(tokens, _digest(fields, "store"), _digest(fields, "prompt"))
 
 
-def _mark(fields: Mapping[Any, Any], name: str) -> str:
-    mark = fields.get(name)
-    if not isinstance(mark, str) or len(mark) != 2 * MARK_NBYTES:
-        raise ValueError(f"its {name} is not {2 * MARK_NBYTES} hex digits")
-    return mark
+def _digest(fields: Mapping[Any, Any], name: str) -> str:
+    digest = fields.get(name)
+    if not isinstance(digest, str) or len(digest) != 2 * DIGEST_NBYTES:
+        raise ValueError(f"its {name} is not {2 * DIGEST_NBYTES} hex digits")
+    return digest
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Handovers:
             tokens = max((end for end in ends if ends[end] == self._state_groups), default=0)
         if not tokens:
             return None
-        return Ticket(tokens, _store_mark(shards), self._prompt_mark(request, tokens))
+        return Ticket(tokens, _store_digest(shards), self._prompt_digest(request, tokens))
 
     def expect(
         self, request: EngineRequest, ticket: Ticket, shards: Sequence[Sequence[Namespace]]
@@ -182,7 +182,7 @@ class Handovers:
         self, request: EngineRequest, ticket: Ticket, shards: Sequence[Sequence[Namespace]]
     ) -> str:
         """Return why a ticket promises nothing for a request; empty if it does."""
-        if ticket.store != _store_mark(shards):
+        if ticket.store != _store_digest(shards):
             return (
                 "its ticket is from an engine with other namespaces; compare them in both logs "
                 "(weights, layout, epoch, shards)"
@@ -191,15 +191,15 @@ class Handovers:
             ticket.tokens % self._step_tokens
             or ticket.tokens > request.num_prompt_tokens
             or ticket.tokens > len(request.block_hashes) * self._hash_tokens
-            or (ticket.tokens and ticket.prompt != self._prompt_mark(request, ticket.tokens))
+            or (ticket.tokens and ticket.prompt != self._prompt_digest(request, ticket.tokens))
         ):
             return "its ticket is for another prompt"
         return ""
 
-    def _prompt_mark(self, request: EngineRequest, tokens: int) -> str:
+    def _prompt_digest(self, request: EngineRequest, tokens: int) -> str:
         """Return the digest of the hash of the prompt's first `tokens` tokens."""
         key = request.block_hashes[tokens // self._hash_tokens - 1]
-        return hashlib.sha256(key).digest()[:MARK_NBYTES].hex()
+        return hashlib.sha256(key).digest()[:DIGEST_NBYTES].hex()
 
     def rests(self, request_id: str) -> bool:
         """Return whether nothing new can be known of what a request waits for."""
@@ -218,16 +218,16 @@ class Handovers:
             return Next.GO
         now, probe_id = self._clock(), _probe_id(request_id)
         if tokens >= waiting.goal_tokens:
-            self._over(request_id, now)
+            self._end_wait(request_id, now)
             return Next.GO
         if self._lookups.failed(request_id) or (
             waiting.probing and self._lookups.failed(probe_id)
         ):  # a store that does not answer has nothing to wait for
-            self._over(request_id, now, "the store did not answer")
+            self._end_wait(request_id, now, "the store did not answer")
             return Next.GO
         if now >= waiting.began_at + self._wait_s:
             hangs = waiting.probing and self._lookups.answer(probe_id) is None
-            self._over(request_id, now, f"{self._wait_s:g} s were over")
+            self._end_wait(request_id, now, f"{self._wait_s:g} s were over")
             return Next.GO if hangs else Next.LOOK  # no second wait for a store that hangs
         if waiting.probing:
             found = self._lookups.answer(probe_id)
@@ -255,7 +255,7 @@ class Handovers:
         for request_id in list(self._waiting):
             self.drop(request_id)
 
-    def _over(self, request_id: str, now: float, why: str = "") -> None:
+    def _end_wait(self, request_id: str, now: float, why: str = "") -> None:
         waiting = self._waiting[request_id]
         self.drop(request_id)
         self.counts.handover_wait_seconds += now - waiting.began_at
@@ -273,11 +273,11 @@ def _probe_id(request_id: str) -> str:
     return f"{request_id}\0handover"  # no HTTP header can hold such an id
 
 
-def _store_mark(shards: Sequence[Sequence[Namespace]]) -> str:
+def _store_digest(shards: Sequence[Sequence[Namespace]]) -> str:
     """Return the digest of the groups' namespaces, whatever the order of their shards."""
     whole = hashlib.sha256(b"kvstore-handover-1\0")
     for group in shards:
         whole.update(len(group).to_bytes(4, "big"))
         for digest in sorted(namespace.digest for namespace in group):
             whole.update(digest)
-    return whole.digest()[:MARK_NBYTES].hex()
+    return whole.digest()[:DIGEST_NBYTES].hex()

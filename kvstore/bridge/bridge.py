@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from kvstore.bridge.publisher import Publisher
-from kvstore.bridge.told import Told
+from kvstore.bridge.stored_blocks import StoredBlocks
 from kvstore.client import Client
 from kvstore.cluster.feed import AWAY_S
 from kvstore.results import FeedEvent
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 IDLE_S = 1.0
 POLL_MS = 50
 WAITING_MAX = 64  # events that the feed is ahead
-Say = Callable[..., None]  # (kind, fields): what operators are told
+Say = Callable[..., None]  # (kind, fields): reports to operators
 
 
 class Bridge:
@@ -33,11 +33,11 @@ class Bridge:
     def __init__(
         self, client: Client, model: str, tenant: str, publishers: Sequence[Publisher], say: Say
     ) -> None:
-        """Prepare; `tenant`: whose KVs are told."""
+        """Prepare; `tenant`: whose KVs are published."""
         self._client, self._model, self._tenant = client, model, tenant
         self._publishers = publishers
         self._say = say
-        self._told = Told()
+        self._blocks = StoredBlocks()
         self._waiting: queue.Queue[FeedEvent | BaseException] = queue.Queue(WAITING_MAX)
         self._away = 0  # events of this kind, one after the other
         self._away_since_s = 0.0
@@ -74,7 +74,7 @@ class Bridge:
                 publisher.cleared()
         for publisher in self._publishers:
             if publisher.wants_snapshot() and not self._hidden:
-                publisher.snapshot(self._told)
+                publisher.snapshot(self._blocks)
 
     def _read(self) -> None:
         try:
@@ -102,18 +102,18 @@ class Bridge:
         self._found(event)
         kv, tokens, hashes = event.model.id, event.model.page_tokens, event.prefix_hashes
         if event.kind == "reset":
-            self._told.reset()
+            self._blocks.reset()
             for publisher in self._publishers:
                 publisher.cleared()
         elif event.kind == "ready":
-            self._say("ready", blocks=len(self._told))
+            self._say("ready", blocks=len(self._blocks))
         elif event.model.tenant != self._tenant:
             return
         elif event.kind == "stored":
-            if new := self._told.stored(kv, tokens, hashes):
+            if new := self._blocks.stored(kv, tokens, hashes):
                 for publisher in self._publishers:
                     publisher.stored(tokens, new)
-        elif event.kind == "removed" and (gone := self._told.removed(kv, hashes)):
+        elif event.kind == "removed" and (gone := self._blocks.removed(kv, hashes)):
             for publisher in self._publishers:
                 publisher.removed(gone)
 
@@ -126,13 +126,13 @@ class Bridge:
     def _found(self, event: FeedEvent) -> None:
         """Go on after an outage. Of a cluster's member that is away, only one event comes."""
         if self._away > 1:
-            self._say("back", blocks=len(self._told))
+            self._say("back", blocks=len(self._blocks))
         self._away = 0
         if self._hidden:
             self._hidden = False
             if event.kind != "reset":
                 for publisher in self._publishers:
-                    publisher.snapshot(self._told)
+                    publisher.snapshot(self._blocks)
 
 
 def publish(

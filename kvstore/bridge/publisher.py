@@ -19,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from kvstore.bridge.told import Told
+from kvstore.bridge.stored_blocks import StoredBlocks
 from kvstore.bridge.wires import Event, Wire
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.log_rate import LogRate
@@ -51,7 +51,7 @@ class Publisher:
     ) -> None:
         """Bind the sockets. Raises ConfigError if an address can not be bound.
 
-        `refresh_s`: how often all is told again; 0: never.
+        `refresh_s`: how often a snapshot is sent; 0: never.
         """
         self._wire = wire
         self._refresh_s = refresh_s
@@ -110,11 +110,11 @@ class Publisher:
         for some in _some(hashes):
             self._send(self._wire.removed(some))
 
-    def snapshot(self, told: Told) -> None:
-        """Tell everything again."""
+    def snapshot(self, blocks: StoredBlocks) -> None:
+        """Send all stored blocks again."""
         self._begin()
         events = self._wire.cleared()
-        for block_tokens, hashes in told.all(HASHES_AT_ONCE):
+        for block_tokens, hashes in blocks.all(HASHES_AT_ONCE):
             self._send(events + self._wire.stored(block_tokens, hashes))
             events = []
         if events:

@@ -2,12 +2,12 @@
 
     a tier's change -> ring                 by writers, under the locks that they hold anyway
     ring -> present in all namespaces?      by the first reader that comes, for all readers
-         -> told (stored, removed)          kept for a while, with sequence numbers
-    snapshot: all keys, looked at one by one, and what was told since its beginning
+         -> change log (stored, removed)    kept for a while, with sequence numbers
+    snapshot: all keys, looked up one by one, then the changes since its beginning
 
 Whether a block is stored is looked up when a change of one of its pages is read, so it does not
 matter in which order tiers and ranks changed: the last look comes after the last change. A page
-that moves from one tier to the other is told only while snapshots run, which may have missed it.
+that moves from one tier to the other is sent only while snapshots run, which may have missed it.
 """
 
 import heapq
@@ -23,8 +23,8 @@ from kvstore.config import FEED_WAIT_S_MAX
 from kvstore.errors import Exhausted, InvalidRequest, Unavailable
 from kvstore.keys import TEXT_NBYTES_MAX
 from kvstore.pb import kvstore_pb2 as pb
+from node.feed.change_log import ChangeLog, Cursor, read_cursor
 from node.feed.models import Model, Models
-from node.feed.told import Cursor, Told, unpacked
 from node.memory.changes import Change, ChangeRing
 from node.memory.page import NamespaceIndex, State
 from node.memory.tier import RamTier
@@ -36,14 +36,14 @@ REPLY_KEYS = 8192  # of one reply
 PART_KEYS = 2048  # of a snapshot, looked at in one call
 SNAPSHOTS_MAX = 16  # at a time
 SNAPSHOT_IDLE_S = 30.0
-EXPIRIES_MAX = 1 << 18  # blocks with a time to live that are told as stored; 50 MB
+EXPIRIES_MAX = 1 << 18  # blocks with a time to live that readers know; 50 MB
 
 Sees = Callable[[Model], bool]
 ABSENT = -1
 
 
-class Waiting(Protocol):
-    """A caller; `gone`: it has left. `peer`: key that limits count it by."""
+class Caller(Protocol):
+    """The client of a request. `peer`: the key by which limits count it."""
 
     @property
     def peer(self) -> str:
@@ -111,7 +111,7 @@ class Feed:
     ) -> None:
         """Prepare the feed; `stops` tells whether the node stops.
 
-        `is_member`: the node is in a cluster. Then each namespace is told by itself, for readers
+        `is_member`: the node is in a cluster. Then each namespace is a model by itself, for readers
         that merge the members' feeds.
         """
         self._tier = tier
@@ -125,13 +125,13 @@ class Feed:
         self._stale = False
         self._epoch = b""
         self._models = Models()
-        self._told = Told()
+        self._change_log = ChangeLog()
         self._expiries = Expiries()
         self._snapshots: dict[bytes, Snapshot] = {}
 
     # ---- for readers ---------------------------------------------------------------------
 
-    def poll(self, request: pb.FeedRequest, caller: Waiting, sees: Sees) -> pb.FeedReply:
+    def poll(self, request: pb.FeedRequest, caller: Caller, sees: Sees) -> pb.FeedReply:
         """Return what comes after the request's cursor, as soon as there is something.
 
         `sees` tells which models the caller may see.
@@ -145,7 +145,7 @@ class Feed:
             )
         if len(request.model.encode()) > TEXT_NBYTES_MAX:
             raise InvalidRequest(f"the model's name is longer than {TEXT_NBYTES_MAX} bytes")
-        cursor, name = unpacked(request.cursor), request.model
+        cursor, name = read_cursor(request.cursor), request.model
         end = time.monotonic() + min(request.wait_ms / 1000, self.wait_s_max)
 
         def wanted(model: Model) -> bool:
@@ -160,22 +160,22 @@ class Feed:
                 self._used_s = time.monotonic()
                 self._pump()
                 reply = self._reply(cursor, wanted, caller.peer)
-            told = reply.begin or reply.changes or cursor.snapshot
-            if told or time.monotonic() >= end:
+            is_news = reply.begin or reply.changes or cursor.snapshot
+            if is_news or time.monotonic() >= end:
                 return reply
-            cursor = unpacked(reply.cursor)
+            cursor = read_cursor(reply.cursor)
             time.sleep(TICK_S)
 
     def _has_few(self, cursor: Cursor) -> bool:
-        return cursor.epoch == self._epoch and self._told.last - cursor.sequence < 8
+        return cursor.epoch == self._epoch and self._change_log.last - cursor.sequence < 8
 
     def _reply(self, cursor: Cursor, wanted: Sees, peer: str) -> pb.FeedReply:
-        if cursor.epoch == self._epoch and self._told.has_next_of(cursor.sequence):
+        if cursor.epoch == self._epoch and self._change_log.has_next_of(cursor.sequence):
             if not cursor.snapshot:
                 return self._changes(cursor, wanted)
             snapshot = self._snapshots.get(cursor.snapshot)
             if snapshot is not None and snapshot.part == cursor.part:
-                if not self._told.forgets_soon(cursor.sequence):
+                if not self._change_log.forgets_soon(cursor.sequence):
                     return self._part(cursor, snapshot, wanted)
                 # Otherwise a large snapshot would never end while much changes
                 snapshot.used_s = time.monotonic()
@@ -188,7 +188,7 @@ class Feed:
     def _changes(self, cursor: Cursor, wanted: Sees) -> pb.FeedReply:
         reply, models, count = pb.FeedReply(), dict[bytes, Model | None](), 0
         sequence = cursor.sequence
-        for change in self._told.after(sequence):
+        for change in self._change_log.after(sequence):
             if change.model not in models:
                 model = self._models.find(change.model)
                 models[change.model] = model if model is not None and wanted(model) else None
@@ -198,8 +198,8 @@ class Feed:
                     break
                 reply.changes.append(change)
             sequence = change.sequence
-        told = {change.model for change in reply.changes}
-        reply.models.extend(m.message for m in models.values() if m is not None and m.id in told)
+        named = {change.model for change in reply.changes}
+        reply.models.extend(m.message for m in models.values() if m is not None and m.id in named)
         reply.cursor = cursor._replace(sequence=sequence).packed()
         return reply
 
@@ -207,18 +207,18 @@ class Feed:
         of_peer = sum(snapshot.peer == peer for snapshot in self._snapshots.values())
         if len(self._snapshots) >= SNAPSHOTS_MAX or of_peer >= SNAPSHOTS_MAX // 2:
             raise Exhausted(
-                f"{len(self._snapshots)} snapshots are being told already, {of_peer} of them to "
+                f"{len(self._snapshots)} snapshots are being sent already, {of_peer} of them to "
                 "this peer; wait until one has ended"
             )
-        # What is told from now on comes after it
-        cursor = Cursor(self._epoch, self._told.last, os.urandom(8))
+        # Changes from now on come after it
+        cursor = Cursor(self._epoch, self._change_log.last, os.urandom(8))
         snapshot = self._snapshots[cursor.snapshot] = Snapshot(peer, self._keys(wanted))
         reply = self._part(cursor, snapshot, wanted)
         reply.begin = True
         return reply
 
     def _part(self, cursor: Cursor, snapshot: Snapshot, wanted: Sees) -> pb.FeedReply:
-        """Tell the next part of a snapshot; after the last one, the reader goes on with changes."""
+        """Return the next part of a snapshot; after the last one, changes follow."""
         reply = pb.FeedReply()
         snapshot.used_s = time.monotonic()
         try:
@@ -265,7 +265,7 @@ class Feed:
     # ---- from the tiers ------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Look at all blocks that have changed, and tell them."""
+        """Look up all blocks that have changed, and log the changes."""
         if self._ring is None or self._stale or self._single != self.is_member():
             self._restart()
         assert self._ring is not None
@@ -277,14 +277,14 @@ class Feed:
         if unknown and self._models.refresh(self._tier.namespaces.all()):  # opened meanwhile
             return self._restart()
         if looks := self._looks(changes):
-            self._tell(looks)
+            self._note(looks)
 
     def _looks(self, changes: list[Change]) -> dict[tuple[bytes, bytes], tuple[bool, bool]]:
         """Return which blocks to look at, and whether pages of them came, and went."""
         looks: dict[tuple[bytes, bytes], tuple[bool, bool]] = {}
         for _, digest, prefix_hashes, is_new in changes:
             model = self._models.of(digest)
-            if model is None:  # opened and closed meanwhile: nobody was told of it
+            if model is None:  # opened and closed meanwhile: no reader knows it
                 continue
             for prefix_hash in prefix_hashes:
                 came, went = looks.get((model.id, prefix_hash), (False, False))
@@ -293,7 +293,7 @@ class Feed:
             looks[key] = (looks.get(key, (False, False))[0], True)
         return looks
 
-    def _tell(self, looks: dict[tuple[bytes, bytes], tuple[bool, bool]]) -> None:
+    def _note(self, looks: dict[tuple[bytes, bytes], tuple[bool, bool]]) -> None:
         stored: dict[bytes, list[bytes]] = {}
         removed: dict[bytes, list[bytes]] = {}
         moved = bool(self._snapshots)
@@ -307,9 +307,9 @@ class Feed:
             if went:
                 removed.setdefault(model_id, []).append(prefix_hash)
         for model_id, hashes in removed.items():
-            self._told.add(model_id, True, hashes)
+            self._change_log.add(model_id, True, hashes)
         for model_id, hashes in stored.items():
-            self._told.add(model_id, False, hashes)
+            self._change_log.add(model_id, False, hashes)
 
     def _is_stored(self, model: Model, prefix_hash: bytes) -> bool:
         """Return whether all parts of a model have a block; remember when that ends."""
@@ -351,7 +351,7 @@ class Feed:
         self._epoch = os.urandom(8)
         self._single = self.is_member()
         self._models = Models(self._single)
-        self._told, self._expiries = Told(), Expiries()
+        self._change_log, self._expiries = ChangeLog(), Expiries()
         self._snapshots.clear()
         self._models.refresh(self._tier.namespaces.all())
 
@@ -383,6 +383,6 @@ class Feed:
             del self._snapshots[name]
         if self._ring is not None and now_s - self._used_s > IDLE_S:
             self._watch(None)
-            self._epoch, self._told, self._expiries = b"", Told(), Expiries()
+            self._epoch, self._change_log, self._expiries = b"", ChangeLog(), Expiries()
             self._snapshots.clear()
             self._models = Models()

@@ -44,7 +44,7 @@ class Model:
         self.parts = [some for ranks in groups for some in ranks.values()]
 
     def needs_more(self, before: "Model") -> bool:
-        """Return whether blocks that were stored before may lack a part now that nobody has told.
+        """Return whether blocks that readers know as stored may lack a part now.
 
         `before`: the same model, before namespaces were opened or learned their part.
         """

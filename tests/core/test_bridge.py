@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvstore.bridge import publisher as module
 from kvstore.bridge.publisher import Publisher, check_endpoint
-from kvstore.bridge.told import Told
+from kvstore.bridge.stored_blocks import StoredBlocks
 from kvstore.bridge.wires import FORMS, MooncakeWire, VllmWire
 from kvstore.errors import ConfigError, InvalidRequest
 
@@ -32,22 +32,22 @@ def context() -> Iterator[Any]:
 
 
 def test_block_is_stored_while_one_kv_has_it() -> None:
-    told = Told()
-    assert told.stored(b"x", 16, [A, B, A]) == [A, B]
-    assert told.stored(b"x", 16, [A]) == [], "told again"
-    assert told.stored(b"y", 32, [B, C]) == [C]
-    assert told.removed(b"x", [A, B, C]) == [A], "y has B, and x never had C"
-    assert told.removed(b"x", [B]) == []
-    assert sorted(told.all(8)) == [(32, [B, C])]
-    assert told.removed(b"y", [B, B]) == [B]
-    assert len(told) == 1
-    told.reset()
-    assert [*told.all(8)] == []
-    assert told.removed(b"y", [C]) == []
+    blocks = StoredBlocks()
+    assert blocks.stored(b"x", 16, [A, B, A]) == [A, B]
+    assert blocks.stored(b"x", 16, [A]) == [], "told again"
+    assert blocks.stored(b"y", 32, [B, C]) == [C]
+    assert blocks.removed(b"x", [A, B, C]) == [A], "y has B, and x never had C"
+    assert blocks.removed(b"x", [B]) == []
+    assert sorted(blocks.all(8)) == [(32, [B, C])]
+    assert blocks.removed(b"y", [B, B]) == [B]
+    assert len(blocks) == 1
+    blocks.reset()
+    assert [*blocks.all(8)] == []
+    assert blocks.removed(b"y", [C]) == []
 
 
 def test_bits_of_kvs_that_are_gone_are_used_again() -> None:
-    told = Told()
+    told = StoredBlocks()
     told.stored(b"x", 16, [A])
     for number in range(1000):
         kv = number.to_bytes(8, "big")
@@ -168,7 +168,7 @@ def test_batches_are_kept_for_replays_only(context: Any) -> None:
     publisher.close()
 
 
-def told_again(publisher: Publisher, told: Told, reader: Any) -> list[bytes]:
+def told_again(publisher: Publisher, told: StoredBlocks, reader: Any) -> list[bytes]:
     def is_due() -> bool:
         publisher.serve()
         reader.poll(10)  # subscribes
@@ -188,7 +188,7 @@ def test_bridge_that_starts_again_is_another_stream() -> None:
     with zmq.Context() as readers, readers.socket(zmq.SUB) as reader:
         reader.subscribe(b"")
         for stored in (A, B):
-            told = Told()
+            told = StoredBlocks()
             told.stored(b"x", 16, [stored])
             with zmq.Context() as bridges:
                 publisher = Publisher(bridges, wire, endpoint)

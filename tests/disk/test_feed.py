@@ -17,8 +17,8 @@ from told_blocks import ToldBlocks
 
 from kvstore import Client, ClientConfig, Exhausted
 from kvstore.keys import block_part, part_of
+from node.feed import change_log
 from node.feed import feed as feed_module
-from node.feed import told
 from node.memory import changes
 
 STEPS = int(os.environ.get("KVSTORE_MODEL_STEPS") or 150)
@@ -146,8 +146,8 @@ class Life:
 def test_replay_equals_the_list(nodes: Nodes, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Small, so that readers fall behind, and snapshots have several parts
     monkeypatch.setattr(changes, "ENTRIES", 64)
-    monkeypatch.setattr(told, "KEYS_MAX", 128)
-    monkeypatch.setattr(told, "CHANGE_KEYS", 8)
+    monkeypatch.setattr(change_log, "KEYS_MAX", 128)
+    monkeypatch.setattr(change_log, "CHANGE_KEYS", 8)
     monkeypatch.setattr(feed_module, "PART_KEYS", 8)
     monkeypatch.setattr(feed_module, "REPLY_KEYS", 16)
     life = Life(nodes, random.Random(seed))

@@ -18,8 +18,8 @@ from kvstore.cluster.feed import CURSOR_NBYTES
 from kvstore.keys import block_part, part_of
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
+from node.feed import change_log
 from node.feed import feed as module
-from node.feed import told
 from node.memory import changes
 from node.memory.changes import ChangeRing
 from node.server import Node
@@ -259,7 +259,7 @@ def test_snapshot_ends_while_more_changes_than_is_kept(
     start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch, pages: Pages
 ) -> None:
     """Regression: the reader began anew again and again, for as long as much changed."""
-    monkeypatch.setattr(told, "KEYS_MAX", 100)
+    monkeypatch.setattr(change_log, "KEYS_MAX", 100)
     monkeypatch.setattr(module, "PART_KEYS", 2)
     node = start_node()
     client, reader = connect(node), Reader()
@@ -317,8 +317,8 @@ def test_snapshot_of_an_unknown_model_visits_no_pages(
 
 
 def test_changes_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(told, "CHANGES_MAX", 4)
-    kept = told.Told()
+    monkeypatch.setattr(change_log, "CHANGES_MAX", 4)
+    kept = change_log.ChangeLog()
     for number in range(10):
         kept.add(b"model", True, [b"%d" % number])
     assert [change.sequence for change in kept.after(6)] == [7, 8, 9, 10]

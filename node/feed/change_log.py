@@ -1,4 +1,4 @@
-"""Keep what was told last, so that each reader continues where it was.
+"""Keep the newest changes of the feed, so that each reader continues where it was.
 
     cursor = epoch (8) || sequence (8) [|| snapshot (8) || part (4)]
 
@@ -33,8 +33,8 @@ class Cursor(NamedTuple):
         return at + _PART.pack(self.snapshot, self.part) if self.snapshot else at
 
 
-def unpacked(data: bytes) -> Cursor:
-    """Return the cursor of these bytes; for any others, the start."""
+def read_cursor(data: bytes) -> Cursor:
+    """Return the cursor of these bytes; of any others, one at the start."""
     if len(data) == _AT.size:
         return Cursor(*_AT.unpack(data))
     if len(data) == _AT.size + _PART.size:
@@ -42,7 +42,7 @@ def unpacked(data: bytes) -> Cursor:
     return Cursor()
 
 
-class Told:
+class ChangeLog:
     """The newest changes, in the order of their sequence numbers. One thread at a time."""
 
     def __init__(self) -> None:

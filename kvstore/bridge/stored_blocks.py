@@ -1,6 +1,6 @@
-"""Keep which blocks routers were told of. Pure.
+"""Keep the set of blocks that routers know as stored. Pure.
 
-The feed may repeat what it told, and tells each KV of a model's name by itself: engines of another
+The feed may repeat changes, and has each KV of a model's name by itself: engines of another
 revision or with other settings. Routers get one stream, in which a block is stored once, as long
 as one KV has it.
 """
@@ -19,7 +19,7 @@ class _Kv:
         self.blocks = 0
 
 
-class Told:
+class StoredBlocks:
     """The blocks of one stream; some 120 bytes for each. One thread."""
 
     def __init__(self) -> None:
