@@ -51,7 +51,7 @@ SWITCH_INTERVAL_S = 0.0001
 
 EXAMPLES = """examples:
   kvstore-node        1 GiB of RAM; ports 7440 (gRPC), 7441 (bulk), 7442 (metrics)
-  kvstore-node --ram-bytes 64GiB --host 10.0.0.5
+  kvstore-node --ram-bytes 64GiB --host 10.0.0.5 --insecure
   KVSTORE_NODE_RAM_BYTES=8GiB kvstore-node --log-level debug
   kvstore-node --ram-bytes 64GiB --print-config > node.toml; kvstore-node -c node.toml
 

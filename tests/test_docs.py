@@ -24,7 +24,7 @@ from kvstore.config import ClientConfig, load
 from kvstore.errors import ConfigError
 from kvstore.tools.node_process import NodeProcess
 from node.config import NodeConfig
-from node.main import _parser
+from node.main import EXAMPLES, _parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -135,12 +135,13 @@ def test_every_documented_variable_exists() -> None:
 
 
 def lines() -> Iterator[str]:
-    """Yield the code lines and inline code of the documents, and the commands' docstrings."""
+    """Yield the code of the documents, and the examples in the help of commands and the node."""
     for path in PAGES:
         for line in path.read_text().replace("\\\n", " ").splitlines():
             yield from [line] if line.startswith("    ") else re.findall(r"`([^`]+)`", line)
     for command in commands_of(COMMANDS):
         yield from (command.callback.__doc__ or "").replace("\\\n", " ").splitlines()
+    yield from re.split(r"[\n;]| {4,}", EXAMPLES)
 
 
 def commands_of(group: Any) -> Iterator[Any]:

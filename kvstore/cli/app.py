@@ -25,11 +25,7 @@ def main() -> None:
 
 
 def _missing(module: str) -> int:
-    print(
-        f"kvstore: {module} is not installed; it comes with the extra cli of kvstore-llm (README, "
-        "Install)",
-        file=sys.stderr,
-    )
+    print(f"kvstore: {module} is not installed; pip install 'kvstore-llm[cli]'", file=sys.stderr)
     return 2
 
 

@@ -107,10 +107,7 @@ def _authority() -> "type[Authority]":
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "cryptography":
             raise
-        said = (
-            "cryptography is not installed; it comes with the extra cli of kvstore-llm (README, "
-            "Install)"
-        )
+        said = "cryptography is not installed; pip install 'kvstore-llm[cli]'"
         raise Failure(said, ExitCode.USAGE) from error
     return Authority
 

@@ -433,8 +433,7 @@ def _figure_class() -> Any:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise InvalidRequest(
-            f"{error.name} is not installed, which draws pictures; it comes with the extra plan of "
-            "kvstore-llm (README, Install)"
+            f"{error.name} is not installed, which draws pictures; pip install 'kvstore-llm[plan]'"
         ) from error
     return Figure
 

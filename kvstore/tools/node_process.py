@@ -28,10 +28,7 @@ class NodeProcess:
         self, *flags: str, python: str = sys.executable, inside: Sequence[str] = ()
     ) -> None:
         if python == sys.executable and not programs.installed():
-            raise ConfigError(
-                "the node is not installed here; it comes with the extra node of kvstore-llm "
-                "(README, Install)"
-            )
+            raise ConfigError("the node is not installed here; pip install 'kvstore-llm[node]'")
         ports = ("--host", "127.0.0.1", "--port", "0", "--bulk-port", "0", "--metrics-port", "0")
         command = [*inside, *programs.command("node.__main__", *ports, *flags, begin=(python,))]
         # Not a pipe: it is not read while the node runs, and a full pipe would stop the node.

@@ -169,7 +169,7 @@ def test_certs_without_cryptography_names_the_extra(
     monkeypatch.setitem(sys.modules, "cryptography", None)
     ran = kvstore("certs", "client", "x", "--dir", str(folder))
     assert ran.code == 2
-    assert "cryptography is not installed; it comes with the extra cli of kvstore-llm" in ran.stderr
+    assert "cryptography is not installed; pip install 'kvstore-llm[cli]'" in ran.stderr
 
 
 def test_throwaway_node_is_used_without_tls(

@@ -131,7 +131,7 @@ def test_picture_without_matplotlib_names_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     ran = kvstore("plan", str(trace), "--picture", str(tmp_path / "plan.png"))
     assert ran.code == 2
-    assert "comes with the extra plan" in ran.stderr
+    assert "kvstore-llm[plan]" in ran.stderr
     assert kvstore("plan", str(trace)).code == 0, "the table needs matplotlib"
 
 

@@ -127,7 +127,7 @@ def test_command_without_the_extra_names_it() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "the extra cli of kvstore-llm" in ran.stderr
+    assert "kvstore-llm[cli]" in ran.stderr
     assert ran.stderr.count("\n") == 1
 
 

@@ -33,7 +33,7 @@ def _option(flag: str, metavar: str, text: str) -> Any:
 
 
 Model = Annotated[str, _option("--model", "NAME", "The model, as its engines name it.")]
-Endpoint = Annotated[str, _option("--endpoint", "ADDRESS", "vLLM's events; none: not.")]
+Endpoint = Annotated[str, _option("--endpoint", "ADDRESS", "vLLM's events; none: off.")]
 Replay = Annotated[str, _option("--replay", "ADDRESS", "Their replay socket.")]
 Mooncake = Annotated[str, _option("--mooncake", "ADDRESS", "Mooncake's events, for Dynamo.")]
 Http = Annotated[str, _option("--http", "[HOST:]PORT", "Queries as of Mooncake's Conductor.")]
@@ -46,7 +46,8 @@ Objects = Annotated[
     list[str] | None, typer.Option("--object-key", metavar="TEXT", help=_OBJECTS_HELP)
 ]
 Refresh = Annotated[
-    float, typer.Option("--refresh", metavar="SECONDS", help="Tell all again; 0: never.")
+    float,
+    typer.Option("--refresh", metavar="SECONDS", help="How often all is sent again; 0: never."),
 ]
 
 
@@ -70,7 +71,7 @@ def events(
 
     Follows the feed of the node, or of all members of a cluster, and publishes it over ZMQ: as
     vLLM's KV events, from a pool that all engines share, and as events of Mooncake's store. New
-    subscribers are told everything. --http answers /query and /query_by_hash. Whoever reaches the
+    subscribers get a snapshot. --http answers /query and /query_by_hash. Whoever reaches the
     sockets may read: they have no passwords. ZMQ needs the extra kvstore-llm[events].
 
     \b
