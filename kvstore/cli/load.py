@@ -257,6 +257,8 @@ def record(
     most = option_nbytes(max_bytes, "--max-bytes")
     try:
         file = output.open("x", encoding="utf-8")
+    except FileExistsError as error:
+        raise InvalidRequest(f"{output} exists already; name another file") from error
     except OSError as error:
         raise InvalidRequest(f"can not begin {output}: {error.strerror}") from error
     with file:

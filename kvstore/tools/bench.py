@@ -52,7 +52,7 @@ class BenchOptions:
             if not low <= getattr(self, name) <= high:
                 raise InvalidRequest(f"{name}={getattr(self, name)} is outside {low}..{high}")
         if not 0 < self.seconds <= 86400:
-            raise InvalidRequest(f"seconds={self.seconds:g} is outside 0..86400")
+            raise InvalidRequest(f"seconds={self.seconds:g} must be above 0 and at most 86400")
         nbytes = 2 * self.page_nbytes * self.batch * self.threads
         if nbytes > MEMORY_NBYTES_MAX:
             raise InvalidRequest(

@@ -140,7 +140,7 @@ def test_existing_file_is_not_overwritten(kvstore: Kvstore, tmp_path: Path) -> N
     path.write_text("mine")
     ran = kvstore("record", "-o", str(path))
     assert (ran.code, path.read_text()) == (2, "mine")
-    assert "can not begin" in ran.stderr
+    assert "exists already; name another file" in ran.stderr
 
 
 def test_full_disk_is_reported_and_leaves_no_file(
