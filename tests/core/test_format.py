@@ -1,5 +1,6 @@
 """The examples of docs/FORMAT.md: golden bytes, recomputed independently of kvstore's code."""
 
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -11,6 +12,7 @@ import xxhash
 
 from kvstore import LayerGroup, Namespace, PageLayout, Plane, prefix_hashes
 from kvstore.checksum import checksum, key_seed, leaves
+from kvstore.keys import block_part
 from kvstore.page_hmac import PageHmacs, PageKeys
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import pack_fixed, unpack_fixed
@@ -68,6 +70,24 @@ def namespace_digest(values: dict[str, bytes]) -> bytes:
             + values[name]
         )
     return hashlib.sha256(data).digest()[:16]
+
+
+def test_id_of_the_feeds_blocks() -> None:
+    layout = layout_of(GOLDEN["layouts"][0])
+
+    def digest(*texts: bytes) -> bytes:
+        data = b"".join(struct.pack("<I", len(text)) + text for text in texts)
+        return hashlib.sha256(b"kvstore-blocks-1\0" + data).digest()[:16]
+
+    first = (b"t\xc3\xa9", b"m", b"r", b"7", b"")  # tenant, model, revision, epoch, key_id
+    space = Namespace("m", layout, "té", "r", salt="s", epoch=7, tp_rank=1, tp_size=2, pp_size=3)
+    own = block_part(space)
+    assert own.id == digest(*first, b"s", layout.fingerprint, b"2", b"3", b"1")
+    assert own[1:] == (0, 1, 3, 6), "group, groups, rank, ranks"
+    name = "0123456789abcdef"
+    part = block_part(dataclasses.replace(space, part=f"{name}.1/2:5"))
+    assert part.id == digest(*first, name.encode())
+    assert (part.group, part.groups, part.ranks) == (1, 2, 5)
 
 
 def test_prefix_hashes() -> None:

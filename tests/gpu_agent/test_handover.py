@@ -1,6 +1,7 @@
 """Waits for pages that another engine is saving, without an engine and with a clock of the test."""
 
 import concurrent.futures
+import hashlib
 from typing import Any
 
 import pytest
@@ -190,6 +191,22 @@ def test_promise_of_states_ends_with_one() -> None:
     assert ticket is not None
     handovers.expect(short, ticket, SHARDS)
     assert handovers.goal("s") == 0
+
+
+def test_ticket_has_the_fields_of_the_format() -> None:
+    request = FakeRequest("r", list(range(70)), 70)
+    ticket = Waiting().handovers.promise(request, SHARDS, ())
+    assert ticket is not None
+    (shards,) = SHARDS
+    digests = b"".join(sorted(shard.digest for shard in shards))
+    whole = b"kvstore-handover-1\0" + len(shards).to_bytes(4, "big") + digests
+    key = request.block_hashes[64 // BLOCK - 1]
+    assert ticket.fields() == {
+        "v": 1,
+        "tokens": 64,
+        "store": hashlib.sha256(whole).hexdigest()[:32],
+        "prompt": hashlib.sha256(key).hexdigest()[:32],
+    }
 
 
 def test_ticket_depends_on_namespaces_and_prompt_only() -> None:
