@@ -126,7 +126,7 @@ def forget_member(run: Invocation, member: MemberArgument) -> int:
 def events(
     run: Invocation, since: SinceOption = "7d", limit: Annotated[int, EVENTS_LIMIT] = 0
 ) -> int:
-    r"""Show what happened to the members: joined, lost, drained, disk stopped, and more.
+    """Show what happened to the members: joined, lost, drained, disk stopped, and more.
 
     Each member keeps the newest 1,024, over a restart if it has a data directory. An event that
     several members saw is shown once. Also for a single node. Exit 3 if a member does not answer.

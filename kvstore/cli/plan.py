@@ -83,7 +83,9 @@ SampleOption = Annotated[
 ]
 PictureOption = Annotated[
     list[Path] | None,
-    typer.Option("--picture", metavar="FILE", help="plan.png or plan.html; or both, said twice."),
+    typer.Option(
+        "--picture", metavar="FILE", help="plan.png or plan.html; give it twice for both."
+    ),
 ]
 
 _RATES = (">GET GB/s", ">PUT", ">DISK READ", ">WRITE")

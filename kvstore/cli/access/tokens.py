@@ -108,7 +108,7 @@ def add(
 
 
 def list_(run: Invocation, file: FileOption) -> None:
-    """Show who there is, and which lines of the file are wrong.
+    """List the identities, and the lines of the file that are wrong.
 
     Nobody's token or hash is shown.
 

@@ -34,13 +34,15 @@ def _option(flag: str, metavar: str, text: str) -> Any:
 
 Model = Annotated[str, _option("--model", "NAME", "The model, as its engines name it.")]
 Endpoint = Annotated[str, _option("--endpoint", "ADDRESS", "vLLM's events; none: off.")]
-Replay = Annotated[str, _option("--replay", "ADDRESS", "Their replay socket.")]
+Replay = Annotated[str, _option("--replay", "ADDRESS", "Replay socket of vLLM's events.")]
 Mooncake = Annotated[str, _option("--mooncake", "ADDRESS", "Mooncake's events, for Dynamo.")]
-Http = Annotated[str, _option("--http", "[HOST:]PORT", "Queries as of Mooncake's Conductor.")]
+Http = Annotated[
+    str, _option("--http", "[HOST:]PORT", "Answer queries in the form of Mooncake's Conductor.")
+]
 Pool = Annotated[str, _option("--pool", "NAME", "The store's name for routers.")]
 Hashes = Annotated[str, _option("--hashes", "bytes|low64|sglang", "Form of block hashes.")]
 Medium = Annotated[str, _option("--medium", "NAME", "Medium of vLLM's events.")]
-GroupId = Annotated[str, _option("--group-id", "TEXT", "The block's name there.")]
+GroupId = Annotated[str, _option("--group-id", "TEXT", "Name of a block for Dynamo.")]
 _OBJECTS_HELP = f"Objects of a block for Dynamo; repeat it. [default: {', '.join(OBJECTS)}]"
 Objects = Annotated[
     list[str] | None, typer.Option("--object-key", metavar="TEXT", help=_OBJECTS_HELP)

@@ -20,7 +20,7 @@ Hash = Annotated[
     str, typer.Option("--hash", metavar="|".join(HASHES), help="How the engine hashes its blocks.")
 ]
 Seed = Annotated[
-    str | None, typer.Option("--hash-seed", metavar="TEXT", help="PYTHONHASHSEED of the vLLMs.")
+    str | None, typer.Option("--hash-seed", metavar="TEXT", help="PYTHONHASHSEED of vLLM.")
 ]
 
 
@@ -47,8 +47,9 @@ def query(
     """Show how many leading blocks of a prompt are stored, over all ranks and cache groups.
 
     The prompt is given as block hashes or as tokens, for each KV of this model's name: engines with
-    other settings have another one. Lines below are nodes that have blocks by themselves, near
-    copies included. Counts as no use. Exit 1 if not even the first block is stored.
+    other settings have another one. Indented lines are nodes that have blocks by themselves, near
+    copies included. Does not count as a use of the pages. Exit 1 if not even the first block is
+    stored.
 
     \b
     Examples:
