@@ -272,7 +272,7 @@ def record(
         )
     if not recording.nbytes:
         raise Failure(
-            f"no client asked this node for a page in {seconds:g} s; {output} is not written",
+            f"no client asked this node for a page meanwhile; {output} is not written",
             code or ExitCode.MISS,
         )
     _show_recording(run, recording, output)
