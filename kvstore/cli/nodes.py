@@ -83,7 +83,8 @@ def _show_node(address: str, reply: NodeStatus) -> None:
         lines.append(f"INSECURE: {reply.insecure}")
     sessions = f"sessions {reply.session_count}  " if whole else ""
     lines.append(
-        f"{sessions}bulk port {reply.bulk_port or 'none'}  metrics port {reply.metrics_port}"
+        f"{sessions}bulk port {reply.bulk_port or 'none'}  "
+        f"metrics port {reply.metrics_port or 'none'}"
     )
     if whole:
         lines += [*_tls_lines(reply), *_tier_lines(reply)]
