@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,7 @@ from kvstore.errors import ConfigError
 from kvstore.tools import local_node
 from kvstore.tools.local_node import _Keeper
 from kvstore.transports.unix_sockets import Peer, private_directory
+from node import local
 from node.process import OOM_SCORE
 
 SPACE = Namespace("local", opaque_layout(4096))
@@ -240,6 +242,25 @@ def test_node_ends_when_unused_or_when_its_files_are_gone(
                 supervisor.recv(1, socket.MSG_DONTWAIT)
             assert os.fstat(lock.fileno()).st_size == 0
     assert not os.path.exists(local_file("sock"))
+
+
+def test_node_that_stops_already_gets_no_second_signal(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would end at once, in the middle of its drain."""
+    runtime.mkdir(0o700)
+    files = [os.open(local_file(name), os.O_RDWR | os.O_CREAT) for name in ("lock", "users")]
+    for name in ("listening", "stopping"):  # and its socket is gone
+        event = threading.Event()
+        event.set()
+        monkeypatch.setattr(local, name, event)
+    sent: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", lambda pid, number: sent.append(number))
+        local._end_unused(files[0], files[1], 3600.0)
+    assert sent == []
+    for file in files:
+        os.close(file)
 
 
 def test_node_that_can_not_start_is_one_warning_and_tried_by_one_engine(
