@@ -49,7 +49,8 @@ def private_directory() -> str:
     In /tmp another user could have created it to plant a socket. Raises OSError.
     """
     directory, uid = runtime_dir(), os.geteuid()
-    above, wanted = os.path.dirname(directory), "correct or unset XDG_RUNTIME_DIR"
+    above = os.path.dirname(directory)
+    wanted = "unset XDG_RUNTIME_DIR, or set it to a directory of this user"
     try:
         place = os.stat(above)
     except FileNotFoundError:
@@ -69,6 +70,8 @@ def private_directory() -> str:
                 f"{directory} is not a directory that only uid {uid} may write to: remove it, or "
                 "set XDG_RUNTIME_DIR to another"
             ) from None
+    except OSError as error:  # as of root's after `su`
+        raise OSError(f"{directory} can not be made: {error.strerror}: {wanted}") from error
     return directory
 
 

@@ -404,6 +404,10 @@ def test_runtime_directory_that_can_not_be_used_is_named(
     monkeypatch.setenv("XDG_RUNTIME_DIR", f"{tmp_path}/none")
     with pytest.raises(OSError, match=f"{tmp_path}/none does not exist: .* XDG_RUNTIME_DIR"):
         keeper.look()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", f"{tmp_path}/file")
+    with pytest.raises(OSError, match=r"file/kvstore can not be made: Not a dir.*: unset XDG_RUN"):
+        keeper.look()
     for wrong, why in (("run", "no absolute path"), (f"/tmp/{'x' * 100}", "at most 107 bytes")):
         monkeypatch.setenv("XDG_RUNTIME_DIR", wrong)
         with pytest.raises(ConfigError, match=f"needs another XDG_RUNTIME_DIR: .*{why}"):
