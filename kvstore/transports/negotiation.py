@@ -318,14 +318,20 @@ class Negotiation:
             wire.greet(limit)
         except (Unauthenticated, Forbidden) as error:
             wire.close()
-            said = type(error)(
+            refused = type(error)(
                 f"{self._address}: {error}; name the node's address of TCP instead, "
                 f"{BULK_SCHEME}HOST:{BULK_PORT} or HOST:{GRPC_PORT}, where no memory is mapped"
             )
-            said.answered = error.answered
-            raise said from error
-        except BaseException:
+            refused.answered = error.answered
+            raise refused from error
+        except BaseException as error:
             wire.close()
+            if isinstance(error, ProtocolError) and self._address == LOCAL:
+                said = ProtocolError(
+                    f"{error}; `pkill -U $UID -f node.local` ends it, and engines start theirs"
+                )
+                said.answered = error.answered
+                raise said from error
             raise
         return wire
 

@@ -31,7 +31,7 @@ from kvstore import (
     programs,
 )
 from kvstore.config import local_file, parse_address, runtime_dir
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, ProtocolError
 from kvstore.tools import local_node
 from kvstore.tools.local_node import _Keeper
 from kvstore.transports.unix_sockets import Peer, private_directory
@@ -361,6 +361,22 @@ def test_full_file_system_is_named(
             keeper.run()
     (warning,) = (entry.getMessage() for entry in caplog.records)
     assert warning.endswith(f"No space left on device: '{runtime}/local.lock'")
+
+
+def test_node_of_an_older_version_is_refused_with_the_way_to_replace_it(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines keep it alive, so it would never end by itself."""
+
+    def greet(*_: object) -> None:
+        raise ProtocolError("the peer speaks protocol 2, this side 4; update the older one")
+
+    monkeypatch.setattr("kvstore.transports.shm.ShmWire.greet", greet)
+    with (
+        Client(ClientConfig(address="local", **PATIENT)) as client,
+        pytest.raises(ProtocolError, match=r"older one; `pkill .* node\.local` ends"),
+    ):
+        client.lookup(SPACE, [KEY])
 
 
 def test_nothing_is_made_in_the_runtime_directory_of_another_user(
