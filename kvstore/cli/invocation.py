@@ -199,11 +199,11 @@ def _explain(error: KVStoreError, client: Client) -> str:
     if cluster:
         return f"cluster {cluster}: {error}; `kvstore cluster` shows which members answer"
     which = f"none of {address}" if "," in address else f"node {address}"
+    if _NAMES_SETTING.search(str(error)):
+        return f"{which}: {error}"
     if isinstance(error, DeadlineExceeded):
         return f"{which}: {error}; allow more time with --timeout"
     problem = f"{which} is {'' if ',' in address else 'un'}available: {error}"
-    if _NAMES_SETTING.search(str(error)):
-        return problem
     remedy = "is kvstore-node running there? Name"
     if address == LOCAL:
         remedy = "engines of this user with KVSTORE_ADDRESS=local start it. Or name"
