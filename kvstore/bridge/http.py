@@ -183,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
         if "Origin" in self.headers:  # a page could read the answer by DNS rebinding
             return self._fail(HTTPStatus.FORBIDDEN, "pages in browsers may not ask")
         length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()):
+        if not (length.isascii() and length.isdigit()) or "Transfer-Encoding" in self.headers:
             return self._fail(HTTPStatus.LENGTH_REQUIRED, "send Content-Length")
         if len(length) > 12 or int(length) > BODY_NBYTES_MAX:
             return self._fail(

@@ -139,7 +139,7 @@ class Publisher:
 
     def _send(self, events: Sequence[Event]) -> None:
         number = self._sequence.to_bytes(8, "big")
-        batch = zmq.Frame(self._wire.packed(events))  # copied once, for all queues
+        batch = zmq.Frame(self._wire.packed(events), copy=True)  # copied once, for all queues
         self._sequence += 1
         if self._router is not None:
             self._since_snapshot += 1
