@@ -230,6 +230,7 @@ class QueryServer(ThreadingHTTPServer):
 
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = CONNECTIONS_MAX  # whoever meets a full queue tries again after a second
 
     def __init__(self, listen: str, queries: Queries) -> None:
         """Listen at [HOST:]PORT, by default on this host only. Raises ConfigError."""

@@ -183,6 +183,17 @@ def test_connection_without_a_thread_takes_no_place(
     assert post(server, "/query", {})[0] == 400
 
 
+def test_many_clients_connect_at_once(client: Client) -> None:
+    server = QueryServer("0", Queries(client, "default", "store"))  # accepts none yet
+    address = ("127.0.0.1", server.server_port)
+    try:
+        clients = [socket.create_connection(address, 60.0) for _ in range(CONNECTIONS_MAX)]
+        for one in clients:
+            one.close()
+    finally:
+        server.server_close()
+
+
 @pytest.mark.parametrize("listen", ["x", "1.2.3.4:80", "70000", "127.0.0.1:-1"])
 def test_wrong_http_addresses(client: Client, listen: str) -> None:
     with pytest.raises(ConfigError):
