@@ -178,12 +178,9 @@ class Publisher:
 
 def check_endpoint(endpoint: str) -> str:
     """Return an endpoint that a socket can listen at. Raises InvalidRequest."""
-    port = re.fullmatch(r"tcp://.+:([0-9]+)", endpoint)
-    if (
-        not endpoint.isascii()
-        or not endpoint.startswith(("tcp://", "ipc://"))
-        or (port and int(port[1]) >= 1 << 16)  # ZMQ takes the low bits
-    ):
+    port = re.fullmatch(r"tcp://.+:(\*|[0-9]{1,5})", endpoint)  # of others ZMQ takes a part
+    tcp = port is not None and (port[1] == "*" or int(port[1]) < 1 << 16)
+    if not (tcp or endpoint.startswith("ipc://")):
         raise InvalidRequest(f"{endpoint[:80]!r} is no address to listen at: tcp://HOST:PORT")
     return endpoint
 

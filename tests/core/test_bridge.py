@@ -105,6 +105,8 @@ def test_events_of_mooncake() -> None:
         lambda: MooncakeWire("p", "m", "default", ["no place"], "{hash}"),
         lambda: MooncakeWire("p", "m", "default", ["{hash}"], ""),
         lambda: check_endpoint("*:5557"),
+        lambda: check_endpoint("tcp://*:5557x"),
+        lambda: check_endpoint("tcp://*:65536"),
     ],
 )
 def test_wrong_settings_are_refused(make: Callable[[], object]) -> None:
