@@ -6,6 +6,7 @@ for them until it answers again.
 
 import logging
 import queue
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -144,6 +145,8 @@ def publish(
     safe_point: Callable[[], None],
 ) -> None:
     """Publish a model's feed by the publishers that `make` makes, without end."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each reader
     context: zmq.Context[Any] = zmq.Context()
     publishers: Sequence[Publisher] = ()
     try:

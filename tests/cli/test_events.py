@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -57,6 +58,8 @@ def test_events_are_published_until_sigterm(
                         stored -= {*event["block_hashes"]}
             client.remove(space, hashes[:1])
         assert next(lines)["kind"] == "ready"
+        allowed, most = resource.prlimit(bridge.pid, resource.RLIMIT_NOFILE)
+        assert allowed == most, "a reader takes a descriptor"
         bridge.send_signal(signal.SIGTERM)
         assert bridge.wait(WAIT_S) == 0
     finally:
