@@ -16,7 +16,7 @@ from kvstore.cluster.merged_feed import Change, MergedFeed
 from kvstore.cluster.nodes import Nodes
 from kvstore.config import FEED_WAIT_S_MAX
 from kvstore.deadline import Deadline
-from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, Unavailable
+from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, ProtocolError, Unavailable
 from kvstore.log_rate import LogRate
 from kvstore.messages import result
 from kvstore.pb import kvstore_pb2 as pb
@@ -80,6 +80,8 @@ def _poll(
 
 def _call(request: pb.FeedRequest, link: NodeConnection, deadline: Deadline) -> pb.FeedReply:
     reply: pb.FeedReply = link.wire.call("feed", request, deadline)
+    if not {about.id for about in reply.models} >= {change.model for change in reply.changes}:
+        raise ProtocolError("a node told changes of a model that it did not describe")
     return reply
 
 

@@ -77,6 +77,12 @@ def test_answers_of_wrong_length_are_protocol_errors(answered: Any, op: str) -> 
         getattr(client, op)(NAMESPACE, KEYS, *more)
 
 
+def test_feed_of_a_model_that_is_not_described_is_a_protocol_error(answered: Any) -> None:
+    client = answered(pb.FeedReply(changes=[pb.FeedChange(model=b"m", prefix_hashes=KEYS)]))
+    with pytest.raises(ProtocolError, match="did not describe"):
+        next(client.feed("m"))
+
+
 @pytest.mark.parametrize("token", [b"a", b"b"])
 def test_list_without_progress_ends(answered: Any, token: bytes) -> None:
     client = answered(pb.ListReply(pages=[pb.PageStat(prefix_hash=b"b")], next_page_token=token))
