@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 
 BODY_NBYTES_MAX = 4 << 20  # half a million tokens
+DRAINED_NBYTES_MAX = 64 << 20
 ANSWERS_MAX = 4  # requests that are parsed and answered at a time
 CONNECTIONS_MAX = 64
 REQUEST_S_MAX = 10.0  # for a request to come, and between two of a connection
@@ -186,9 +187,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not (length.isascii() and length.isdigit()) or "Transfer-Encoding" in self.headers:
             return self._fail(HTTPStatus.LENGTH_REQUIRED, "send Content-Length")
         if len(length) > 12 or int(length) > BODY_NBYTES_MAX:
-            return self._fail(
+            self._fail(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a body has at most {BODY_NBYTES_MAX} bytes"
             )
+            return self._skip(DRAINED_NBYTES_MAX if len(length) > 12 else int(length))
         try:
             body = self.rfile.read(int(length))
             with self.server.answers:
@@ -209,6 +211,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _fail(self, status: HTTPStatus, text: str) -> None:
         self.close_connection = True  # the body may not have been read
         self._send(status, {"error": text})
+
+    def _skip(self, nbytes: int) -> None:
+        """Read what was refused: a close before that loses the reply."""
+        left = min(nbytes, DRAINED_NBYTES_MAX)
+        while left > 0 and (data := self.rfile.read1(min(left, 64 << 10))):
+            left -= len(data)
 
     def _send(self, status: HTTPStatus, value: Mapping[str, Any]) -> None:
         body = json.dumps(value).encode()

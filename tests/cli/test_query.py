@@ -121,6 +121,7 @@ def test_wrong_requests_over_http(server: QueryServer, path: str, body: Any, sta
 def test_large_bodies_are_refused_unread(server: QueryServer) -> None:
     for length in (str(BODY_NBYTES_MAX + 1), "9" * 100):
         assert post(server, "/query", b"", **{"Content-Length": length})[0] == 413
+    assert post(server, "/query", bytes(2 * BODY_NBYTES_MAX))[0] == 413, "the reply is not lost"
     assert post(server, "/query", b"", **{"Content-Length": "-1"})[0] == 411
     chunks = {"Transfer-Encoding": "chunked", "Content-Length": "2"}
     assert post(server, "/query", b"2\r\n{}\r\n0\r\n\r\n", **chunks)[0] == 411
