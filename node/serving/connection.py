@@ -473,6 +473,8 @@ class Connection(abc.ABC):
         if self._in_loop or may_wait(op, request):
             return self.service.call(op, request, self.caller)
         turns, peer = self.service.peer_queue, self.peer
+        if op == "hint":  # long, and in no hurry: the peer's other calls do not wait for it
+            peer += "\0hint"
         waited_ns = turns.begin(peer)
         try:
             if waited_ns:

@@ -18,6 +18,8 @@ from local_nodes import Connect, ConnectRaw, StartNode, settle
 from kvstore import (
     Client,
     Exhausted,
+    Hint,
+    HintAction,
     InvalidRequest,
     KVStoreError,
     Namespace,
@@ -112,6 +114,30 @@ def test_requests_of_one_peer_run_one_at_a_time(
     blocked.go_on.set()
     for call in calls:
         call.join()
+    assert node.service.peer_queue._waiting == {}
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_no_other_call_waits_for_a_peers_hints(
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch, wire: str
+) -> None:
+    """Regression: a long hint delayed lookups, and a late one made the client miss for seconds."""
+    client = connect(node, wire, timeout_s=30.0, connections_max=8)
+    pages.put(client, pages.keys(1))
+    blocked = Blocked(node, "hint", monkeypatch)
+    over = Hint(HintAction.DELETE, session="s")
+    hints = [
+        threading.Thread(target=client.hint, args=(pages.namespace, (), over)) for _ in range(3)
+    ]
+    for hint in hints:
+        hint.start()
+    assert blocked.running.acquire(timeout=60.0)
+    assert client.lookup(pages.namespace, pages.keys(1)).present == (True,)
+    assert pages.get(client, pages.keys(1)) == [True]
+    assert not blocked.running.acquire(timeout=0.3), "hints of a peer run one at a time"
+    blocked.go_on.set()
+    for hint in hints:
+        hint.join()
     assert node.service.peer_queue._waiting == {}
 
 
