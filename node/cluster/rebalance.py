@@ -303,6 +303,7 @@ class Rebalance:
             ]
             for page, arrived in zip(reservation.pages, got, strict=True):
                 page.leaves = stored_leaves(arrived.leaves) if arrived else b""
+                page.is_fetched = True
         except BaseException:
             self._tier.abort(reservation)
             raise

@@ -23,7 +23,7 @@ Key = tuple[bytes, bytes]  # namespace digest, name of the session
 class _Session:
     tenant: str
     began_ms: int
-    # In order, head first; shared ones too, so that no third session owns them
+    # In order, head first; shared ones too, so that no other session owns them
     pages: dict[bytes, None] = field(default_factory=dict)
     has_ended: bool = False  # it is remembered for its shared pages only
 
@@ -83,12 +83,13 @@ class SessionPages:
                 if owner is not None:
                     if owner != session:
                         self._owners[page] = b""
-                elif stored is not None and stored >= record.began_ms:
+                elif stored is not None:
                     self._make_room(tenant, there, pages=True)
                     if key not in there.sessions:  # it was the oldest itself: more than its share
                         return
                     record.pages[prefix_hash] = None
-                    self._owners[page] = session
+                    # Others use what is older than the session; no other session owns it, either
+                    self._owners[page] = session if stored >= record.began_ms else b""
                     there.page_count += 1
 
     def owns(self, digest: bytes, session: bytes, prefix_hash: bytes) -> bool:

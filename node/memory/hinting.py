@@ -188,16 +188,24 @@ def delete(
     """
 
     def remove(some: Sequence[bytes]) -> Sequence[tuple[bytes, bool]]:
-        index, pins = tier.namespaces.find(digest), tier.eviction.order.pins
+        index = tier.namespaces.find(digest)
         found = ((each, index.pages.get(each)) for each in some)
         own = [
             each
             for each, page in found
-            if not (page and page in pins) and not _others_retain(tier, page, holder)
+            if not _is_pinned(tier, digest, each, page) and not _others_retain(tier, page, holder)
         ]
         return list(zip(own, tier.remove_locked(index, own), strict=True))
 
     return dict(split_in_slices(tier.lock, remove, prefix_hashes))
+
+
+def _is_pinned(tier: RamTier, digest: bytes, prefix_hash: bytes, page: Page | None) -> bool:
+    """Return whether a page is pinned, in RAM or only below, as one that was pinned there."""
+    if page is not None and page in tier.eviction.order.pins:
+        return True
+    below = tier.below.info(digest, prefix_hash)
+    return below is not None and below.pin_ttl_s > 0
 
 
 def _others_retain(tier: RamTier, page: Page | None, holder: bytes) -> bool:
@@ -205,13 +213,19 @@ def _others_retain(tier: RamTier, page: Page | None, holder: bytes) -> bool:
     return kept is not None and kept.rank > NORMAL and kept.holder != holder
 
 
+LONG_AGO_MS = -(1 << 65)  # before any session began
+
+
 def stored_ms(tier: RamTier, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[int | None]:
-    """Return when each page was stored, by the tier's clock; None for those not in RAM."""
+    """Return when each page was stored, by the tier's clock; None for those not in RAM.
+
+    When a page was stored that came from elsewhere is unknown, so it is long ago.
+    """
 
     def look(some: Sequence[bytes]) -> list[int | None]:
         pages = tier.namespaces.find(digest).pages
         return [
-            page.stored_ms
+            (LONG_AGO_MS if page.is_fetched else page.stored_ms)
             if (page := pages.get(prefix_hash)) is not None and page.state is State.VISIBLE
             else None
             for prefix_hash in some

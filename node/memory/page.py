@@ -154,6 +154,7 @@ class Page:
         "expiry_s",
         "holds",
         "is_copy",
+        "is_fetched",
         "leaves",
         "namespace",
         "newer",
@@ -178,6 +179,7 @@ class Page:
         self.state = State.WRITING
         self.holds = 0
         self.is_copy = is_copy  # other members of the cluster own it
+        self.is_fetched = False  # from a lower tier or another member, which stored it earlier
         self.stored_ms = self.used_ms = now_ms
         # a `pools.SizeOrder`, if it may be evicted; untyped, because pools imports this file
         self.order: Any = None

@@ -320,6 +320,7 @@ class Promotion:
                 return None
             page = placed[0]
             page.state = State.LOADING
+            page.is_fetched = True
             self._tiers[page] = source.tier
         acquired.loads.append(Load(page, acquired.sources.pop(prefix_hash)))
         return page

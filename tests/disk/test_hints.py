@@ -80,6 +80,26 @@ def test_deleted_session_leaves_shared_prefixes(nodes: Nodes, pages: Pages) -> N
     assert client.node_status().hints.session_count == 3
 
 
+def test_deleted_session_leaves_older_pages_that_it_loaded_from_disk(
+    nodes: Nodes, pages: Pages
+) -> None:
+    """Regression: a page counted as stored when it came back to RAM, so its reader deleted it."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    prompt, mine = pages.keys(0, 1), pages.keys(2, 3)
+    pages.put(client, prompt, durable=True)
+    pages.drop_from_ram(node)
+    began_ms = node.tier.clock_ms()
+    wait_until(lambda: node.tier.clock_ms() > began_ms)
+    assert pages.get(client, prompt) == [True] * 2
+    pages.put(client, mine, durable=True)
+    age_s = (node.tier.clock_ms() - began_ms - 1) / 1000
+    hint = Hint(HintAction.NAME, session="s", session_age_s=age_s)
+    client.hint(pages.namespace, [*prompt, *mine], hint)
+    assert client.hint(pages.namespace, (), Hint(HintAction.DELETE, session="s")).deleted == 2
+    assert client.lookup(pages.namespace, [*prompt, *mine]).present == (True, True, False, False)
+
+
 def test_deleted_session_leaves_what_others_retain_and_pins(nodes: Nodes, pages: Pages) -> None:
     """Regression: a client without a session retained a page, and another's session deleted it."""
     node = nodes.start()
@@ -94,6 +114,19 @@ def test_deleted_session_leaves_what_others_retain_and_pins(nodes: Nodes, pages:
     assert ended == HintResult(deleted=1)
     assert client.lookup(pages.namespace, keys).present == (False, True, True, True)
     assert node.tier.check() == []
+
+
+def test_deleted_session_leaves_a_page_that_was_pinned_on_disk(nodes: Nodes, pages: Pages) -> None:
+    """Regression: only the pins of RAM counted."""
+    node = nodes.start()
+    client = nodes.connect(node)
+    keys = pages.keys(0, 1)
+    pages.put(client, keys, durable=True)
+    client.hint(pages.namespace, keys, Hint(HintAction.NAME, session="s", session_age_s=60.0))
+    pages.drop_from_ram(node)
+    client.pin(pages.namespace, keys[:1], 60.0)
+    assert client.hint(pages.namespace, (), Hint(HintAction.DELETE, session="s")).deleted == 1
+    assert client.lookup(pages.namespace, keys).present == (True, False)
 
 
 def test_hints_with_a_session_are_recorded(nodes: Nodes, pages: Pages) -> None:

@@ -268,6 +268,15 @@ def test_session_owns_what_it_alone_named_and_what_was_stored_since_it_began() -
     assert sessions.check() == []
 
 
+def test_page_that_a_younger_session_named_first_is_nobodys() -> None:
+    """Regression: the older session, which named it later, deleted it from under the younger."""
+    sessions = SessionPages()
+    sessions.name("t", b"d", b"young", 7, [b"ours"], [6])
+    sessions.name("t", b"d", b"old", 5, [b"ours", b"mine"], [6, 6])
+    assert sessions.take("t", b"d", b"old", 10) == ([b"mine"], False)
+    assert sessions.check() == []
+
+
 def test_shared_page_is_nobodys_after_the_session_that_named_it_first_has_ended() -> None:
     """Regression: the next session to name it owned it, and deleted it from under the third."""
     sessions = SessionPages(sessions_max=8)
