@@ -1,11 +1,17 @@
 """Hints in a cluster: prefetch to the near node, the others to owners, deletes to all."""
 
+from collections.abc import Callable
+
 from fleet import NUMBERS, copies, owned, view_of
 from known_pages import Pages
-from local_nodes import ClusterClient
+from local_nodes import ClusterClient, Connect
+from sweeping import fleet as fleet
+from sweeping import sweep
+from sweeping import tell as tell
 from waiting import wait_until
 
 from kvstore import Hint, HintAction, HintResult
+from kvstore.cluster.view import View
 from node.server import Node
 
 
@@ -37,3 +43,20 @@ def test_owners_retain_and_a_deleted_session_goes_everywhere(
     assert ended == HintResult(deleted=len(keys))
     assert copies(cluster[0])[0] == 0
     assert not any(client.lookup(pages.namespace, keys).present)
+
+
+def test_pages_that_a_new_owner_fetched_are_older_than_a_session(
+    fleet: list[Node], tell: Callable[..., View], connect: Connect, pages: Pages
+) -> None:
+    """Regression: a rebalanced prompt counted as stored when it came, and went with a session."""
+    keys = pages.keys(*NUMBERS)
+    tell(n2=None)
+    pages.put(connect(fleet[0]), keys)
+    stored_ms = max(node.tier.clock_ms() for node in fleet)
+    wait_until(lambda: min(node.tier.clock_ms() for node in fleet) > stored_ms)
+    moved = owned(tell(), pages, keys, "n2")
+    assert sweep(fleet[2]).fetched == len(moved) > 0
+    age_s = (fleet[2].tier.clock_ms() - stored_ms - 1) / 1000
+    client = connect(fleet[0])
+    client.hint(pages.namespace, keys, Hint(HintAction.NAME, session="s", session_age_s=age_s))
+    assert client.hint(pages.namespace, (), Hint(HintAction.DELETE, session="s")).deleted == 0
