@@ -13,6 +13,7 @@ import bisect
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -202,8 +203,12 @@ class Promotion:
 
         def unwanted() -> bool:
             """Return whether the caller has left, and nobody else waits for a page."""
-            return gone() and not any(
-                load.page.holds > 1 and load.page.state is State.LOADING for load in acquired.loads
+            if not gone():
+                return False
+            own = Counter(acquired.pages)  # more than one hold if a key was asked for twice
+            return not any(
+                page.holds > own[page] and page.state is State.LOADING
+                for page in (load.page for load in acquired.loads)
             )
 
         def arrived(page: Page) -> None:

@@ -175,12 +175,8 @@ def test_pages_behind_the_first_miss_are_not_held_or_read(shelves: Any) -> None:
     assert box.tier.visible_count == 5
 
 
-def test_reader_that_left_reads_on_for_those_who_wait(
-    shelves: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: the others got misses for pages that the reader would have fetched."""
-    box, pages, keys, _, far = shelves
-    far.keys = set(keys)
+def left_between_pages(far: "Far", monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a tier ask before each page whether it is still wanted."""
 
     def read(loads: Any, arrived: Any, gone: Callable[[], bool], deadline: Deadline) -> None:
         for load in loads:
@@ -190,6 +186,15 @@ def test_reader_that_left_reads_on_for_those_who_wait(
                 Far.read(far, [load], arrived, gone, deadline)
 
     monkeypatch.setattr(far, "read", read)
+
+
+def test_reader_that_left_reads_on_for_those_who_wait(
+    shelves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the others got misses for pages that the reader would have fetched."""
+    box, pages, keys, _, far = shelves
+    far.keys = set(keys)
+    left_between_pages(far, monkeypatch)
     digest, deadline = pages.namespace.digest, Deadline(5.0)
     left = box.tier.acquire(digest, keys, False, PAGE, None, deadline)
     waits = box.tier.acquire(digest, keys[2:4], False, PAGE, None, deadline)
@@ -199,6 +204,20 @@ def test_reader_that_left_reads_on_for_those_who_wait(
     for acquired in (left, waits):
         box.tier.release([page for page in acquired.pages if page is not None])
     assert box.tier.check() == []
+
+
+def test_reader_that_left_does_not_read_on_for_itself(
+    shelves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: who asked for a page twice held it twice, and so seemed to wait for it."""
+    box, pages, keys, _, far = shelves
+    far.keys = set(keys)
+    left_between_pages(far, monkeypatch)
+    twice = [*keys, *keys]
+    left = box.tier.acquire(pages.namespace.digest, twice, False, PAGE, None, Deadline(5.0))
+    assert box.tier.promotion.read(left, lambda: True) == [None] * len(twice)
+    box.tier.release([page for page in left.pages if page is not None])
+    assert (far.open, box.tier.check()) == ([], [])
 
 
 def test_namespace_is_kept_while_a_tier_is_asked(shelves: Any) -> None:
