@@ -47,22 +47,22 @@ def feed(nodes: Nodes, model: str, idle_s: float, timeout_s: float) -> Iterator[
             view = nodes.found(Deadline(timeout_s))
             break
         except PASSING as error:
-            yield _away(error)
+            yield _away(nodes, error)
             time.sleep(next(pauses))
     wait_s = min(max(idle_s, ROUND_S), FEED_WAIT_S_MAX)
     if view is None:
-        yield from _of_node(nodes.only, model, wait_s, timeout_s)
+        yield from _of_node(nodes, model, wait_s, timeout_s)
     else:
         yield from _ClusterFeed(nodes, model, wait_s, timeout_s).events()
 
 
-def _of_node(link: NodeChannel, model: str, wait_s: float, timeout_s: float) -> Iterator[FeedEvent]:
+def _of_node(nodes: Nodes, model: str, wait_s: float, timeout_s: float) -> Iterator[FeedEvent]:
     request, pauses = pb.FeedRequest(model=model), _pauses()
     while True:
         try:
-            reply = _poll(link, request, wait_s, timeout_s)
+            reply = _poll(nodes.only, request, wait_s, timeout_s)
         except PASSING as error:
-            yield _away(error)
+            yield _away(nodes, error)
             time.sleep(next(pauses))
             continue
         pauses, was_snapshot = _pauses(), len(request.cursor) > CURSOR_NBYTES
@@ -108,7 +108,10 @@ def _pauses() -> Iterator[float]:
         pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
 
-def _away(error: KVStoreError, member: str = "") -> FeedEvent:
+def _away(nodes: Nodes, error: KVStoreError, member: str = "") -> FeedEvent:
+    """Return the event of a failed call; raise its error if the client was closed meanwhile."""
+    if nodes.closed:
+        raise error
     return FeedEvent("away", text=f"{member}: {error}" if member else str(error))
 
 
@@ -180,10 +183,10 @@ class _ClusterFeed:
             try:
                 reply = _poll(self._nodes.member(view, name), request, POLL_S, self._timeout_s)
             except PASSING as error:
-                now_s = time.monotonic()
+                now_s, away = time.monotonic(), _away(self._nodes, error, name)
                 if not member.away_since_s:
                     member.away_since_s = now_s
-                    yield _away(error, name)
+                    yield away
                 if now_s - member.away_since_s > AWAY_S and not member.forgotten:
                     member.forgotten, member.cursor = True, b""
                     yield from map(_event, self._merged.forget(name))

@@ -218,6 +218,11 @@ class Nodes:
             link.failure_count for link in links
         )
 
+    @property
+    def closed(self) -> bool:
+        """Return whether the client was closed."""
+        return self._closed
+
     def close(self) -> None:
         """Stop following views and close all connections."""
         with self._lock:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+from fleet import view_of
 from known_pages import Pages
 from local_nodes import Connect, StartNode
 from people import People, client, namespace
 from replayed import Caller, Reader, only
 from told_blocks import ToldBlocks
 
-from kvstore import Client, Exhausted, Forbidden, InvalidRequest, Unauthenticated
+from kvstore import Client, Exhausted, Forbidden, InvalidRequest, Unauthenticated, Unavailable
 from kvstore.cluster.feed import CURSOR_NBYTES
 from kvstore.keys import block_part, part_of
 from kvstore.pb import kvstore_pb2 as pb
@@ -274,6 +275,22 @@ def test_snapshot_ends_while_more_changes_than_is_kept(
     assert only(reader.catch_up(node), pages.namespace) == truth
     assert reader.begins == 1
     assert polls > 20
+
+
+@pytest.mark.parametrize("member", [False, True])
+def test_feed_of_a_closed_client_ends(
+    start_node: StartNode, connect: Connect, member: bool
+) -> None:
+    """Regression: it told for ever that the client is closed."""
+    node = start_node()
+    if member:
+        node.membership.become(view_of([node]), "n0")
+    reader = connect(node)
+    told_so_far = ToldBlocks(reader.feed(idle_s=0.1))
+    told_so_far.until_kind("ready")
+    reader.close()
+    with pytest.raises(Unavailable, match="this client is closed"):
+        told_so_far.until_kind("never")
 
 
 def test_snapshots_are_limited_and_forgotten(
