@@ -1,8 +1,8 @@
 """Send hints to the store in the background; an engine never waits for them, nor fails by them.
 
-request's words --- HintSender --- which pages, and when its session began
-                        |  Told
-                    HintQueue  --- a thread that makes hints of the words, and calls the store
+RequestHints --- HintSender --- which pages they are about, and when the session began
+|  HintedPages
+HintQueue  --- a thread that makes a call for each hint and shard
 """
 
 import heapq
@@ -24,7 +24,7 @@ from kvstore.threads import ThreadPool
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
-WAITING_MAX = 1024  # words of requests; further ones are dropped
+WAITING_MAX = 1024  # requests whose hints wait; those of further ones are dropped
 WAITING_KEYS_MAX = 1 << 19  # of all their pages: 50 MB
 SESSIONS_MAX = 4096
 
@@ -34,14 +34,14 @@ AT_ONCE = (0.0,)
 ALL = range(1 << 32)  # numbers of calls
 
 
-class Told(NamedTuple):
-    """What a request says about pages.
+class HintedPages(NamedTuple):
+    """A request's hints, and the pages that they are about.
 
     `tokens`: for each group a token of each page. `began`: when its session began, on the monotonic
     clock. `over`: only delete the session's own pages.
     """
 
-    said: RequestHints
+    hints: RequestHints
     pages: Pages
     tokens: Sequence[Sequence[int]]
     began: float
@@ -50,41 +50,41 @@ class Told(NamedTuple):
     def calls(self) -> Iterator[tuple[Hint, Namespace, Sequence[bytes]]]:
         """Yield the hints of all shards; thousands of pages take milliseconds."""
         if self.over:
-            hint = Hint(HintAction.DELETE, session=self.said.session)
+            hint = Hint(HintAction.DELETE, session=self.hints.session)
             for namespace in itertools.chain(*(namespaces for namespaces, _ in self.pages)):
                 yield hint, namespace, ()
             return
         age_s = time.monotonic() - self.began
         for (namespaces, keys), tokens in zip(self.pages, self.tokens, strict=True):
-            for hint, some in self.said.of_pages(tokens, age_s):
+            for hint, some in self.hints.of_pages(tokens, age_s):
                 chosen = [keys[at] for at in some]
                 for namespace in namespaces:
                     yield hint, namespace, chosen
 
 
 class Send(Protocol):
-    """Take what a request says, and seconds after which it is sent. Never waits.
+    """Take hints, and the seconds after which they are sent. Never waits.
 
-    It is sent again, after the next of these seconds, only if pages were refused, such as those
+    They are sent again, after the next of these seconds, only if pages were refused, such as those
     that were not stored yet.
     """
 
-    def __call__(self, told: Told, after_s: Sequence[float]) -> None:
-        """Take what a request says."""
+    def __call__(self, hinted: HintedPages, after_s: Sequence[float]) -> None:
+        """Take hints."""
 
 
 class _Due(NamedTuple):
-    """Words that wait. Times are monotonic."""
+    """Hints that wait. Times are monotonic."""
 
     at: float
     number: int  # those that are due together are sent in the order in which they came
-    told: Told
+    hinted: HintedPages
     again: Sequence[float]
     calls: Container[int]  # numbers of the calls to make
 
     @property
     def keys(self) -> int:
-        return sum(len(keys) for _, keys in self.told.pages)
+        return sum(len(keys) for _, keys in self.hinted.pages)
 
 
 class HintQueue:
@@ -105,11 +105,11 @@ class HintQueue:
         self._closed = False
         self.dropped = 0
 
-    def send(self, told: Told, after_s: Sequence[float]) -> None:
-        """Take what a request says, as `Send` says."""
+    def send(self, hinted: HintedPages, after_s: Sequence[float]) -> None:
+        """Take hints, as `Send` says."""
         now = time.monotonic()
         first, *again = [now + seconds for seconds in after_s]
-        self._put(_Due(first, next(self._numbers), told, again, ALL))
+        self._put(_Due(first, next(self._numbers), hinted, again, ALL))
 
     def _put(self, due: _Due) -> None:
         with self._changed:
@@ -140,7 +140,7 @@ class HintQueue:
                 self._put(due._replace(at=at, again=again, calls=refused))
 
     def _next(self) -> _Due | None:
-        """Wait for the next words that are due; None if there are none."""
+        """Wait for the next hints that are due; None if there are none."""
         with self._changed:
             while self._due and not self._closed:
                 left_s = self._due[0].at - time.monotonic()
@@ -155,7 +155,7 @@ class HintQueue:
     def _refused(self, due: _Due) -> set[int]:
         """Make the calls, and return those of which the store refused pages."""
         refused = set()
-        for number, call in enumerate(due.told.calls()):
+        for number, call in enumerate(due.hinted.calls()):
             if self._closed:
                 break
             if number in due.calls and not self._took(*call):
@@ -175,7 +175,7 @@ class HintQueue:
 
     @property
     def waiting_count(self) -> int:
-        """Return of how many requests words wait."""
+        """Return of how many requests hints wait."""
         return len(self._due)
 
     def close(self) -> None:
@@ -190,10 +190,10 @@ class HintQueue:
 
 
 class HintSender:
-    """Say which pages requests tell of, and when their sessions began. Used by one thread.
+    """Add to a request's hints which pages they are about. Used by one thread.
 
-    `send`: where it goes. `after_s`: as in `Send`, for all but a session's last
-    request: its words are sent with the last try of others, so that its pages are stored by then.
+    `send`: where they go. `after_s`: as in `Send`, for all but a session's last request: its hints
+    are sent with the last try of others, so that its pages are stored by then.
     """
 
     def __init__(self, send: Send, after_s: Sequence[float] = AT_ONCE) -> None:
@@ -201,30 +201,30 @@ class HintSender:
         self._after_s = after_s
         self._begun: OrderedDict[str, float] = OrderedDict()  # sessions, by their last request
 
-    def begin(self, said: RequestHints) -> None:
+    def begin(self, hints: RequestHints) -> None:
         """Note when a session's first request came: pages stored before are not its own."""
-        if said.session:
-            self._begun.setdefault(said.session, time.monotonic())
-            self._begun.move_to_end(said.session)
+        if hints.session:
+            self._begun.setdefault(hints.session, time.monotonic())
+            self._begun.move_to_end(hints.session)
             if len(self._begun) > SESSIONS_MAX:
                 self._begun.popitem(last=False)
 
-    def send(self, said: RequestHints, pages: Pages, tokens: Sequence[Sequence[int]]) -> None:
-        """Send what a request says about its pages.
+    def send(self, hints: RequestHints, pages: Pages, tokens: Sequence[Sequence[int]]) -> None:
+        """Send a request's hints about its pages.
 
         `tokens`: for each group a token of each page.
         """
-        began = self._begun.get(said.session, time.monotonic())
-        after_s = self._after_s[-1:] if said.ended else self._after_s
-        self._send(Told(said, pages, tokens, began), after_s)
+        began = self._begun.get(hints.session, time.monotonic())
+        after_s = self._after_s[-1:] if hints.ended else self._after_s
+        self._send(HintedPages(hints, pages, tokens, began), after_s)
 
-    def end(self, said: RequestHints, groups: Sequence[Sequence[Namespace]]) -> None:
+    def end(self, hints: RequestHints, groups: Sequence[Sequence[Namespace]]) -> None:
         """Delete the pages of a session whose last request has ended.
 
         `groups`: for each group the namespaces of all shards.
         """
-        if said.ended and said.session:
-            began = self._begun.pop(said.session, 0.0)
+        if hints.ended and hints.session:
+            began = self._begun.pop(hints.session, 0.0)
             pages: Pages = [(namespaces, ()) for namespaces in groups]
-            told = Told(said, pages, [range(0)] * len(groups), began, over=True)
-            self._send(told, self._after_s[-1:])
+            hinted = HintedPages(hints, pages, [range(0)] * len(groups), began, over=True)
+            self._send(hinted, self._after_s[-1:])

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from gpu_agent.hint_sender import HintQueue, Told
+from gpu_agent.hint_sender import HintedPages, HintQueue
 from gpu_agent.outage_log import OutageLog
 from kvstore.client import Client
 from kvstore.deadline import Deadline
@@ -64,7 +64,7 @@ class LookupBackend(Protocol):
     def touch(self, question: Question, timeout_s: float) -> "concurrent.futures.Future[None]":
         """Begin to mark pages as used, heads last."""
 
-    def hint(self, told: Told, after_s: Sequence[float]) -> None:
+    def hint(self, hinted: HintedPages, after_s: Sequence[float]) -> None:
         """Take what a request says, as `gpu_agent.hint_sender.Send` says; it may be lost."""
 
     def open(
@@ -107,9 +107,9 @@ class ThreadLookups:
         deadline = Deadline(timeout_s)
         return _submitted(self._touches, lambda: touch_all_shards(self._client, question, deadline))
 
-    def hint(self, told: Told, after_s: Sequence[float]) -> None:
+    def hint(self, hinted: HintedPages, after_s: Sequence[float]) -> None:
         """Give what a request says to the thread that sends it."""
-        self.hints.send(told, after_s)
+        self.hints.send(hinted, after_s)
 
     def open(
         self, namespaces: Sequence[Namespace], timeout_s: float
@@ -328,9 +328,9 @@ class Lookups:
         if len(self._used) < PENDING_MAX // 2:
             self._used.append((request_id, question))
 
-    def hint(self, told: Told, after_s: Sequence[float]) -> None:
+    def hint(self, hinted: HintedPages, after_s: Sequence[float]) -> None:
         """Send what a request says in the background, as `gpu_agent.hint_sender.Send` says."""
-        self._backend.hint(told, after_s)
+        self._backend.hint(hinted, after_s)
 
     def open(self, namespaces: Sequence[Namespace]) -> None:
         """Connect and register in the background: the first request need not wait for it."""

@@ -21,7 +21,7 @@ logging.getLogger(log.name).addFilter(LogRate())
 AFTER_S = (0.25, 2.0)
 
 
-def said_by(request: Any) -> RequestHints:
+def hints_of(request: Any) -> RequestHints:
     """Return what a request, or a tier's context of one, says; vLLM 0.32 has no envelope."""
     params, envelope = request.kv_transfer_params, getattr(request, "kv_hints", None)
     return request_hints(params, envelope) if params or envelope is not None else NOTHING
@@ -51,7 +51,7 @@ class RequestHinter:
     def begin(self, request: Any) -> None:
         """Note the session of a new request."""
         with _harmless():
-            self._sender.begin(said_by(request))
+            self._sender.begin(hints_of(request))
 
     def finish(self, request: Any) -> None:
         """Send what a request says, and end its session if it was the last."""
@@ -59,7 +59,7 @@ class RequestHinter:
             self._finish(request)
 
     def _finish(self, request: Any) -> None:
-        if (said := said_by(request)) == NOTHING:
+        if (said := hints_of(request)) == NOTHING:
             return
         pages = self._scheduler.question(request)
         ends = [

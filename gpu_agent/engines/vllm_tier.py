@@ -38,7 +38,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from gpu_agent.agent import Agent, AgentStats
-from gpu_agent.engines.vllm_hints import said_by
+from gpu_agent.engines.vllm_hints import hints_of
 from gpu_agent.engines.vllm_identity import (
     check_tier_groups,
     scales_in_blocks,
@@ -198,7 +198,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def on_new_request(self, req_context: Any) -> Any:
         """Return an empty context, and note the request's session."""
-        self._hints.begin(said_by(req_context))
+        self._hints.begin(hints_of(req_context))
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
@@ -215,7 +215,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
     def on_request_finished(self, req_context: Any) -> None:
         """Forget a request's lookups, and end its session if it was the last."""
         self._lookups.release(req_context.req_id)
-        self._hints.end(said_by(req_context), [[self.namespace]])
+        self._hints.end(hints_of(req_context), [[self.namespace]])
 
     # ---- jobs ------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc, unused-ignore]
 
     def _finish(self, job_id: int, job: "_TierJob") -> Any:
         moved, lost = job.outcome()
-        if moved and (said := said_by(job.context)) != NOTHING:
+        if moved and (said := hints_of(job.context)) != NOTHING:
             ends = [job.context.get_offload_key_position(key) or 1 for key in moved]
             self._hints.send(said, [([self.namespace], moved)], [[end - 1 for end in ends]])
         if job.is_load:

@@ -136,12 +136,12 @@ class Question:
 
 @dataclass(frozen=True)
 class AskedHint:
-    """What a request says, as in `gpu_agent.hint_sender.Told`, and after which seconds to send it.
+    """A request's hints and their pages (`gpu_agent.hint_sender.HintedPages`).
 
-    `groups`: as in a question.
+    `groups`: as in a question. `after_s`: when they are sent (`gpu_agent.hint_sender.Send`).
     """
 
-    said: RequestHints
+    hints: RequestHints
     tokens: Sequence[range]
     began: float
     over: bool
@@ -262,7 +262,7 @@ def parse_question(body: bytes) -> Question:
 def hint_frame(asked: AskedHint) -> bytes:
     """Build the frame of a request's words. Raises InvalidRequest for one that is too large."""
     tokens = [(each.start, each.stop, each.step) for each in asked.tokens]
-    facts = json.dumps((asked.said, tokens, asked.began, asked.over, list(asked.after_s))).encode()
+    facts = json.dumps((asked.hints, tokens, asked.began, asked.over, list(asked.after_s))).encode()
     body = _question_body(Question(0, 0.0, asked.groups))
     return frame(Kind.HINT, _COUNT.pack(len(facts)) + facts + body)
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gpu_agent.blocks.lookups import Answer, Question
-from gpu_agent.hint_sender import Told
+from gpu_agent.hint_sender import HintedPages
 from gpu_agent.worker import frames
 from gpu_agent.worker.frames import Kind
 from gpu_agent.worker.worker_process import TIMEOUTS, WorkerProcess, WorkerTimeouts
@@ -67,7 +67,7 @@ class ProcessLookups:
         """Send a touch."""
         return self._ask(Kind.TOUCH, question, timeout_s)
 
-    def hint(self, told: Told, after_s: Sequence[float]) -> None:
+    def hint(self, hinted: HintedPages, after_s: Sequence[float]) -> None:
         """Send what a request says; it is lost if the process is not ready, or has too much to do.
 
         Lookups always find room behind it: by one without an answer a process that hangs is known.
@@ -77,11 +77,13 @@ class ProcessLookups:
         with contextlib.suppress(Exhausted, InvalidRequest):
             groups = [
                 ([self._number(namespace) for namespace in namespaces], keys)
-                for namespaces, keys in told.pages
+                for namespaces, keys in hinted.pages
             ]
-            tokens = [each for each in told.tokens if isinstance(each, range)]
+            tokens = [each for each in hinted.tokens if isinstance(each, range)]
             assert len(tokens) == len(groups), "a scheduler's blocks follow each other"
-            asked = frames.AskedHint(told.said, tokens, told.began, told.over, after_s, groups)
+            asked = frames.AskedHint(
+                hinted.hints, tokens, hinted.began, hinted.over, after_s, groups
+            )
             self._child.give(frames.hint_frame(asked), HINTS_NBYTES_MAX)
             self._child.poll()  # the engine may idle after this request
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from gpu_agent.blocks.lookups import Question, ThreadLookups
-from gpu_agent.hint_sender import Told
+from gpu_agent.hint_sender import HintedPages
 from gpu_agent.worker import frames
 from gpu_agent.worker.frames import AgentsEnd, Kind
 from kvstore.client import Client
@@ -53,8 +53,8 @@ class LookupWorker:
             elif kind is Kind.HINT:
                 asked = frames.parse_hint(body)
                 pages = self._named(asked.groups)
-                told = Told(asked.said, pages, asked.tokens, asked.began, asked.over)
-                self._lookups.hint(told, asked.after_s)
+                hinted = HintedPages(asked.hints, pages, asked.tokens, asked.began, asked.over)
+                self._lookups.hint(hinted, asked.after_s)
             elif kind is Kind.ADD:
                 self._add(frames.parse_facts(body))
             elif kind is Kind.CLOSE:

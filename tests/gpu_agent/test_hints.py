@@ -11,7 +11,7 @@ from waiting import wait_until
 
 from gpu_agent import hint_sender
 from gpu_agent.blocks.lookups import Lookups
-from gpu_agent.hint_sender import HintQueue, HintSender, Told
+from gpu_agent.hint_sender import HintedPages, HintQueue, HintSender
 from gpu_agent.hints import (
     ACTIONS_MAX,
     NOTHING,
@@ -139,10 +139,10 @@ def test_sender_tells_a_node_and_ends_the_session(hinted: Client) -> None:
     tell(hinted, PAGES, PAGES.keys(1, 2, 3))
 
 
-def told_of(said: RequestHints, keys: list[bytes], age_s: float = 0.0) -> Told:
+def told_of(said: RequestHints, keys: list[bytes], age_s: float = 0.0) -> HintedPages:
     """Return what a request of a session of this age says of pages."""
     groups = [([PAGES.namespace], keys)]
-    return Told(said, groups, [range(0, 16 * len(keys), 16)], time.monotonic() - age_s)
+    return HintedPages(said, groups, [range(0, 16 * len(keys), 16)], time.monotonic() - age_s)
 
 
 def begin_early(sender: HintSender, said: RequestHints) -> None:
@@ -195,10 +195,10 @@ def test_hint_that_is_due_overtakes_a_later_one(hinted: Client) -> None:
     queue = HintQueue(hinted, 30.0)
     keys = PAGES.keys(21)
     PAGES.put(hinted, keys)
-    told = told_of(RequestHints("due"), keys)
+    hinted = told_of(RequestHints("due"), keys)
     before = hinted.node_status().hints.session_count
-    queue.send(told, (3600.0,))
-    queue.send(told, (0.0,))
+    queue.send(hinted, (3600.0,))
+    queue.send(hinted, (0.0,))
     wait_until(lambda: hinted.node_status().hints.session_count == before + 1)
     assert queue.waiting_count == 1
     queue.close()
@@ -242,9 +242,9 @@ def test_queue_bounds_the_pages_of_waiting_words(
     nobody: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hint_sender, "WAITING_KEYS_MAX", 5)
-    queue, told = HintQueue(nobody, 0.1), told_of(RequestHints("a"), PAGES.keys(1, 2))
+    queue, hinted = HintQueue(nobody, 0.1), told_of(RequestHints("a"), PAGES.keys(1, 2))
     for seconds in (0.0, 3600.0, 3600.0, 3600.0):
-        queue.send(told, (seconds,))
+        queue.send(hinted, (seconds,))
         if not seconds:
             wait_until(lambda: not queue.waiting_count)  # frees its place
     assert (queue.waiting_count, queue.dropped) == (2, 1)
@@ -279,7 +279,7 @@ def test_closed_queue_makes_no_further_call_of_a_request() -> None:
 
     queue: Any = HintQueue(Slow(), 1.0)  # type: ignore[arg-type]
     groups = [([PAGES.namespace] * 100, PAGES.keys(1))]
-    queue.send(Told(RequestHints("a"), groups, [range(1)], 0.0), (0.0, 1.0))
+    queue.send(HintedPages(RequestHints("a"), groups, [range(1)], 0.0), (0.0, 1.0))
     wait_until(lambda: asked)
     queue.close()
     assert (len(asked), queue.waiting_count) == (1, 0)
@@ -287,7 +287,7 @@ def test_closed_queue_makes_no_further_call_of_a_request() -> None:
 
 def test_sessions_of_a_sender_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hint_sender, "SESSIONS_MAX", 3)
-    sender = HintSender(lambda told, after_s: None)
+    sender = HintSender(lambda hinted, after_s: None)
     for name in "abcabd":
         sender.begin(RequestHints(name))
     assert list(sender._begun) == ["a", "b", "d"]
@@ -305,6 +305,6 @@ def test_hint_of_a_scheduler_reaches_the_node(hinted: Client, where: str) -> Non
     for ttl_s in (1e-9, 60.0):
         said = RequestHints("s", (Retention(90, ttl_s),))
         groups = [([pages.namespace], keys), ([pages.namespace], [])]
-        lookups.hint(Told(said, groups, [range(2), range(0)], time.monotonic()), (0.0, 0.1))
+        lookups.hint(HintedPages(said, groups, [range(2), range(0)], time.monotonic()), (0.0, 0.1))
     wait_until(lambda: hinted.node_status().hints.retained_count == before + 2)
     lookups.close()

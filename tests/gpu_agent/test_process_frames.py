@@ -106,8 +106,8 @@ def test_words_of_a_request_round_trip_and_wrong_ones_are_refused() -> None:
         (replace(asked, tokens=[range(15, 16), range(0)]), "of another number of pages"),
         (replace(asked, tokens=[range(1 << 70), range(0)]), "no words"),
         (replace(asked, after_s=["soon"]), "no words"),
-        (replace(asked, said=said[:1]), "no words"),
-        (replace(asked, said=("session", [[1, 2, 3, 4, 5]])), "no words"),
+        (replace(asked, hints=said[:1]), "no words"),
+        (replace(asked, hints=("session", [[1, 2, 3, 4, 5]])), "no words"),
     ):
         with pytest.raises(ProtocolError, match=why):
             frames.parse_hint(body_of(frames.hint_frame(wrong)))

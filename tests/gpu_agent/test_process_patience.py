@@ -12,7 +12,7 @@ from block_store import BLOCK
 
 from gpu_agent.blocks.backends import ShardPool
 from gpu_agent.blocks.lookups import Lookups
-from gpu_agent.hint_sender import Told
+from gpu_agent.hint_sender import HintedPages
 from gpu_agent.hints import RequestHints, Retention
 from gpu_agent.layouts.vllm import table_pool
 from gpu_agent.options import AgentConfig
@@ -186,10 +186,10 @@ def test_touches_of_one_step_are_sent_together(fake_process: FakeProcess) -> Non
     assert sent_frames(sock) == []
 
 
-def told(count: int, **words: Any) -> Told:
+def hinted(count: int, **words: Any) -> HintedPages:
     """Return what a request says about so many pages."""
     said = RequestHints("session", **words)
-    return Told(said, [([NAMESPACE], keys(count))], [range(count)], 0.0)
+    return HintedPages(said, [([NAMESPACE], keys(count))], [range(count)], 0.0)
 
 
 def test_words_of_a_request_are_one_message(fake_process: FakeProcess) -> None:
@@ -198,18 +198,18 @@ def test_words_of_a_request_are_one_message(fake_process: FakeProcess) -> None:
     asker.open([NAMESPACE], 5.0)
     sent_frames(sock)
     ranges = tuple(Retention(at, 5.0, 0, 1000 - at) for at in range(100))
-    asker.hint(told(1000, retentions=ranges), (0.25, 2.0))
+    asker.hint(hinted(1000, retentions=ranges), (0.25, 2.0))
     ((kind, body),) = sent_frames(sock)
     assert kind is Kind.HINT
     assert len(body) < 45_000
-    assert frames.parse_hint(body).said.retentions == ranges
+    assert frames.parse_hint(body).hints.retentions == ranges
 
 
 def test_hints_leave_room_for_lookups(fake_process: FakeProcess) -> None:
     """Regression: a stopped process whose buffer is full of hints got no lookup, and stayed."""
     asker, _ = fake_process
     asker.open([NAMESPACE], 5.0)
-    some = told(1 << 16)  # 2 MiB
+    some = hinted(1 << 16)  # 2 MiB
     for _ in range(20):
         asker.hint(some, (0.0,))
     assert not asker.look_up([([NAMESPACE], keys(1 << 16))], 5.0).done()

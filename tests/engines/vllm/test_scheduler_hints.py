@@ -10,7 +10,7 @@ import pytest
 from scheduler_engine import Engine, Engines, answer, start_node, tokens
 from waiting import wait_until
 
-from gpu_agent.hint_sender import Told
+from gpu_agent.hint_sender import HintedPages
 from kvstore import Client, ClientConfig
 from kvstore.tools.node_process import NodeProcess
 
@@ -115,10 +115,12 @@ def test_words_that_raise_end_no_engine(make: Engines, where: str) -> None:
 def test_requests_that_the_store_skips_send_nothing(
     make: Engines, monkeypatch: pytest.MonkeyPatch, skipped: str
 ) -> None:
-    sent: list[Told] = []
+    sent: list[HintedPages] = []
     engine = make()
     assert engine.connector._lookups is not None
-    monkeypatch.setattr(engine.connector._lookups, "hint", lambda told, after_s: sent.append(told))
+    monkeypatch.setattr(
+        engine.connector._lookups, "hint", lambda hinted, after_s: sent.append(hinted)
+    )
     said = {"kvstore.session": "a", "kvstore.priority": 90}
     if skipped == "skip":
         run(engine, P, kv_transfer_params={"kvstore.skip": True, **said})
