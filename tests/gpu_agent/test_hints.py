@@ -139,7 +139,7 @@ def test_sender_tells_a_node_and_ends_the_session(hinted: Client) -> None:
     tell(hinted, PAGES, PAGES.keys(1, 2, 3))
 
 
-def told_of(said: RequestHints, keys: list[bytes], age_s: float = 0.0) -> HintedPages:
+def hinted_pages(said: RequestHints, keys: list[bytes], age_s: float = 0.0) -> HintedPages:
     """Return what a request of a session of this age says of pages."""
     groups = [([PAGES.namespace], keys)]
     return HintedPages(said, groups, [range(0, 16 * len(keys), 16)], time.monotonic() - age_s)
@@ -195,10 +195,10 @@ def test_hint_that_is_due_overtakes_a_later_one(hinted: Client) -> None:
     queue = HintQueue(hinted, 30.0)
     keys = PAGES.keys(21)
     PAGES.put(hinted, keys)
-    hinted = told_of(RequestHints("due"), keys)
+    due = hinted_pages(RequestHints("due"), keys)
     before = hinted.node_status().hints.session_count
-    queue.send(hinted, (3600.0,))
-    queue.send(hinted, (0.0,))
+    queue.send(due, (3600.0,))
+    queue.send(due, (0.0,))
     wait_until(lambda: hinted.node_status().hints.session_count == before + 1)
     assert queue.waiting_count == 1
     queue.close()
@@ -215,7 +215,7 @@ def test_session_grows_older_while_its_hint_waits(monkeypatch: pytest.MonkeyPatc
             return HintResult(refused=1)
 
     queue: Any = HintQueue(Recorder(), 1.0)  # type: ignore[arg-type]
-    queue.send(told_of(RequestHints("a"), PAGES.keys(1), age_s=10.0), (0.0, 0.3))
+    queue.send(hinted_pages(RequestHints("a"), PAGES.keys(1), age_s=10.0), (0.0, 0.3))
     wait_until(lambda: len(sent) == 2)
     queue.close()
     assert 10.0 <= sent[0].session_age_s <= sent[1].session_age_s - 0.25
@@ -242,7 +242,7 @@ def test_queue_bounds_the_pages_of_waiting_words(
     nobody: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hint_sender, "WAITING_KEYS_MAX", 5)
-    queue, hinted = HintQueue(nobody, 0.1), told_of(RequestHints("a"), PAGES.keys(1, 2))
+    queue, hinted = HintQueue(nobody, 0.1), hinted_pages(RequestHints("a"), PAGES.keys(1, 2))
     for seconds in (0.0, 3600.0, 3600.0, 3600.0):
         queue.send(hinted, (seconds,))
         if not seconds:
@@ -262,7 +262,7 @@ def test_queue_goes_on_after_a_call_that_fails_unexpectedly() -> None:
 
     queue: Any = HintQueue(Broken(), 1.0)  # type: ignore[arg-type]
     for count in (1, 2):
-        queue.send(told_of(RequestHints("a"), PAGES.keys(1)), (0.0,))
+        queue.send(hinted_pages(RequestHints("a"), PAGES.keys(1)), (0.0,))
         wait_until(lambda count=count: len(asked) == count)  # type: ignore[misc]
     queue.close()
 
