@@ -273,11 +273,15 @@ class Feed:
         changes = None if is_new else self._ring.read()
         if changes is None:
             return self._restart()
-        unknown = any(self._models.of(digest) is None for _, digest, _, _ in changes)
-        if unknown and self._models.refresh(self._tier.namespaces.all()):  # opened meanwhile
-            return self._restart()
-        if looks := self._looks(changes):
-            self._note(looks)
+        try:
+            unknown = any(self._models.of(digest) is None for _, digest, _, _ in changes)
+            if unknown and self._models.refresh(self._tier.namespaces.all()):  # opened meanwhile
+                return self._restart()
+            if looks := self._looks(changes):
+                self._note(looks)
+        except BaseException:  # such as MemoryError: what was read from the ring is not told
+            self._stale = True
+            raise
 
     def _looks(self, changes: list[Change]) -> dict[tuple[bytes, bytes], tuple[bool, bool]]:
         """Return which blocks to look at, and whether pages of them came, and went."""

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -275,6 +276,21 @@ def test_snapshot_ends_while_more_changes_than_is_kept(
     assert only(reader.catch_up(node), pages.namespace) == truth
     assert reader.begins == 1
     assert polls > 20
+
+
+def test_changes_that_could_not_be_told_begin_a_snapshot(
+    start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch, pages: Pages
+) -> None:
+    """Regression: they were read from the ring, and so told to nobody."""
+    node = start_node()
+    client, reader = connect(node), Reader()
+    reader.catch_up(node)
+    pages.put(client, pages.keys(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(told.Told, "add", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            reader.poll(node)
+    assert only(reader.catch_up(node), pages.namespace) == {*pages.keys(1)}
 
 
 @pytest.mark.parametrize("member", [False, True])
