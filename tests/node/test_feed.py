@@ -287,7 +287,7 @@ def test_changes_that_could_not_be_told_begin_a_snapshot(
     reader.catch_up(node)
     pages.put(client, pages.keys(1))
     with monkeypatch.context() as patch:
-        patch.setattr(told.Told, "add", Mock(side_effect=MemoryError))
+        patch.setattr(change_log.ChangeLog, "add", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             reader.poll(node)
     assert only(reader.catch_up(node), pages.namespace) == {*pages.keys(1)}
