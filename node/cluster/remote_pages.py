@@ -241,13 +241,14 @@ class RemotePages(LowerTier):
                 left = [place for place in places if place not in done]
                 some = min(step, batch_pages_max(namespace.stored_nbytes, link.limits))
                 for start in range(0, len(left), some):
-                    if gone():
-                        raise Unavailable("the caller no longer waits for these pages")
+                    if gone():  # no error, which would speak against the member
+                        return
                     batch = {place: loads[place].page for place in left[start : start + some]}
                     self._receive(link, namespace, batch, took, limit)
 
             try:
-                self._links.link(member).run(call, namespace, limit)
+                if not gone():
+                    self._links.link(member).run(call, namespace, limit)
             except KVStoreError as error:
                 log.info("%s: %s", member, error)
                 if not done.intersection(places):

@@ -16,6 +16,7 @@ from waiting import wait_until
 
 from kvstore import DeadlineExceeded, PutOutcome
 from kvstore.checksum import leaves
+from kvstore.deadline import Deadline
 from kvstore.transports.bulk import Arrived, BulkWire
 from node.config import NodeConfig
 from node.server import Node
@@ -239,6 +240,23 @@ def test_two_readers_share_one_fetch(
     assert hits == others == [[True] * len(keys)]
     assert slow.count == 1
     assert cluster[0].peers.remote_pages.pages_fetched == len(keys)
+
+
+def test_reader_that_left_does_not_make_owners_look_failed(
+    cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
+) -> None:
+    """Regression: the owners' circuit breakers opened, and others got misses for a while."""
+    node, keys = cluster[0], pages.keys(*range(24))
+    pages.put(far(cluster), keys)
+    deadline = Deadline(30.0)
+    near(cluster).open(pages.namespace)
+    acquired = node.tier.acquire(pages.namespace.digest, keys, False, 1, None, deadline)
+    assert acquired.loads
+    came = node.tier.promotion.read(acquired, lambda: True)
+    assert came.count(None) == len(acquired.loads)
+    node.tier.release([page for page in acquired.pages if page is not None])
+    assert not any(node.peers.links.failing().values())
+    assert pages.get(near(cluster), keys) == [True] * len(keys)
 
 
 def test_page_removed_during_its_fetch_does_not_stay(
