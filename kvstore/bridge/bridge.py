@@ -4,6 +4,7 @@ While the node can not be reached, routers keep what they know for `AWAY_S`. The
 for them until it answers again.
 """
 
+import contextlib
 import logging
 import queue
 import resource
@@ -146,7 +147,8 @@ def publish(
 ) -> None:
     """Publish a model's feed by the publishers that `make` makes, without end."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each reader
+    with contextlib.suppress(OSError, ValueError):  # refused where the system allows fewer now
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each reader
     context: zmq.Context[Any] = zmq.Context()
     publishers: Sequence[Publisher] = ()
     try:
