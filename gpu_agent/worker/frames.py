@@ -10,7 +10,7 @@
     RETIRE    engine -> worker   agent: it ends its jobs and takes no more
     ASK       engine -> worker   lookup: number, deadline; namespaces and keys per group; trace
     TOUCH     engine -> worker   the same fields: mark these pages as used
-    HINT      engine -> worker   JSON: a request's words, where its pages end; then as a lookup's
+    HINT      engine -> worker   JSON: a request's hints, where its pages end; then as a lookup's
     CLOSE     engine -> worker   seconds: running jobs end, then the process ends
     READY     worker -> engine   answer to SETUP: when it became ready, on the monotonic clock
     GATHERED  worker -> engine   order: its blocks have been read
@@ -260,7 +260,7 @@ def parse_question(body: bytes) -> Question:
 
 
 def hint_frame(asked: AskedHint) -> bytes:
-    """Build the frame of a request's words. Raises InvalidRequest for one that is too large."""
+    """Build the frame of a request's hints. Raises InvalidRequest for one that is too large."""
     tokens = [(each.start, each.stop, each.step) for each in asked.tokens]
     facts = json.dumps((asked.hints, tokens, asked.began, asked.over, list(asked.after_s))).encode()
     body = _question_body(Question(0, 0.0, asked.groups))
@@ -268,13 +268,13 @@ def hint_frame(asked: AskedHint) -> bytes:
 
 
 def parse_hint(body: bytes) -> AskedHint:
-    """Parse a request's words. Raises ProtocolError."""
+    """Parse a request's hints. Raises ProtocolError."""
     reader = _Reader(body)
     facts = reader.take(reader.unpack(_COUNT)[0])
     try:
-        said, tokens, began, over, after_s = json.loads(facts)
-        session, retentions, *others = said
-        said = RequestHints(session, tuple(Retention(*each) for each in retentions), *others)
+        fields, tokens, began, over, after_s = json.loads(facts)
+        session, retentions, *others = fields
+        hints = RequestHints(session, tuple(Retention(*each) for each in retentions), *others)
         tokens = [range(*each) for each in tokens]
         counts, began, after_s = list(map(len, tokens)), float(began), list(map(float, after_s))
     except (ValueError, TypeError, OverflowError) as error:
@@ -284,7 +284,7 @@ def parse_hint(body: bytes) -> AskedHint:
     groups = parse_question(reader.rest()).groups
     if counts != [len(keys) for _, keys in groups]:
         raise ProtocolError("tokens of another number of pages")
-    return AskedHint(said, tokens, began, over, after_s, groups)
+    return AskedHint(hints, tokens, began, over, after_s, groups)
 
 
 def answer_frame(answer: Answer) -> bytes:

@@ -75,10 +75,7 @@ class ProcessLookups:
         if not (self._child.listens and self._child.ready):
             return
         with contextlib.suppress(Exhausted, InvalidRequest):
-            groups = [
-                ([self._number(namespace) for namespace in namespaces], keys)
-                for namespaces, keys in hinted.pages
-            ]
+            groups = self._numbered(hinted.pages)
             tokens = [each for each in hinted.tokens if isinstance(each, range)]
             assert len(tokens) == len(groups), "a scheduler's blocks follow each other"
             asked = frames.AskedHint(
@@ -129,10 +126,7 @@ class ProcessLookups:
         self._asked[self._next] = (done, counts, until + self._child.timeouts.grace_s)
         self._awaited += kind is Kind.ASK
         try:
-            groups = [
-                ([self._number(namespace) for namespace in namespaces], keys)
-                for namespaces, keys in question
-            ]
+            groups = self._numbered(question)
             self._child.give(
                 frames.question_frame(
                     kind, frames.Question(self._next, until, groups, packed_now())
@@ -149,6 +143,12 @@ class ProcessLookups:
         done, counts, _ = self._asked.pop(number)
         self._awaited -= bool(counts)
         return done
+
+    def _numbered(self, question: Question) -> list[tuple[list[int], Sequence[bytes]]]:
+        return [
+            ([self._number(namespace) for namespace in namespaces], keys)
+            for namespaces, keys in question
+        ]
 
     def _number(self, namespace: Namespace) -> int:
         number = self._numbers.get(namespace.digest)
