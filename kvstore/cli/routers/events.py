@@ -91,12 +91,12 @@ def events(
         raise InvalidRequest("--refresh must be a number that is not negative")
     hashing = Hashing(hash_name, hash_seed)
     hashing.check()
-    said = _Said(run.as_json)
+    report = _Reporter(run.as_json)
     with deferred_interrupt() as safe_point, run.client() as client:
         if http != NONE:
-            _serve(client, http, pool, hashing, said)
+            _serve(client, http, pool, hashing, report)
         if endpoint == mooncake == NONE:
-            _report(client, model, said)
+            _check_node(client, model, report)
             while True:
                 safe_point()
                 time.sleep(INTERRUPT_S)
@@ -115,18 +115,18 @@ def events(
                 made.append(publisher.Publisher(context, wire, at, "", refresh_s))
             return made
 
-        bridge.publish(client, model, client.tenant, make, said, safe_point)
+        bridge.publish(client, model, client.tenant, make, report, safe_point)
     return ExitCode.OK
 
 
-def _serve(client: "Client", listen: str, pool: str, hashing: Hashing, said: "_Said") -> None:
+def _serve(client: "Client", listen: str, pool: str, hashing: Hashing, report: "_Reporter") -> None:
     from kvstore.bridge.http import Queries, QueryServer
 
     address = QueryServer(listen, Queries(client, client.tenant, pool, hashing)).start()
-    said("listening", addresses=[f"http://{address}"])
+    report("listening", addresses=[f"http://{address}"])
 
 
-def _report(client: "Client", model: str, said: "_Said") -> None:
+def _check_node(client: "Client", model: str, report: "_Reporter") -> None:
     """Say if the node does not answer. Raises what a later query would, such as of a wrong token.
 
     Without a feed nothing else would tell.
@@ -134,7 +134,7 @@ def _report(client: "Client", model: str, said: "_Said") -> None:
     try:
         client.query(model, [bytes(PREFIX_HASH_NBYTES_MIN)])
     except (Unavailable, DeadlineExceeded) as error:
-        said("away", text=str(error))
+        report("away", text=str(error))
 
 
 def _with_zmq() -> tuple[Any, Any, Any]:
@@ -155,7 +155,7 @@ def _leave(number: int, frame: object) -> NoReturn:
     os._exit(ExitCode.OK)
 
 
-class _Said:
+class _Reporter:
     """Tells operators what happens: JSON on stdout, or a line on stderr."""
 
     def __init__(self, as_json: bool) -> None:
