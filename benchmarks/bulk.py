@@ -1,7 +1,8 @@
 """Measure put and get of 16 pages over bulk TCP, beside plain sockets.
 
     limit      two Python processes, `sendall` and `recv_into` page by page between warm buffers,
-               one byte of acknowledgement a batch, TCP_NODELAY: no node, no keys, no checksum
+               one byte of acknowledgement a batch, TCP_NODELAY: no node, no keys, no checksum.
+               Where bulk splits a batch over several connections, as many sockets are a row too
     bulk       this store: put reserves, sends and commits, get looks up, holds and sends; the
                writer makes the page's checksum, the reader verifies it
     others     this store without the checksum and over gRPC
@@ -13,7 +14,7 @@ cores, and the bytes are compared. GB/s: 10^9 page bytes in the median of all ca
 get each at least 0.85 of the limit for pages of 1 MiB and above. rivals.py has other stores and
 more clients.
 
-    python benchmarks/bulk.py [--rounds 15] [--json]
+    python benchmarks/bulk.py [--rounds 15] [--page-kib 4096 --pages 64] [--json]
 """
 
 import contextlib
@@ -23,6 +24,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -31,13 +33,18 @@ from measure import Report, Samples, median, parser, progress, rounds, timed
 
 from kvstore import Client, client_config
 from kvstore.tools.node_process import NodeProcess
+from kvstore.transports.parallel import split, stream_count
 
 PAGE_KIB = (256, 1024, 4096)
 BATCH = 16
 WARMUPS = 2
 AIM = 0.85
 AIM_NBYTES_MIN = 1 << 20
-NODE_FLAGS = ("--ram-bytes", "512MiB", "--extent-bytes", "64MiB", "--log-level", "WARNING")
+RAM_NBYTES_MIN = 512 << 20
+NODE_FLAGS = (
+    *("--ram-bytes", str(RAM_NBYTES_MIN), "--extent-bytes", "64MiB"),
+    *("--log-level", "WARNING"),
+)
 LIMIT = "limit: sendall/recv_into"
 Bytes = bytes | bytearray | memoryview
 
@@ -77,8 +84,8 @@ class BareClient:
         receive(self._sock, [self._answer], 0)
 
 
-def serve_bare(sock: socket.socket, flags: int = 0) -> None:
-    """Receive batches and send them back until closed.
+def serve_bare(sock: socket.socket, flags: int = 0, count: int = BATCH) -> None:
+    """Receive batches of `count` pages and send them back until closed.
 
     Each batch has a place of its own, as it has in a node.
     """
@@ -92,7 +99,7 @@ def serve_bare(sock: socket.socket, flags: int = 0) -> None:
             if asked == PUT:
                 pages = places.get(place)
                 if pages is None or len(pages[0]) != nbytes:
-                    pages = [memoryview(bytearray(nbytes)) for _ in range(BATCH)]
+                    pages = [memoryview(bytearray(nbytes)) for _ in range(count)]
                     places[place] = pages
                 receive(sock, pages, flags)
                 sock.sendall(b"k")
@@ -114,32 +121,54 @@ def receive(sock: socket.socket, views: Sequence[memoryview], flags: int) -> Non
             view = view[got:]
 
 
-def serve_limit(port: int, flags: int) -> None:
+def serve_limit(port: int, flags: int, count: int) -> None:
     """Serve one client, as the other process."""
-    serve_bare(socket.create_connection(("127.0.0.1", port)), flags)
+    serve_bare(socket.create_connection(("127.0.0.1", port)), flags, count)
 
 
 @contextlib.contextmanager
-def limit(flags: int = 0) -> Iterator[Contender]:
-    """Yield a contender that uses plain sockets."""
+def bare_client(flags: int, count: int) -> Iterator[BareClient]:
+    """Yield a client of batches of `count` pages with a process of its own at the other end."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         process = multiprocessing.get_context("spawn").Process(
-            target=serve_limit, args=(listener.getsockname()[1], flags), daemon=True
+            target=serve_limit, args=(listener.getsockname()[1], flags, count), daemon=True
         )
         process.start()
         listener.settimeout(30.0)  # so that a dead child does not block this process
         sock = listener.accept()[0]
     with sock:
-        client = BareClient(sock, flags)
+        yield BareClient(sock, flags)
+    process.join()
+
+
+@contextlib.contextmanager
+def limit(flags: int = 0, pages: int = BATCH, streams: int = 1) -> Iterator[Contender]:
+    """Yield a contender that uses plain sockets: so many, each with a thread here, for a batch."""
+    parts = split(pages, streams)
+    with contextlib.ExitStack() as stack:
+        counts = [part.stop - part.start for part in parts]
+        clients = [stack.enter_context(bare_client(flags, count)) for count in counts]
+        threads = stack.enter_context(ThreadPoolExecutor(streams))
+
+        def each(call: Callable[[BareClient, slice], None]) -> None:
+            if streams == 1:
+                call(clients[0], parts[0])
+            else:
+                list(threads.map(call, clients, parts))
 
         def contender(batch: Batch) -> Samples:
+            def put_part(client: BareClient, part: slice) -> None:
+                client.put(batch.number, batch.pages[part])
+
+            def get_part(client: BareClient, part: slice) -> None:
+                client.get(batch.number, batch.buffers[part])
+
             return {
-                "put": [timed(lambda: client.put(batch.number, batch.pages))],
-                "get": [timed(lambda: client.get(batch.number, batch.buffers))],
+                "put": [timed(lambda: each(put_part))],
+                "get": [timed(lambda: each(get_part))],
             }
 
         yield contender
-    process.join()
 
 
 # ---- the contenders ----------------------------------------------------------------------------
@@ -158,10 +187,18 @@ def page_rows(
     clients: dict[str, Client], batches: Batches, count: int, tick: Callable[[], None]
 ) -> list[Any]:
     """Return the rows of one page size."""
-    with limit() as plain, limit(socket.MSG_WAITALL) as waitall:
+    pages = len(batches.all[0].pages)
+    streams = stream_count(pages, batches.page_nbytes)
+    with (
+        limit(pages=pages) as plain,
+        limit(socket.MSG_WAITALL, pages) as waitall,
+        limit(pages=pages, streams=streams) as several,
+    ):
+        several_sockets = {f"{streams} such sockets": several} if streams > 1 else {}
         contenders: dict[str, Contender] = {
             LIMIT: plain,
             "the same with MSG_WAITALL": waitall,
+            **several_sockets,
             "bulk": functools.partial(ours, clients["bulk"]),
             "bulk without checksum": functools.partial(without_checksum, clients["bulk"]),
             "gRPC": functools.partial(ours, clients["grpc"]),
@@ -207,11 +244,14 @@ def main(argv: list[str]) -> None:
     options.add_argument(
         "--page-kib", type=int, nargs="+", default=PAGE_KIB, help="page sizes (%(default)s)"
     )
+    options.add_argument("--pages", type=int, default=BATCH, help="of a batch (%(default)s)")
     args = options.parse_args(argv)
-    title = f"Put and get of {BATCH} pages, medians of {args.rounds * (TURN - 1)} calls"
+    title = f"Put and get of {args.pages} pages, medians of {args.rounds * (TURN - 1)} calls"
     report = Report(title, " ".join(["python benchmarks/bulk.py", *argv]))
     with contextlib.ExitStack() as stack:
-        node = stack.enter_context(NodeProcess(*NODE_FLAGS))
+        # One address may reserve a quarter of a node's RAM.
+        ram_nbytes = max(RAM_NBYTES_MIN, 5 * args.pages * max(args.page_kib) << 10)
+        node = stack.enter_context(NodeProcess(*NODE_FLAGS, "--ram-bytes", str(ram_nbytes)))
         clients = {
             wire: stack.enter_context(
                 Client(client_config(address=node.address, wire=wire, timeout_s=60.0))
@@ -220,7 +260,7 @@ def main(argv: list[str]) -> None:
         }
         tick = stack.enter_context(progress(len(args.page_kib) * (args.rounds + WARMUPS)))
         for kib in args.page_kib:
-            report.rows += page_rows(clients, Batches(kib << 10, BATCH), args.rounds, tick)
+            report.rows += page_rows(clients, Batches(kib << 10, args.pages), args.rounds, tick)
     report.show(args.json)
 
 

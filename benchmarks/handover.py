@@ -8,7 +8,8 @@
 
 A proxy's calls: prefill generates one token, decode gets what prefill's answer carries. Seconds are
 those of `LLM.generate`; those of both calls add up. Weights are random, and prompts new in each
-round. "loaded": tokens that decode did not compute, the fewest of all rounds.
+round. "loaded": tokens that decode did not compute, the fewest of all rounds; for NIXL vLLM reports
+what prefill did not compute.
 
     PYTHONPATH=. python benchmarks/handover.py [--model 0.9b] [--rounds 5]
         [--tokens 8199 30007] [--ways computed store ...] [--one-gpu | --cpu] [--json]
@@ -163,7 +164,7 @@ def rows(ways: dict[str, Way], tokens: int, args: argparse.Namespace, new: New) 
                 for op in ("prefill", "decode", "first token")
             },
             "of computed": round(median(beside), 2) if beside else None,
-            "loaded": min(ways[name].loaded[-args.rounds :]),
+            "loaded": None if name == "nixl" else min(ways[name].loaded[-args.rounds :]),
         }
 
 

@@ -324,7 +324,11 @@ def main(argv: list[str]) -> None:
         "--connectors", choices=NAMES, nargs="+", default=NAMES[:-1], help="(%(default)s)"
     )
     options.add_argument(
-        "--tokens", type=int, nargs="+", default=LENGTHS, help="prompt lengths (%(default)s)"
+        "--tokens",
+        type=int,
+        nargs="*",
+        default=LENGTHS,
+        help="prompt lengths; none: only the throughput (%(default)s)",
     )
     options.add_argument("--first-tokens", action="store_true", help="no throughput")
     options.add_argument(
@@ -358,7 +362,7 @@ def main(argv: list[str]) -> None:
         python = os.environ.get("KVSTORE_NODE_PYTHON", sys.executable)
         flags = ("--ram-bytes", f"{args.tier_gib}GiB", "--log-level", "WARNING")
         node = stack.enter_context(NodeProcess(*flags, python=python))
-        longest = max(*args.tokens, PROMPT_TOKENS + ANSWER_TOKENS)
+        longest = max([*args.tokens, PROMPT_TOKENS + ANSWER_TOKENS])
         names = available(args.connectors)
         engines = stack.enter_context(contenders(names, model, node, args, longest))
         if "store" in engines:
@@ -379,6 +383,8 @@ def main(argv: list[str]) -> None:
 
 
 def _show(report: Report, args: argparse.Namespace) -> None:
+    if not report.rows:
+        return
     if report.title != SAVES:
         report.notes.append(
             f"median (least–greatest) of {args.rounds} rounds; all engines up, one at a time works"
