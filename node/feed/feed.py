@@ -14,7 +14,7 @@ import heapq
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -23,7 +23,7 @@ from kvstore.config import FEED_WAIT_S_MAX
 from kvstore.errors import Exhausted, InvalidRequest, Unavailable
 from kvstore.keys import TEXT_NBYTES_MAX
 from kvstore.pb import kvstore_pb2 as pb
-from node.feed.change_log import ChangeLog, Cursor, read_cursor
+from node.feed.change_log import ChangeLog, Cursor, LoggedChange, read_cursor
 from node.feed.models import Model, Models
 from node.memory.changes import Change, ChangeRing
 from node.memory.page import NamespaceIndex, State
@@ -38,8 +38,11 @@ SNAPSHOTS_MAX = 16  # at a time
 SNAPSHOT_IDLE_S = 30.0
 EXPIRIES_MAX = 1 << 18  # blocks with a time to live that readers know; 50 MB
 
+LOCKED_KEYS = 64  # looked up in one hold of the RAM tier's lock
+
 Sees = Callable[[Model], bool]
-ABSENT = -1
+CAME, WENT = 1, 2
+Looks = dict[bytes, dict[bytes, int]]  # by model and block: whether pages of it came, and went
 
 
 class Caller(Protocol):
@@ -64,6 +67,18 @@ class Snapshot:
     used_s: float = 0.0
 
 
+@dataclass
+class Reply:
+    """A reply: its head, and changes that were serialized for all readers."""
+
+    head: pb.FeedReply
+    changes: Sequence[LoggedChange] = ()
+
+    def SerializeToString(self) -> bytes:  # noqa: N802  (as a message's)
+        """Return the bytes of the message; repeated fields may come in several places of it."""
+        return b"".join([self.head.SerializeToString(), *(change.data for change in self.changes)])
+
+
 class Expiries:
     """Remember when blocks with a time to live expire. Bounded."""
 
@@ -85,9 +100,11 @@ class Expiries:
             heapq.heapify(self._order)
         return True
 
-    def forget(self, model_id: bytes, prefix_hash: bytes) -> None:
-        """Forget a block that is not stored any more."""
-        self._expiry_s.pop((model_id, prefix_hash), None)
+    def forget(self, model_id: bytes, prefix_hashes: Iterable[bytes]) -> None:
+        """Forget blocks that are not stored any more."""
+        if self._expiry_s:
+            for prefix_hash in prefix_hashes:
+                self._expiry_s.pop((model_id, prefix_hash), None)
 
     def due(self, now_s: int) -> list[tuple[bytes, bytes]]:
         """Return the blocks that have expired, and forget them."""
@@ -131,7 +148,7 @@ class Feed:
 
     # ---- for readers ---------------------------------------------------------------------
 
-    def poll(self, request: pb.FeedRequest, caller: Caller, sees: Sees) -> pb.FeedReply:
+    def poll(self, request: pb.FeedRequest, caller: Caller, sees: Sees) -> Reply:
         """Return what comes after the request's cursor, as soon as there is something.
 
         `sees` tells which models the caller may see.
@@ -160,16 +177,17 @@ class Feed:
                 self._used_s = time.monotonic()
                 self._pump()
                 reply = self._reply(cursor, wanted, caller.peer)
-            is_news = reply.begin or reply.changes or cursor.snapshot
+            is_news = reply.head.begin or reply.changes or cursor.snapshot
             if is_news or time.monotonic() >= end:
                 return reply
-            cursor = read_cursor(reply.cursor)
+            cursor = read_cursor(reply.head.cursor)
             time.sleep(TICK_S)
 
     def _has_few(self, cursor: Cursor) -> bool:
-        return cursor.epoch == self._epoch and self._change_log.last - cursor.sequence < 8
+        log = self._change_log
+        return cursor.epoch == self._epoch and log.keys_after(cursor.sequence) < REPLY_KEYS // 2
 
-    def _reply(self, cursor: Cursor, wanted: Sees, peer: str) -> pb.FeedReply:
+    def _reply(self, cursor: Cursor, wanted: Sees, peer: str) -> Reply:
         if cursor.epoch == self._epoch and self._change_log.has_next_of(cursor.sequence):
             if not cursor.snapshot:
                 return self._changes(cursor, wanted)
@@ -180,30 +198,30 @@ class Feed:
                 # Otherwise a large snapshot would never end while much changes
                 snapshot.used_s = time.monotonic()
                 reply = self._changes(cursor, wanted)
-                reply.snapshot = True
+                reply.head.snapshot = True
                 return reply
         self._snapshots.pop(cursor.snapshot, None)
         return self._begin(wanted, peer)
 
-    def _changes(self, cursor: Cursor, wanted: Sees) -> pb.FeedReply:
-        reply, models, count = pb.FeedReply(), dict[bytes, Model | None](), 0
+    def _changes(self, cursor: Cursor, wanted: Sees) -> Reply:
+        models, told, count = dict[bytes, Model | None](), list[LoggedChange](), 0
         sequence = cursor.sequence
         for change in self._change_log.after(sequence):
-            if change.model not in models:
-                model = self._models.find(change.model)
-                models[change.model] = model if model is not None and wanted(model) else None
-            if models[change.model] is not None:
-                count += len(change.prefix_hashes)
+            if change.model_id not in models:
+                model = self._models.find(change.model_id)
+                models[change.model_id] = model if model is not None and wanted(model) else None
+            if models[change.model_id] is not None:
+                count += change.key_count
                 if count > REPLY_KEYS:
                     break
-                reply.changes.append(change)
+                told.append(change)
             sequence = change.sequence
-        named = {change.model for change in reply.changes}
-        reply.models.extend(m.message for m in models.values() if m is not None and m.id in named)
-        reply.cursor = cursor._replace(sequence=sequence).packed()
-        return reply
+        named = {change.model_id for change in told}
+        about = [m.message for m in models.values() if m is not None and m.id in named]
+        head = pb.FeedReply(models=about, cursor=cursor._replace(sequence=sequence).packed())
+        return Reply(head, told)
 
-    def _begin(self, wanted: Sees, peer: str) -> pb.FeedReply:
+    def _begin(self, wanted: Sees, peer: str) -> Reply:
         of_peer = sum(snapshot.peer == peer for snapshot in self._snapshots.values())
         if len(self._snapshots) >= SNAPSHOTS_MAX or of_peer >= SNAPSHOTS_MAX // 2:
             raise Exhausted(
@@ -214,22 +232,21 @@ class Feed:
         cursor = Cursor(self._epoch, self._change_log.last, os.urandom(8))
         snapshot = self._snapshots[cursor.snapshot] = Snapshot(peer, self._keys(wanted))
         reply = self._part(cursor, snapshot, wanted)
-        reply.begin = True
+        reply.head.begin = True
         return reply
 
-    def _part(self, cursor: Cursor, snapshot: Snapshot, wanted: Sees) -> pb.FeedReply:
+    def _part(self, cursor: Cursor, snapshot: Snapshot, wanted: Sees) -> Reply:
         """Return the next part of a snapshot; after the last one, changes follow."""
-        reply = pb.FeedReply()
+        head = pb.FeedReply()
         snapshot.used_s = time.monotonic()
         try:
             for model, hashes in snapshot.parts:
                 if not wanted(model):
                     continue
-                stored = [h for h in hashes if self._is_stored(model, h)]
-                if stored:
-                    reply.models.append(model.message)
-                    reply.changes.append(pb.FeedChange(model=model.id, prefix_hashes=stored))
-                reply.snapshot = True
+                if stored := self._stored(model, hashes):
+                    head.models.append(model.message)
+                    head.changes.append(pb.FeedChange(model=model.id, prefix_hashes=stored))
+                head.snapshot = True
                 snapshot.part += 1
                 break
             else:
@@ -237,12 +254,12 @@ class Feed:
         except BaseException:
             self._snapshots.pop(cursor.snapshot, None)
             raise
-        if reply.snapshot:
-            reply.cursor = cursor._replace(part=snapshot.part).packed()
+        if head.snapshot:
+            head.cursor = cursor._replace(part=snapshot.part).packed()
         else:
             self._snapshots.pop(cursor.snapshot, None)
-            reply.cursor = cursor._replace(snapshot=b"").packed()
-        return reply
+            head.cursor = cursor._replace(snapshot=b"").packed()
+        return Reply(head)
 
     def _keys(self, wanted: Sees) -> Iterator[tuple[Model, list[bytes]]]:
         """Yield the keys of each model, of one of its namespaces, in RAM and then below.
@@ -283,68 +300,83 @@ class Feed:
             self._stale = True
             raise
 
-    def _looks(self, changes: list[Change]) -> dict[tuple[bytes, bytes], tuple[bool, bool]]:
+    def _looks(self, changes: list[Change]) -> Looks:
         """Return which blocks to look at, and whether pages of them came, and went."""
-        looks: dict[tuple[bytes, bytes], tuple[bool, bool]] = {}
+        looks: Looks = {}
         for _, digest, prefix_hashes, is_new in changes:
             model = self._models.of(digest)
             if model is None:  # opened and closed meanwhile: no reader knows it
                 continue
+            blocks, change = looks.setdefault(model.id, {}), CAME if is_new else WENT
             for prefix_hash in prefix_hashes:
-                came, went = looks.get((model.id, prefix_hash), (False, False))
-                looks[model.id, prefix_hash] = (came or is_new, went or not is_new)
-        for key in self._expiries.due(self._tier.clock_s()):
-            looks[key] = (looks.get(key, (False, False))[0], True)
+                blocks[prefix_hash] = blocks.get(prefix_hash, 0) | change
+        for model_id, prefix_hash in self._expiries.due(self._tier.clock_s()):
+            blocks = looks.setdefault(model_id, {})
+            blocks[prefix_hash] = blocks.get(prefix_hash, 0) | WENT
         return looks
 
-    def _note(self, looks: dict[tuple[bytes, bytes], tuple[bool, bool]]) -> None:
-        stored: dict[bytes, list[bytes]] = {}
-        removed: dict[bytes, list[bytes]] = {}
-        moved = bool(self._snapshots)
-        for (model_id, prefix_hash), (came, went) in looks.items():
-            model = self._models.find(model_id)
-            if model is not None and self._is_stored(model, prefix_hash):
-                if came or moved:
-                    stored.setdefault(model_id, []).append(prefix_hash)
-                continue
-            self._expiries.forget(model_id, prefix_hash)
-            if went:
-                removed.setdefault(model_id, []).append(prefix_hash)
-        for model_id, hashes in removed.items():
-            self._change_log.add(model_id, True, hashes)
-        for model_id, hashes in stored.items():
-            self._change_log.add(model_id, False, hashes)
+    def _note(self, looks: Looks) -> None:
+        told = CAME | WENT if self._snapshots else CAME
+        there = {
+            model_id: self._stored(self._models.find(model_id), blocks)
+            for model_id, blocks in looks.items()
+        }
+        for model_id, blocks in looks.items():
+            gone = [h for h in blocks if h not in there[model_id]]
+            self._expiries.forget(model_id, gone)
+            self._change_log.add(model_id, True, [h for h in gone if blocks[h] & WENT])
+        for model_id, blocks in looks.items():
+            stored = [h for h in there[model_id] if blocks[h] & told]
+            self._change_log.add(model_id, False, stored)
 
-    def _is_stored(self, model: Model, prefix_hash: bytes) -> bool:
-        """Return whether all parts of a model have a block; remember when that ends."""
-        first_s = 0
-        for part in model.parts:
-            expiry_s = self._expiry_s(part[0], prefix_hash)
-            for index in part[1:]:
-                if expiry_s:
-                    other_s = self._expiry_s(index, prefix_hash)
-                    expiry_s = 0 if other_s == 0 else max(expiry_s, other_s)
-            if expiry_s == ABSENT:
-                return False
-            if expiry_s:
-                first_s = min(first_s or expiry_s, expiry_s)
-        if not first_s or not model.parts:
-            return bool(model.parts)
-        return self._expiries.note(model.id, prefix_hash, first_s)
+    def _stored(self, model: Model | None, prefix_hashes: Collection[bytes]) -> Collection[bytes]:
+        """Return the blocks that all parts of a model have; remember when each ends."""
+        if model is None or not model.parts:
+            return ()
+        ends_s = self._ends_of(model.parts[0], prefix_hashes)
+        for part in model.parts[1:]:
+            found = self._ends_of(part, ends_s)
+            ends_s = {
+                prefix_hash: min(end_s, found[prefix_hash]) or end_s or found[prefix_hash]
+                for prefix_hash, end_s in ends_s.items()
+                if prefix_hash in found
+            }
+        if not any(ends_s.values()):
+            return ends_s
+        for prefix_hash in [h for h, end_s in ends_s.items() if end_s]:
+            if not self._expiries.note(model.id, prefix_hash, ends_s[prefix_hash]):
+                del ends_s[prefix_hash]
+        return ends_s
 
-    def _expiry_s(self, index: NamespaceIndex, prefix_hash: bytes) -> int:
-        """Return when a page expires, 0 for never; ABSENT if it is not here, or is a copy."""
-        tier, page = self._tier, index.pages.get(prefix_hash)
-        if page is not None and page.state is State.VISIBLE and not (page.is_copy or page.expiry_s):
-            return 0
-        with tier.lock:  # so that it does not move from one tier to the other meanwhile
-            page = tier.live(index, prefix_hash)
-            if page is not None:
-                return ABSENT if page.is_copy else page.expiry_s
-            below = tier.below.info(index.digest, prefix_hash)
-        if below is None:
-            return ABSENT
-        return tier.clock_s() + below.ttl_s if below.ttl_s else 0
+    def _ends_of(self, part: list[NamespaceIndex], hashes: Iterable[bytes]) -> dict[bytes, int]:
+        """Return when the blocks end that one of a part's namespaces has; 0 for never."""
+        found = self._expiries_of(part[0], hashes)
+        for index in part[1:]:
+            for prefix_hash, expiry_s in self._expiries_of(index, hashes).items():
+                other_s = found.get(prefix_hash, expiry_s)
+                found[prefix_hash] = max(expiry_s, other_s) if expiry_s and other_s else 0
+        return found
+
+    def _expiries_of(self, index: NamespaceIndex, hashes: Iterable[bytes]) -> dict[bytes, int]:
+        """Return when the pages expire that are here and no copies; 0 for never."""
+        tier, pages, found, others = self._tier, index.pages, dict[bytes, int](), list[bytes]()
+        for prefix_hash in hashes:
+            page = pages.get(prefix_hash)
+            if page is None or page.state is not State.VISIBLE or page.is_copy or page.expiry_s:
+                others.append(prefix_hash)
+            else:
+                found[prefix_hash] = 0
+        for start in range(0, len(others), LOCKED_KEYS):
+            with tier.lock:  # so that none moves from one tier to the other meanwhile
+                for prefix_hash in others[start : start + LOCKED_KEYS]:
+                    page = tier.live(index, prefix_hash)
+                    if page is None:
+                        below = tier.below.info(index.digest, prefix_hash)
+                        if below is not None:
+                            found[prefix_hash] = below.ttl_s and tier.clock_s() + below.ttl_s
+                    elif not page.is_copy:
+                        found[prefix_hash] = page.expiry_s
+        return found
 
     # ---- start and end -------------------------------------------------------------------
 

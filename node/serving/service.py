@@ -29,6 +29,7 @@ from node.config import NodeConfig
 from node.disk.durability import Durability
 from node.disk.tier import DiskTier
 from node.feed.feed import Feed
+from node.feed.feed import Reply as FeedReply
 from node.feed.models import Model
 from node.feed.query import query
 from node.hints.calls import Hints, ends_session
@@ -394,7 +395,7 @@ class Service:
             present[place] = True
         return further
 
-    def _feed(self, request: pb.FeedRequest, caller: Caller) -> pb.FeedReply:
+    def _feed(self, request: pb.FeedRequest, caller: Caller) -> FeedReply:
         return self.feed.poll(request, caller, self._seen_by(caller))
 
     def _query(self, request: pb.QueryRequest, caller: Caller) -> pb.QueryReply:

@@ -32,7 +32,8 @@ class Reader:
 
     def poll(self, node: Node, model: str = "") -> pb.FeedReply:
         request = pb.FeedRequest(cursor=self.cursor, model=model)
-        reply = node.service.feed.poll(request, Caller(), self._sees)
+        found = node.service.feed.poll(request, Caller(), self._sees)
+        reply = pb.FeedReply.FromString(found.SerializeToString())
         self.take(reply)
         return reply
 

@@ -110,7 +110,7 @@ def test_member_tells_single_namespaces_only(cluster: list[Node], connect: Conne
     feed = cluster[0].service.feed
     with pytest.raises(InvalidRequest, match="merge"):
         feed.poll(pb.FeedRequest(), Caller(), lambda model: True)
-    assert feed.poll(pb.FeedRequest(member=True), Caller(), lambda model: True).begin
+    assert feed.poll(pb.FeedRequest(member=True), Caller(), lambda model: True).head.begin
 
 
 # ---- merging, without nodes ------------------------------------------------------------------
