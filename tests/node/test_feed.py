@@ -69,6 +69,23 @@ def test_block_counts_when_all_ranks_have_it(node: Node, connect: Connect) -> No
     assert reader.begins == 1
 
 
+def test_block_ends_with_the_first_of_its_parts(
+    node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, now_s = connect(node), node.tier.clock_s()
+    monkeypatch.setattr(node.tier, "clock_s", lambda: now_s)
+    ranks = [Pages("two ends", tp_rank=rank, tp_size=2) for rank in range(2)]
+    reader, model = Reader(), block_part(ranks[0].namespace).id
+    for number, ttls_s in enumerate(((10, 0), (0, 20), (30, 20), (0, 0))):
+        for rank, ttl_s in zip(ranks, ttls_s, strict=True):
+            rank.put(client, rank.keys(number), ttl_s=float(ttl_s))
+    assert reader.catch_up(node)[model] == {*ranks[0].keys(0, 1, 2, 3)}
+    for passed_s, left in ((9, (0, 1, 2, 3)), (10, (1, 2, 3)), (20, (3,))):
+        monkeypatch.setattr(node.tier, "clock_s", lambda passed_s=passed_s: now_s + passed_s)
+        assert reader.catch_up(node)[model] == {*ranks[0].keys(*left)}
+    assert reader.begins == 1
+
+
 def test_block_counts_when_all_groups_have_it(node: Node, connect: Connect) -> None:
     client = connect(node)
     groups = [
@@ -357,6 +374,16 @@ def test_changes_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     assert [change.sequence for change in kept.after(6)] == [7, 8, 9, 10]
     assert kept.has_next_of(6)
     assert not kept.has_next_of(5)
+
+
+def test_change_log_counts_the_keys_that_a_reader_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(change_log, "CHANGES_MAX", 4)
+    kept = change_log.ChangeLog()
+    assert kept.keys_after(0) == 0
+    for count in range(1, 7):
+        kept.add(b"model", False, [b"%d" % number for number in range(count)])
+    assert [kept.keys_after(sequence) for sequence in (6, 5, 2)] == [0, 6, 3 + 4 + 5 + 6]
+    assert kept.keys_after(1) == 21  # it needs a snapshot
 
 
 def test_expiry_that_changes_needs_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
