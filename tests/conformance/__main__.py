@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import cases
 import self_test
 from configuration import Configuration, ConfigurationError, Store, StoreFailed, load
-from engine_control import EngineDied, Spawner
+from engine_control import EngineDied, Spawner, last_error
 from outcomes import HEADER, MEANINGS, Outcome, as_json, matrix, status
 from plan import MODELS, OWN, Runner
 
@@ -140,10 +140,18 @@ def run(arguments: argparse.Namespace, folder: Path) -> tuple[list[Outcome], dic
             outcomes.append(outcome)
             if say:
                 print(outcome.line(), flush=True)
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f" in {store.used_for}; {newest_log(folder)}") from error
     finally:
         store.kill()
         spawner.close()
     return outcomes, {"configuration": configuration.name, **spawner.facts}
+
+
+def newest_log(folder: Path) -> str:
+    """Return the name and the last line of the log that was written last."""
+    logs = sorted(folder.glob("*.log"), key=lambda log: log.stat().st_mtime)
+    return f"{logs[-1].name}: {last_error(logs[-1])}" if logs else "no log"
 
 
 def main(given: Sequence[str]) -> int:
@@ -161,8 +169,8 @@ def main(given: Sequence[str]) -> int:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="conformance-")))
         try:
             outcomes, facts = run(arguments, folder)
-        except KeyboardInterrupt:
-            print("conformance: interrupted", file=sys.stderr)
+        except KeyboardInterrupt as error:
+            print(f"conformance: interrupted{error}", file=sys.stderr)
             return 130
         except (ConfigurationError, EngineDied, StoreFailed) as error:
             if arguments.json:

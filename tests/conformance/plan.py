@@ -129,6 +129,7 @@ class Runner:
     def session(self, name: str, roles: Sequence[str]) -> Session:
         """Start the engines of a model, side by side: one without a connector, and these roles."""
         model = MODELS[name]
+        self._store.used_for = f"{name}, the start of engines"
         dtype = self.dtype(model)
         arguments = self.arguments(model)
         adapters = self.adapters(dtype) if arguments.get("enable_lora") else []
@@ -202,6 +203,7 @@ def roles_of(wanted: Sequence[str]) -> list[str]:
 def run_case(name: str, case: str, session: Session) -> tuple[Outcome, str]:
     """Run a case; return its outcome and, if the engine refused the connector, why."""
     start = time.monotonic()
+    session.store.used_for = f"{name}, {case}"
     checks = session.begin()
     try:
         cases.run(case, session)
