@@ -2,7 +2,7 @@
 
     limit      two Python processes, `sendall` and `recv_into` page by page between warm buffers,
                one byte of acknowledgement a batch, TCP_NODELAY: no node, no keys, no checksum.
-               Where bulk splits a batch over several connections, as many sockets are a row too
+               Where bulk splits a batch over several connections, as many sockets are the limit
     bulk       this store: put reserves, sends and commits, get looks up, holds and sends; the
                writer makes the page's checksum, the reader verifies it
     others     this store without the checksum and over gRPC
@@ -45,7 +45,8 @@ NODE_FLAGS = (
     *("--ram-bytes", str(RAM_NBYTES_MIN), "--extent-bytes", "64MiB"),
     *("--log-level", "WARNING"),
 )
-LIMIT = "limit: sendall/recv_into"
+ONE_SOCKET = "sendall/recv_into"
+LIMIT = f"limit: {ONE_SOCKET}"
 Bytes = bytes | bytearray | memoryview
 
 
@@ -194,11 +195,11 @@ def page_rows(
         limit(socket.MSG_WAITALL, pages) as waitall,
         limit(pages=pages, streams=streams) as several,
     ):
-        several_sockets = {f"{streams} such sockets": several} if streams > 1 else {}
+        several_name = f"limit: {streams} such sockets"
         contenders: dict[str, Contender] = {
-            LIMIT: plain,
+            (LIMIT if streams == 1 else ONE_SOCKET): plain,
             "the same with MSG_WAITALL": waitall,
-            **several_sockets,
+            **({several_name: several} if streams > 1 else {}),
             "bulk": functools.partial(ours, clients["bulk"]),
             "bulk without checksum": functools.partial(without_checksum, clients["bulk"]),
             "gRPC": functools.partial(ours, clients["grpc"]),
@@ -209,9 +210,8 @@ def page_rows(
         }
         samples = rounds(turns, count, WARMUPS, tick)
     batches.forget(clients["bulk"])
-    return speed_rows(
-        batches, samples, LIMIT, "bulk" if batches.page_nbytes >= AIM_NBYTES_MIN else "", AIM
-    )
+    aimed = "bulk" if batches.page_nbytes >= AIM_NBYTES_MIN else ""
+    return speed_rows(batches, samples, LIMIT if streams == 1 else several_name, aimed, AIM)
 
 
 def speed_rows(
