@@ -220,7 +220,7 @@ def case(mode: Mode, attack: str, sources: str, args: Any) -> dict[str, Any]:
             "highest MiB": watch.highest >> 20,
             "limit": "control group" if group.inside else "watched",
             "over the limit": bool(watch.exceeded_at) or group.kills > 0,
-            "log": node.said.splitlines()[-20:],
+            "log": node.log_text.splitlines()[-20:],
             "same node": node.running and before is not None and (after is None or after == before),
         }
         _stop(node)

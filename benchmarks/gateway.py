@@ -85,7 +85,7 @@ def running(flags: Sequence[str]) -> Iterator[NodeProcess]:
     try:
         yield node
     except BaseException:
-        print(node.said, file=sys.stderr)
+        print(node.log_text, file=sys.stderr)
         raise
     finally:
         node.stop(WAIT_S)

@@ -256,7 +256,7 @@ def soak(args: argparse.Namespace) -> int:
                 tick()
         for name, node in fleet.nodes.items():
             node.stop(60.0)
-            said[name] = node.said
+            said[name] = node.log_text
     return told(args, load, looks, calls, said)
 
 
