@@ -55,7 +55,7 @@ NODE_FLAGS = ("--extent-bytes", "64MiB", "--log-level", "WARNING")
 FLUSHED_NBYTES = 15 << 26
 PRIMED_NBYTES = 18 << 26
 WITH_DISK = ("--ram-bytes", "2GiB", "--disk-queue-bytes", "2GiB", "--scrub-bytes-per-s", "0")
-DISK_NBYTES = 2 << 30  # full after the first turns
+DISK_NBYTES = 9 << 28  # full after the first turns, but a flush finds room for the whole RAM
 RAM_ONLY_FLAGS = ("--ram-bytes", "1GiB")
 IDLE, BARE, WRITING, BOTH, RAM_ONLY = (
     "idle",
