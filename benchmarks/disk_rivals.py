@@ -41,7 +41,7 @@ class RocksPages:
         self.pid = os.getpid()
         self._db = Rdict(str(directory), options)
         self._no_wal = WriteOptions()
-        self._no_wal.disable_wal = True
+        self._no_wal.disable_wal = True  # type: ignore[assignment]
         self._reads = {verified: ReadOptions() for verified in (True, False)}
         self._reads[False].set_verify_checksums(False)
         self._arena = arena

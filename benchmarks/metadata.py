@@ -17,8 +17,8 @@ from collections.abc import Callable
 from measure import Report, parser, progress
 
 from kvstore import Client, Namespace, client_config
-from kvstore.client import PutOutcome
 from kvstore.layout import opaque_layout
+from kvstore.results import PutOutcome
 from kvstore.tools.node_process import NodeProcess
 
 PAGE_NBYTES = 4096

@@ -254,9 +254,9 @@ def soak(args: argparse.Namespace) -> int:
                     happen()
                     next_fault = time.monotonic() + FAULT_S
                 tick()
-        for name, node in fleet.nodes.items():
-            node.stop(60.0)
-            said[name] = node.log_text
+        for name, process in fleet.nodes.items():
+            process.stop(60.0)
+            said[name] = process.log_text
     return told(args, load, looks, calls, said)
 
 

@@ -86,7 +86,8 @@ def work_rows(gpu: Any, work: Work, runs: int) -> Iterator[dict[str, Any]]:
             if found and kind is gpu.Limit:
                 limits[direction] = found[0]
             if found:
-                yield row(work.name, kind.name, direction, *found, limits.get(direction))
+                gb_s, wall_gb_s = found
+                yield row(work.name, kind.name, direction, gb_s, wall_gb_s, limits.get(direction))
         del strategy
     for kind in (gpu.Limit, gpu.Staged):
         both = attempt(f"{work.name}: {kind.name}: both ways", partial(both_ways, kind, work))
