@@ -10,7 +10,8 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "layout.py"
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "benchmarks" / "layout.py"
 PROTOCOLS = '''
 """Names a thing: not counted."""
 from typing import Protocol
@@ -94,6 +95,10 @@ def test_first_word_decides_whether_a_docstring_is_a_fragment(
     layout: ModuleType, docstring: str, fragment: bool
 ) -> None:
     assert layout.is_fragment(docstring) is fragment
+
+
+def test_documents_have_few_words(layout: ModuleType) -> None:
+    assert sum(map(layout.words_of, layout.documents(ROOT))) <= 40_000
 
 
 @pytest.mark.long
