@@ -290,20 +290,21 @@ class BulkWire:
         `took` is called, by any thread, with the place in the batch of each found one as soon as it
         is here.
         """
-        parts = self._streams(buffers)
-        if len(parts) == 1:
+        streams = len(self._streams(buffers))
+        if streams == 1:
             return self._get(request, buffers, seeds, deadline, seals, took)
+        # In turns, so that pages arrive in about their order, in which a near client copies them
+        parts = [slice(first, None, streams) for first in range(streams)]
 
         def get(one: pb.GetRequest, part: slice) -> list[Arrived | None]:
-            placed = took and (lambda place, page: took(part.start + place, page))
+            placed = took and (lambda place, page: took(part.start + place * streams, page))
             return self._get(one, buffers[part], seeds[part], deadline, seals, placed)
 
-        found = self._parallel(request, parts, get, deadline)
-        arrived: list[Arrived | None] = []
-        for said in found:
+        arrived: list[Arrived | None] = [None] * len(buffers)
+        for part, said in zip(parts, self._parallel(request, parts, get, deadline), strict=True):
             if isinstance(said, KVStoreError):
                 raise said
-            arrived += said
+            arrived[part] = said
         return arrived
 
     def _streams(self, pages: Sequence[Pieces]) -> list[slice]:

@@ -20,10 +20,11 @@ from kvstore import (
     PutOutcome,
     Unavailable,
 )
+from kvstore.cluster.calls import key_seeds
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports import bulk
-from kvstore.transports.bulk import BulkWire
+from kvstore.transports.bulk import Arrived, BulkWire
 from kvstore.transports.parallel import (
     STREAMS_MAX,
     THREADS_MAX,
@@ -68,6 +69,31 @@ def test_parallel_batch_keeps_bytes_and_order(
     assert pages.put(client, keys) == expected
     client.remove(pages.namespace, [keys[0], keys[7]])
     assert pages.get(client, keys) == [i not in (0, 7) for i in range(11)]
+
+
+def test_shares_of_a_fetch_take_turns(
+    client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, took, asked, get = pages.keys(*range(11)), list[int](), list[list[bytes]](), BulkWire._get
+    pages.put(client, keys)
+    buffers = [bytearray(pages.nbytes) for _ in keys]
+
+    def noted(wire: BulkWire, request: pb.GetRequest, *arguments: Any) -> list[Arrived | None]:
+        asked.append(request.prefix_hashes[:])
+        return get(wire, request, *arguments)
+
+    def take(place: int, _: Arrived) -> None:
+        assert buffers[place] == pages.content(keys[place])
+        took.append(place)
+
+    monkeypatch.setattr(BulkWire, "_get", noted)
+    request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=keys)
+    slots = [(memoryview(buffer),) for buffer in buffers]
+    seeds = key_seeds(pages.namespace, keys)
+    found = link_of(client).fetch(request, slots, seeds, Deadline(60.0), took=take)
+    assert sorted(asked) == [keys[first::LANES] for first in range(LANES)]
+    assert sorted(took) == [*range(len(keys))]
+    assert None not in found
 
 
 def test_prefix_ends_at_first_miss_of_any_share(client: Client, pages: Pages) -> None:
