@@ -226,7 +226,7 @@ class Pages:
                 replace(self._config, wire=wire, direct=False)
             ) as client:  # members replicate pages meanwhile
                 client.remove(self.namespace, keys, away=away)
-                named = self._named(client, away)
+                named = self._named(client, keys, away)
         except KVStoreError as error:
             yield warn(
                 "removed",
@@ -240,9 +240,9 @@ class Pages:
             return
         yield ok("removed", f"{len(keys)} pages{named}")
 
-    def _named(self, client: Client, away: Away) -> str:
+    def _named(self, client: Client, keys: list[bytes], away: Away) -> str:
         """Remove the test namespace if possible and report the result."""
-        if self._role in ("", Role.ADMIN.name.lower()) and self._is_empty(client):
+        if self._role in ("", Role.ADMIN.name.lower()) and self._is_empty(client, keys, away):
             try:
                 client.remove_namespace(self.namespace)
             except KVStoreError:
@@ -251,7 +251,8 @@ class Pages:
             return ", and the namespace"
         return "; its name stays until the node needs the slot"
 
-    def _is_empty(self, client: Client) -> bool:
+    def _is_empty(self, client: Client, keys: list[bytes], away: Away) -> bool:
+        """Return whether no member has a page, or sends one to another, within a second."""
         until = time.monotonic() + EMPTY_S
         while True:
             told = [
@@ -263,10 +264,14 @@ class Pages:
                 for info in status.namespaces
                 if info.digest == self.namespace.digest
             ]
-            if not any(info.page_count or info.disk_page_count for info in known):
+            stored = any(info.page_count or info.disk_page_count for info in known)
+            sent = any(status.peers and status.peers.queue_pages for status in told)
+            if not (stored or sent):
                 return bool(known)
             if time.monotonic() >= until:
                 return False
+            if stored:  # another member sent them after they were removed
+                client.remove(self.namespace, keys, away=away)
             time.sleep(STEP_S)
 
 

@@ -20,6 +20,12 @@ from node.server import Node
 Doctor = Callable[..., Examined]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the doctor wait until its pages are gone: on a busy machine that may take seconds."""
+    monkeypatch.setattr("kvstore.doctor.pages.EMPTY_S", 60.0)
+
+
 @pytest.fixture
 def nodes() -> Iterator[list[Node]]:
     with small_nodes() as start:
