@@ -149,7 +149,7 @@ def test_panels_have_a_line_for_each_label_value(
         ("Hit rate by model A", "model"): {"llama"},
         ("Requests per second A", "wire"): {"bulk", "grpc", "shm"},
         ("Gets until their pages are in RAM A", "tier"): {"ram", "disk", "peer"},
-        ("GPU seconds saved per second A", "model_name"): {"llama"},
+        ("Prefill seconds saved per second A", "model_name"): {"llama"},
         ("RAM of tenants A", "tenant"): {"default", "team-b"},
         ("View number by member A", "instance"): set(nodes.scraped),
     }
