@@ -23,6 +23,7 @@ from kvstore.bridge.stored_blocks import StoredBlocks
 from kvstore.bridge.wires import Event, Wire
 from kvstore.errors import ConfigError, InvalidRequest
 from kvstore.log_rate import LogRate
+from kvstore.transports.unix_sockets import remove_stale
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -35,6 +36,7 @@ SNAPSHOT_EVERY_S = 5.0  # at most so often for new subscribers
 ASKED_AT_ONCE = 256  # subscriptions that one visit reads
 REQUESTS_AT_ONCE = 4  # replays that one visit serves
 ASKED_NBYTES_MAX = 64 << 10
+IPC = "ipc://"
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -77,8 +79,11 @@ class Publisher:
         try:
             if "[" in endpoint:
                 socket.setsockopt(zmq.IPV6, 1)
+            path = endpoint.removeprefix(IPC)
+            if path != endpoint and path != "*" and not path.startswith("@"):
+                remove_stale(path)  # ZMQ replaces whatever has this name
             socket.bind(endpoint)
-        except zmq.ZMQError as error:
+        except (OSError, zmq.ZMQError) as error:
             self.close()
             raise ConfigError(f"can not listen at {endpoint}: {error}") from error
         return socket
@@ -180,7 +185,7 @@ def check_endpoint(endpoint: str) -> str:
     """Return an endpoint that a socket can listen at. Raises InvalidRequest."""
     port = re.fullmatch(r"tcp://.+:(\*|[0-9]{1,5})", endpoint)  # of others ZMQ takes a part
     tcp = port is not None and (port[1] == "*" or int(port[1]) < 1 << 16)
-    if not (tcp or endpoint.startswith("ipc://")):
+    if not (tcp or endpoint.startswith(IPC)):
         raise InvalidRequest(f"{endpoint[:80]!r} is no address to listen at: tcp://HOST:PORT")
     return endpoint
 

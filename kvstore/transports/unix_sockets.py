@@ -75,6 +75,28 @@ def private_directory() -> str:
     return directory
 
 
+def remove_stale(path: str) -> None:
+    """Remove the socket that a killed process left behind.
+
+    Raises OSError if a process listens there, or for another file.
+    """
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise FileExistsError(f"{path} exists and is no socket")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a full backlog means that a process listens
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except BlockingIOError:
+            pass
+    raise FileExistsError(f"another process listens on {path}")
+
+
 def connected(path: str, seconds: float) -> socket.socket:
     """Connect to a Unix socket. Raises TimeoutError if the listener does not accept in time.
 

@@ -14,7 +14,6 @@ import contextlib
 import os
 import select
 import socket
-import stat
 import threading
 from typing import Any
 
@@ -22,7 +21,12 @@ from kvstore.config import runtime_dir
 from kvstore.errors import ProtocolError, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.security.identities import Principal
-from kvstore.transports.unix_sockets import DescriptorSocket, check_path, private_directory
+from kvstore.transports.unix_sockets import (
+    DescriptorSocket,
+    check_path,
+    private_directory,
+    remove_stale,
+)
 from node.auth.access import Caller
 from node.memory.arena import Arena
 from node.serving.acceptor import BACKLOG, ConnectionServer
@@ -49,7 +53,7 @@ def listen_on(path: str, backlog: int) -> socket.socket:
     Raises OSError, also if a process listens there already.
     """
     os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
-    _remove_stale(path)
+    remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(path)
@@ -59,25 +63,6 @@ def listen_on(path: str, backlog: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _remove_stale(path: str) -> None:
-    """Remove the file that a killed node left behind, if nothing listens there."""
-    try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise FileExistsError(f"{path} exists and is no socket")
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a full backlog means that a process listens
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-            return
-        except BlockingIOError:
-            pass
-    raise FileExistsError(f"another process listens on {path}")
 
 
 class ShmServer(ConnectionServer):

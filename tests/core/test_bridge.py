@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +120,42 @@ def test_address_in_use_is_one_error(context: Any) -> None:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="in use"):
             Publisher(context, VllmWire("p", "m"), "tcp://127.0.0.1:*", address)
+
+
+def test_path_in_use_is_one_error(context: Any, tmp_path: Path) -> None:
+    """ZMQ itself would take it: the readers of the bridge there would wait without end."""
+    path = tmp_path / "events.sock"
+    reader = context.socket(zmq.SUB)
+    reader.connect(f"ipc://{path}")
+    reader.subscribe(b"")
+    first = Publisher(context, VllmWire("p", "m"), f"ipc://{path}")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="another process listens"):
+            Publisher(context, VllmWire("p", "m"), f"ipc://{path}")
+    wait_until(lambda: first.serve() or first._asked)
+    first.stored(16, [A])
+    assert reader.poll(60_000)
+    reader.close()
+    first.close()
+
+
+def test_path_of_a_bridge_that_was_killed_is_taken(context: Any, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "events.sock"))
+    Publisher(context, VllmWire("p", "m"), f"ipc://{tmp_path}/events.sock").close()
+
+
+@pytest.mark.parametrize("name", ["notes", "no/where"])
+def test_path_that_is_no_socket_is_one_error(context: Any, tmp_path: Path, name: str) -> None:
+    (tmp_path / "notes").write_text("kept")
+    with pytest.raises(ConfigError, match="can not listen at ipc://"):
+        Publisher(context, VllmWire("p", "m"), f"ipc://{tmp_path}/{name}")
+    assert (tmp_path / "notes").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["*", "@kvstore-test"])
+def test_path_without_a_file_can_be_listened_at(context: Any, name: str) -> None:
+    Publisher(context, VllmWire("p", "m"), f"ipc://{name}").close()
 
 
 def test_garbage_from_readers_is_ignored(context: Any) -> None:
