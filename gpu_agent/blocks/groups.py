@@ -231,7 +231,8 @@ class EngineRequest(Protocol):
 class TrackedRequest:
     """Keep what the scheduler knows of a request.
 
-    `planned[group]`: leading blocks that need no save: stored, staged, or given up.
+    `planned[group]`: leading blocks that need no save: stored, staged, or given up. `gone[group]`:
+    leading blocks up to the last one that had left the window by then.
 
     `next_tokens`: number of computed tokens with which one more block is full. `due_tokens`: number
     with which enough blocks are full for a save.
@@ -255,12 +256,14 @@ class TrackedRequest:
     scheduled: bool = False
     never_saved: bool = False  # its KV must not be stored
     states: set[tuple[int, int]] = field(default_factory=set)  # staged: end in tokens, group
+    gone: dict[int, int] = field(default_factory=dict)
     # computed tokens before its first draft tokens since its blocks were allocated; None: no drafts
     drafted_at: int | None = None
 
     def plan_anew(self) -> None:
         """Plan all blocks again."""
         self.planned = [0] * len(self.planned)
+        self.gone.clear()
         self.next_tokens = self.due_tokens = 0
 
     def plan(
@@ -282,6 +285,10 @@ class TrackedRequest:
             0 if group.is_state else min(tokens // group.block_tokens, len(table))
             for group, table in zip(groups, tables, strict=True)
         ]
+        for number, (table, end) in enumerate(zip(tables, full, strict=True)):
+            some = table[self.planned[number] : end]
+            if NULL_BLOCK in some:
+                self.gone[number] = end - some[::-1].index(NULL_BLOCK)
         there = self.present or [b""] * len(tables)
         found = list(map(unsaved_blocks, tables, there, self.planned, full))
         left = max(0, sum(map(len, found)) - room)

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gpu_agent.blocks.groups import BlockGroup, EngineRequest
@@ -138,18 +139,19 @@ class Handovers:
         request: EngineRequest,
         shards: Sequence[Sequence[Namespace]],
         states: Collection[tuple[int, int]],
+        gone: Mapping[int, int] = MappingProxyType({}),
     ) -> Ticket | None:
         """Return a ticket for the prompt of a request whose blocks are being saved, if any are.
 
         `states`: its recurrent states that are being saved, as (end in tokens, group). A prefix
-        ends with one of each group.
+        ends with one of each group. `gone`: as in `TrackedRequest`; they may never be saved.
         """
         tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
         tokens = tokens // self._step_tokens * self._step_tokens
         if self._state_groups:
             ends = Counter(end for end, _ in states if end <= tokens)
             tokens = max((end for end in ends if ends[end] == self._state_groups), default=0)
-        if not tokens:
+        if not tokens or any(self._groups[n].first_block(tokens) < end for n, end in gone.items()):
             return None
         return Ticket(tokens, _store_digest(shards), self._prompt_digest(request, tokens))
 

@@ -371,7 +371,7 @@ class BlockScheduler:
         if tracked is None or tracked.never_saved or tracked.loading or lost:
             return None
         self._plan.hurry(request.request_id)
-        return self._handovers.promise(request, self._shards, tracked.states)
+        return self._handovers.promise(request, self._shards, tracked.states, tracked.gone)
 
     def reset(self) -> None:
         """Invalidate everything stored so far, and what current requests have computed.

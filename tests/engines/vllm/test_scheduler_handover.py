@@ -258,6 +258,21 @@ def test_no_ticket_where_nothing_is_saved(make: Engines) -> None:
     assert prefill(make(role="kv_consumer")) is None
 
 
+@pytest.mark.parametrize(("length", "cached"), [(200, 128), (192, 191)])
+@pytest.mark.parametrize("arguments", [{}, {"overlap": True}], ids=str)
+def test_window_that_vllm_frees_before_it_is_saved_is_not_promised(
+    make: Engines, length: int, cached: int, arguments: dict[str, Any]
+) -> None:
+    """Twelve blocks of each group, where 16 of both together may be pinned."""
+    arguments, prompt = {"window": 40, **arguments}, tokens(9, length)
+    first, second = make(**arguments), make(PATIENT, **arguments)
+    ticket = prefill(first, prompt)
+    assert (ticket is not None) == (cached > 128)
+    first.run()
+    assert second.generate(prompt, kv_transfer_params=ticket) == answer(prompt, 8)
+    assert second.cached == {"r": cached}
+
+
 def test_aborted_prefill_gives_no_ticket(make: Engines) -> None:
     engine = make(batch_tokens=32)
     engine.add("p", P, kv_transfer_params=dict(ASK))
