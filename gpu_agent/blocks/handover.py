@@ -13,6 +13,7 @@ and again, but for one block of each group only, and after pauses that grow with
 import enum
 import hashlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,6 +38,10 @@ PAUSE_S_MAX = 0.05  # at most this,
 # and at least this for each request that waits, since a probe costs the engine 50 us
 PAUSE_EACH_S = 0.001
 WAITING_MAX = 256  # requests that wait at a time; further ones do not
+# The store may refuse what prefill saves, and answer lookups. After so many waits in vain, one
+# after the other, one request waits in the time of so many waits.
+VAIN_MAX = 3
+REST_WAITS = 10
 
 
 class Ticket(NamedTuple):
@@ -133,6 +138,8 @@ class Handovers:
         self._last_tokens = last_tokens
         self._clock = clock
         self._waiting: dict[str, _Waiting] = {}
+        self._vain, self._vain_at = 0, -math.inf  # waits in vain, and the end of the last one
+        self._rests_until = -math.inf
 
     def promise(
         self,
@@ -167,6 +174,11 @@ class Handovers:
         goal = goal // self._step_tokens * self._step_tokens
         if goal <= 0 or not self._wait_s or (self._state_groups and goal != ticket.tokens):
             return  # an earlier end has no state
+        now = self._clock()
+        if now < self._rests_until:
+            return
+        if self._vain >= VAIN_MAX:
+            self._rests_until = now + REST_WAITS * self._wait_s
         if len(self._waiting) >= WAITING_MAX:
             log.warning("%d requests wait for handovers; this one does not", WAITING_MAX)
             return
@@ -176,7 +188,6 @@ class Handovers:
             last = range(max(0, blocks - 1), blocks)
             keys = group.keys_of(request.block_hashes, self._hash_tokens, last)
             probe.append((namespaces, keys))
-        now = self._clock()
         self._waiting[request.request_id] = _Waiting(goal, probe, now, now)
         self.counts.handovers += 1
 
@@ -221,6 +232,7 @@ class Handovers:
         now, probe_id = self._clock(), _probe_id(request_id)
         if tokens >= waiting.goal_tokens:
             self._end_wait(request_id, now)
+            self._vain, self._rests_until = 0, -math.inf
             return Next.GO
         if self._lookups.failed(request_id) or (
             waiting.probing and self._lookups.failed(probe_id)
@@ -229,6 +241,8 @@ class Handovers:
             return Next.GO
         if now >= waiting.began_at + self._wait_s:
             hangs = waiting.probing and self._lookups.answer(probe_id) is None
+            if waiting.began_at >= self._vain_at:  # of waits at a time, one counts
+                self._vain, self._vain_at = self._vain + 1, now
             self._end_wait(request_id, now, f"{self._wait_s:g} s were over")
             return Next.GO if hangs else Next.LOOK  # no second wait for a store that hangs
         if waiting.probing:

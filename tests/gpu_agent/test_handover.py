@@ -127,6 +127,31 @@ def test_request_rests_until_something_can_be_new() -> None:
     assert waiting.handovers.next("r", 0) is Next.LOOK
 
 
+def test_waits_in_vain_become_rare_until_one_is_not() -> None:
+    """A node may refuse what prefill saves, and answer lookups: each request would wait 2 s."""
+    waiting = Waiting()
+    handovers = waiting.handovers
+
+    def waited(*names: str, found: int = 0) -> int:
+        """Serve requests at the same time; return how many of them waited."""
+        before = handovers.counts.handovers
+        for name in names:
+            waiting.expect(name)
+        waiting.now += 2.0
+        for name in names:
+            handovers.next(name, found)
+        return handovers.counts.handovers - before
+
+    assert [waited("a", "b", "c"), waited("d"), waited("e")] == [3, 1, 1]
+    assert waited("f", "g") == 1, "it shows whether this goes on"
+    assert [waited("h"), waited("i", "j")] == [0, 0]
+    waiting.now += 20.0
+    assert waited("k", "l") == 1
+    waiting.now += 20.0
+    assert waited("m", found=64) == 1
+    assert waited("n", "o") == 2
+
+
 def test_failed_probe_ends_the_wait() -> None:
     waiting = Waiting()
     waiting.expect()
