@@ -16,7 +16,14 @@ from kvstore.cluster.merged_feed import Change, MergedFeed
 from kvstore.cluster.nodes import Nodes
 from kvstore.config import FEED_WAIT_S_MAX
 from kvstore.deadline import Deadline
-from kvstore.errors import DeadlineExceeded, Exhausted, KVStoreError, ProtocolError, Unavailable
+from kvstore.errors import (
+    DeadlineExceeded,
+    Exhausted,
+    InvalidRequest,
+    KVStoreError,
+    ProtocolError,
+    Unavailable,
+)
 from kvstore.log_rate import LogRate
 from kvstore.messages import result
 from kvstore.pb import kvstore_pb2 as pb
@@ -52,11 +59,11 @@ def feed(nodes: Nodes, model: str, idle_s: float, timeout_s: float) -> Iterator[
     wait_s = min(max(idle_s, ROUND_S), FEED_WAIT_S_MAX)
     if view is None:
         yield from _of_node(nodes, model, wait_s, timeout_s)
-    else:
-        yield from _ClusterFeed(nodes, model, wait_s, timeout_s).events()
+    yield from _ClusterFeed(nodes, model, wait_s, timeout_s).events()
 
 
 def _of_node(nodes: Nodes, model: str, wait_s: float, timeout_s: float) -> Iterator[FeedEvent]:
+    """Yield the events of a single node, until it is one of a cluster."""
     request, pauses = pb.FeedRequest(model=model), _pauses()
     while True:
         try:
@@ -65,6 +72,10 @@ def _of_node(nodes: Nodes, model: str, wait_s: float, timeout_s: float) -> Itera
             yield _away(nodes, error)
             time.sleep(next(pauses))
             continue
+        except InvalidRequest:
+            if nodes.view is None:
+                raise
+            return
         pauses, was_snapshot = _pauses(), len(request.cursor) > CURSOR_NBYTES
         request.cursor = reply.cursor
         yield from _told(reply, was_snapshot)

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 from disk_nodes import Clock, Nodes, Pages, settle
+from local_nodes import connect
 from ports import free_port
 from replayed import Reader, listed
 from told_blocks import ToldBlocks
@@ -220,3 +221,17 @@ def test_page_that_leaves_the_disk_while_it_is_loaded_is_told(nodes: Nodes) -> N
     get.join()
     settle(node)
     assert reader.catch_up(node) == listed(client, [pages.namespace])
+
+
+def test_feed_goes_on_when_its_node_comes_back_in_a_cluster(nodes: Nodes) -> None:
+    port, pages = free_port(), Pages("a node alone", 8192)
+    alone = nodes.start(port=port)
+    with connect(f"127.0.0.1:{port}", backoff_s_max=0.1) as reader:
+        told = ToldBlocks(reader.feed(idle_s=0.2))
+        pages.put(nodes.connect(alone), pages.keys(0), durable=True)
+        told.until(lambda: told.of(pages.namespace) == {*pages.keys(0)})
+        fleet = f"static:fleet/n0=127.0.0.1:{port}"
+        member = nodes.restart(alone, port=port, cluster=fleet, member="n0")
+        pages.put(nodes.connect(member), pages.keys(1))
+        told.until(lambda: told.of(pages.namespace) == {*pages.keys(0, 1)})
+        assert told.kinds.count("reset") == 2
