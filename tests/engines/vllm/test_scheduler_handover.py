@@ -105,6 +105,30 @@ def test_decode_waits_for_a_delayed_save(make: Engines, arguments: dict[str, Any
     assert second.pool.get_num_free_blocks() == second.free_blocks
 
 
+@pytest.mark.parametrize("beside", BESIDE)
+def test_producer_hands_over_signed_pages_to_a_consumer(
+    make: Engines, monkeypatch: pytest.MonkeyPatch, beside: str
+) -> None:
+    other = make(PATIENT)
+    monkeypatch.setenv("KVSTORE_PAGE_KEY", "5a" * 32)
+    first, second = (
+        ready(make(PATIENT, role=role, outer=role, beside=BESIDE[beside], window=40))
+        for role in ("kv_producer", "kv_consumer")
+    )
+    held(first)
+    ticket = prefill(first)
+    assert other.generate(P, kv_transfer_params=ticket) == answer(P, 8)
+    assert counts(other)["handovers"] == 0, "it could not verify them"
+    second.add("d", P, kv_transfer_params=ticket)
+    for _ in range(20):
+        second.step()
+    assert waiting(second) == ["d"]
+    release(first)
+    first.run()
+    second.run(60.0)
+    assert (second.outputs["d"], second.cached["d"]) == (answer(P, 8), 48)
+
+
 def test_ticket_of_stored_pages_costs_no_wait(make: Engines) -> None:
     first, second = make(), make(PATIENT)
     ticket = prefill(first)

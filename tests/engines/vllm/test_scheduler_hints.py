@@ -42,12 +42,19 @@ def deleted(client: Client) -> int:
     return sum(count.pages for count in counts if count.action == "delete")
 
 
-@pytest.mark.parametrize(("ranks", "window"), [(1, 0), (2, 40)])
+@pytest.mark.parametrize(("ranks", "window", "signed"), [(1, 0, True), (2, 40, False)])
 def test_pages_of_a_request_are_retained(
-    make: Engines, node: NodeProcess, ranks: int, window: int
+    make: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    node: NodeProcess,
+    ranks: int,
+    window: int,
+    signed: bool,
 ) -> None:
     """Of all ranks and groups; pages that the request loads as well as those that it saves."""
     groups = 2 if window else 1
+    if signed:
+        monkeypatch.setenv("KVSTORE_PAGE_KEY", "5a" * 32)
     with Client(ClientConfig(node.address, timeout_s=30.0)) as client:
         before = client.node_status().hints
         engine = make(ranks=ranks, window=window)

@@ -98,6 +98,18 @@ def test_any_ranks_read_what_others_stored(
             assert reader.cached == {"r": 48}, (writes, reads)
 
 
+@pytest.mark.parametrize(("shards", "waits"), [((4, 4), 1), ((4, 2), 0)], ids=["same", "different"])
+def test_hand_over_between_engines_of_other_ranks(
+    of_ranks: Callable[..., Engine], shards: tuple[int, int], waits: int
+) -> None:
+    first, second = of_ranks(2, shards[0], window=40), of_ranks(1, shards[1], window=40)
+    first.add("p", P, 1, kv_transfer_params={"do_remote_decode": True})
+    first.run()
+    assert second.generate(P, kv_transfer_params=first.answered["p"]) == answer(P, 8)
+    assert second.cached == {"r": 48 * waits}
+    assert second.stats.data.get("handovers", 0) == waits
+
+
 class TwoKindsRank(HeadRank):
     """A worker whose layers with a window have twice as many KV heads as the others."""
 
