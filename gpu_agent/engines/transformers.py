@@ -22,7 +22,7 @@ from gpu_agent.agent import Agent
 from gpu_agent.identity.transformers import KV_GROUP, check_adapters, model_namespace
 from gpu_agent.kernels.available import transfer_for
 from gpu_agent.load_pipeline import SaveJob
-from gpu_agent.options import AgentConfig
+from gpu_agent.options import AgentConfig, keep_local
 from gpu_agent.pool import KVPool
 from kvstore.client import Client
 from kvstore.errors import InvalidRequest
@@ -59,6 +59,7 @@ class TransformersAdapter:
             model, name, revision, page_tokens, client.key_id, client.tenant
         )
         self._model: Any = model
+        keep_local(client.config)
         self._agent = Agent(client, self.namespace, None, config, transfer_for(model.device))
 
     def save(self, cache: DynamicCache, tokens: Sequence[int] | torch.Tensor) -> SaveJob:

@@ -27,7 +27,7 @@ from gpu_agent.agent import Agent
 from gpu_agent.engines.transformers import namespace_of
 from gpu_agent.identity.transformers import KV_GROUP, check_adapters
 from gpu_agent.load_pipeline import SaveResult
-from gpu_agent.options import AgentConfig
+from gpu_agent.options import AgentConfig, keep_local
 from gpu_agent.pool import KVPool
 from kvstore.client import Client
 from kvstore.errors import InvalidRequest
@@ -77,6 +77,7 @@ class PagedAdapter:
         self._page_tokens = int(self._blocks.tokens_per_page)
         whose = (client.key_id, client.tenant)
         self.namespace = namespace_of(self._model, name, revision, self._page_tokens, *whose)
+        keep_local(client.config)
         self._agent = Agent(
             client, self.namespace, _pool(self.namespace.layout, self._blocks), config
         )

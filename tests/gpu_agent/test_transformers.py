@@ -7,6 +7,7 @@ import copy
 import inspect
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tiny_random import made
 from gpu_agent.identity.transformers import weights_digest
 from gpu_agent.options import AgentConfig
 from kvstore import Client, ClientConfig, InvalidRequest, prefix_hashes, tracing
+from kvstore.tools import local_node
 from kvstore.tools.node_process import NodeProcess
 
 WAIT_S = 60.0
@@ -47,6 +49,20 @@ def tiny_mistral() -> Any:
     return transformers.MistralForCausalLM(
         transformers.MistralConfig(**SIZES, sliding_window=32)
     ).eval()
+
+
+def test_address_local_begins_to_have_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[bool] = []
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(local_node, "keep", lambda: kept.append(True))
+    for address in ("localhost:1", "local"):
+        with (
+            Client(ClientConfig(address=address)) as client,
+            adapters.TransformersAdapter(client, tiny_llama(), "org/m"),
+        ):
+            assert kept == [True] * (address == "local")
 
 
 def forward(model: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
