@@ -93,8 +93,8 @@ class Expiries:
             return True
         if key not in self._expiry_s and len(self._expiry_s) >= EXPIRIES_MAX:
             return False
+        heapq.heappush(self._order, (expiry_s, key))  # first: it may fail
         self._expiry_s[key] = expiry_s
-        heapq.heappush(self._order, (expiry_s, key))
         if len(self._order) > 2 * len(self._expiry_s) + PART_KEYS:  # most are forgotten
             self._order = [(known_s, known) for known, known_s in self._expiry_s.items()]
             heapq.heapify(self._order)
@@ -283,6 +283,13 @@ class Feed:
 
     def _pump(self) -> None:
         """Look up all blocks that have changed, and log the changes."""
+        try:
+            self._take_changes()
+        except BaseException:  # such as MemoryError: what was read is told to nobody
+            self._stale = True
+            raise
+
+    def _take_changes(self) -> None:
         if self._ring is None or self._stale or self._single != self.is_member():
             self._restart()
         assert self._ring is not None
@@ -290,15 +297,11 @@ class Feed:
         changes = None if is_new else self._ring.read()
         if changes is None:
             return self._restart()
-        try:
-            unknown = any(self._models.of(digest) is None for _, digest, _, _ in changes)
-            if unknown and self._models.refresh(self._tier.namespaces.all()):  # opened meanwhile
-                return self._restart()
-            if looks := self._looks(changes):
-                self._note(looks)
-        except BaseException:  # such as MemoryError: what was read from the ring is not told
-            self._stale = True
-            raise
+        unknown = any(self._models.of(digest) is None for _, digest, _, _ in changes)
+        if unknown and self._models.refresh(self._tier.namespaces.all()):  # opened meanwhile
+            return self._restart()
+        if looks := self._looks(changes):
+            self._note(looks)
 
     def _looks(self, changes: list[Change]) -> Looks:
         """Return which blocks to look at, and whether pages of them came, and went."""

@@ -1,5 +1,6 @@
 """The feed of a node: what each reader is told, by each wire, and what it costs others."""
 
+import heapq
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from fleet import view_of
 from known_pages import Pages
 from local_nodes import Connect, StartNode
 from people import People, client, namespace
-from replayed import Caller, Reader, only
+from replayed import Caller, Reader, listed, only
 from told_blocks import ToldBlocks
 
 from kvstore import Client, Exhausted, Forbidden, InvalidRequest, Unauthenticated, Unavailable
@@ -22,6 +23,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from node.feed import change_log
 from node.feed import feed as module
+from node.feed.models import Models
 from node.memory import changes
 from node.memory.changes import ChangeRing
 from node.server import Node
@@ -295,19 +297,36 @@ def test_snapshot_ends_while_more_changes_than_is_kept(
     assert polls > 20
 
 
+@pytest.mark.parametrize("failing", ["read", "open", "add", "restart"])
 def test_changes_that_could_not_be_told_begin_a_snapshot(
-    start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch, pages: Pages
+    start_node: StartNode,
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    pages: Pages,
+    failing: str,
 ) -> None:
     """Regression: they were read from the ring, and so told to nobody."""
-    node = start_node()
-    client, reader = connect(node), Reader()
+    node, read = start_node(), ChangeRing.read
+    client, reader, other = connect(node), Reader(), Pages("opened")
+    pages.put(client, pages.keys(0))
     reader.catch_up(node)
     pages.put(client, pages.keys(1))
+    fails = Mock(side_effect=MemoryError)
     with monkeypatch.context() as patch:
-        patch.setattr(change_log.ChangeLog, "add", Mock(side_effect=MemoryError))
+        if failing == "read":
+            patch.setattr(ChangeRing, "read", lambda ring: (read(ring), fails()))
+        elif failing == "open":
+            other.put(client, other.keys(1))
+            patch.setattr(Models, "_build", fails)
+        else:
+            patch.setattr(change_log.ChangeLog, "add", fails)
         with pytest.raises(MemoryError):
             reader.poll(node)
-    assert only(reader.catch_up(node), pages.namespace) == {*pages.keys(1)}
+        if failing == "restart":
+            patch.setattr(module, "ChangeRing", fails)
+            with pytest.raises(MemoryError):
+                reader.poll(node)
+    assert reader.catch_up(node) == listed(client, [pages.namespace, other.namespace])
 
 
 @pytest.mark.parametrize("member", [False, True])
@@ -394,6 +413,17 @@ def test_expiry_that_changes_needs_no_more_room(monkeypatch: pytest.MonkeyPatch)
     assert expiries.note(b"model", b"a", 20)
     assert expiries.due(15) == []
     assert expiries.due(20) == [(b"model", b"a")]
+
+
+def test_expiry_that_could_not_be_noted_is_noted_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise nobody would be told that the block has expired."""
+    expiries = module.Expiries()
+    with monkeypatch.context() as patch:
+        patch.setattr(heapq, "heappush", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            expiries.note(b"model", b"a", 10)
+    assert expiries.note(b"model", b"a", 10)
+    assert expiries.due(10) == [(b"model", b"a")]
 
 
 def test_ring_takes_changes_of_many_threads() -> None:
