@@ -157,9 +157,10 @@ class DiskTier(LocalTier):
 
     def info(self, digest: bytes, prefix_hash: bytes) -> LowerTierInfo | None:
         """Describe a page on disk; None if it is not there."""
+        now_s = self._clock_s()  # once: one that was found has time left
         with self._lock:
-            record = self._find(digest, prefix_hash)
-            return self._index.info(record, self._clock_s()) if record else None
+            record = 0 if self.stop_reason else self._index.find(digest, prefix_hash, now_s)
+            return self._index.info(record, now_s) if record else None
 
     def watch(self, changes: ChangeRing | None) -> None:
         """Note in this ring which pages go; None: no longer."""

@@ -5,6 +5,7 @@ with readers that are fast, slow or new. For a longer run set KVSTORE_MODEL_STEP
 """
 
 import contextlib
+import itertools
 import os
 import random
 import threading
@@ -151,6 +152,7 @@ def test_replay_equals_the_list(nodes: Nodes, seed: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(change_log, "CHANGE_KEYS", 8)
     monkeypatch.setattr(feed_module, "PART_KEYS", 8)
     monkeypatch.setattr(feed_module, "REPLY_KEYS", 16)
+    monkeypatch.setattr(feed_module, "LOCKED_KEYS", 3)
     life = Life(nodes, random.Random(seed))
     for step in range(STEPS):
         life.step()
@@ -186,6 +188,23 @@ def test_expired_blocks_are_removed_though_nobody_asks_for_them(nodes: Nodes) ->
     clock.now_s += 6
     assert reader.catch_up(node) == {model: {*pages.keys(2)}}
     assert reader.begins == 1
+
+
+def test_page_whose_last_second_ends_while_it_is_looked_up_is_not_told_as_endless(
+    nodes: Nodes,
+) -> None:
+    """Regression: no time left means without end."""
+    node, clock, pages = nodes.start(), Clock(), Pages("ending")
+    clock.govern(node)
+    pages.put(nodes.connect(node), pages.keys(1), ttl_s=5.0, durable=True)
+    assert node.disk is not None
+    for ticks in (2, 1, 0):
+        last, over = clock.now_s + 4, clock.now_s + 5
+        seconds = itertools.chain(itertools.repeat(last, ticks), itertools.repeat(over))
+        node.disk._clock_s = seconds.__next__
+        info = node.disk.info(pages.digest, pages.key(1))
+        assert info is None or info.ttl_s > 0
+    assert info is None
 
 
 def test_page_that_moves_behind_a_snapshot_is_told(nodes: Nodes) -> None:
