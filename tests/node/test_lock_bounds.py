@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from counted_lock import CountedLock
 from known_pages import Pages
+from replayed import Caller
 from sandbox import Sandbox
 
 from kvstore.errors import Exhausted
+from kvstore.pb import kvstore_pb2 as pb
+from node.feed.feed import Feed
 from node.memory.inventory import Inventory
 from node.memory.removal import remove_namespace
 
@@ -196,6 +199,19 @@ def make_crowded(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
     return lambda: longest(box, work)
 
 
+def make_feed(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
+    """Measure the feed's look at pages that are gone."""
+    box, pages, keys = full(sandbox, count)
+    feed = Feed(box.tier)
+
+    def poll() -> None:
+        feed.poll(pb.FeedRequest(), Caller(), lambda model: True)
+
+    poll()
+    box.tier.remove(pages.namespace.digest, keys)
+    return lambda: longest(box, poll)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -213,6 +229,7 @@ def make_crowded(sandbox: type[Sandbox], count: int) -> Callable[[], int]:
         make_batch_over_pins,
         make_other_size,
         make_quotas_come,
+        make_feed,
         pytest.param(make_crowded, marks=pytest.mark.long),
     ],
 )
