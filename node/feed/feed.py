@@ -293,12 +293,10 @@ class Feed:
         if self._ring is None or self._stale or self._single != self.is_member():
             self._restart()
         assert self._ring is not None
+        changes = self._ring.read()
+        # After it, or a namespace may have been opened anew before pages of it came
         is_new = self._models.refresh(self._tier.namespaces.all())
-        changes = None if is_new else self._ring.read()
-        if changes is None:
-            return self._restart()
-        unknown = any(self._models.of(digest) is None for _, digest, _, _ in changes)
-        if unknown and self._models.refresh(self._tier.namespaces.all()):  # opened meanwhile
+        if changes is None or is_new:
             return self._restart()
         if looks := self._looks(changes):
             self._note(looks)
@@ -351,7 +349,7 @@ class Feed:
                 del ends_s[prefix_hash]
         return ends_s
 
-    def _ends_of(self, part: list[NamespaceIndex], hashes: Iterable[bytes]) -> dict[bytes, int]:
+    def _ends_of(self, part: list[NamespaceIndex], hashes: Collection[bytes]) -> dict[bytes, int]:
         """Return when the blocks end that one of a part's namespaces has; 0 for never."""
         found = self._expiries_of(part[0], hashes)
         for index in part[1:]:

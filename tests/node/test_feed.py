@@ -26,6 +26,7 @@ from node.feed import feed as module
 from node.feed.models import Models
 from node.memory import changes
 from node.memory.changes import ChangeRing
+from node.memory.page import NamespaceIndex
 from node.server import Node
 
 IDLE_S = 0.1
@@ -327,6 +328,31 @@ def test_changes_that_could_not_be_told_begin_a_snapshot(
             with pytest.raises(MemoryError):
                 reader.poll(node)
     assert reader.catch_up(node) == listed(client, [pages.namespace, other.namespace])
+
+
+def test_page_of_a_namespace_that_is_opened_anew_meanwhile_is_told(
+    start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch, pages: Pages
+) -> None:
+    """Regression: it was looked for in the namespace as it was before."""
+    node, refresh, digest = start_node(), Models.refresh, pages.namespace.digest
+    client, reader, opened = connect(node), Reader(), list[bool]()
+    pages.put(client, pages.keys(1))
+    assert reader.catch_up(node)
+    client.remove(pages.namespace, pages.keys(1))
+    assert reader.catch_up(node) == {}
+
+    def open_anew(models: Models, spaces: list[NamespaceIndex]) -> bool:
+        found = refresh(models, spaces)
+        if not opened:
+            with node.tier.lock:
+                opened.append(node.tier.namespaces.close(digest))
+            pages.put(connect(node), pages.keys(2))
+        return found
+
+    monkeypatch.setattr(Models, "refresh", open_anew)
+    reader.poll(node)
+    assert reader.catch_up(node) == listed(client, [pages.namespace]) != {}
+    assert opened == [True]
 
 
 @pytest.mark.parametrize("member", [False, True])
