@@ -3,8 +3,8 @@
     RAM tier, disk tier --> came, went --> ring --> read (one thread)
 
 An entry says that the presence of keys may have changed, not how: the reader looks at the tiers.
-Only a tier with a reader has a ring; without one, the cost is a test for None. Writers never wait:
-a reader that is too slow finds that entries were overwritten.
+Only a tier with a reader has a ring; without one, the cost is a test for None. Writers never wait
+or fail: a reader finds that entries were overwritten, or that memory was short.
 """
 
 import itertools
@@ -35,13 +35,17 @@ class ChangeRing:
         self._entries: list[Change | None] = [None] * ENTRIES
         self._numbers = itertools.count(1)
         self._next = 1  # number of the entry to read next
+        self._lost = False  # an entry, for want of memory
 
     def came(self, pages: Iterable[Page]) -> None:
         """Note that pages became visible."""
-        for space, some in itertools.groupby(pages, _namespace):
-            hashes = [page.prefix_hash for page in some]
-            for start in range(0, len(hashes), KEYS):
-                self._add(space.digest, hashes[start : start + KEYS], True)
+        try:
+            for space, some in itertools.groupby(pages, _namespace):
+                hashes = [page.prefix_hash for page in some]
+                for start in range(0, len(hashes), KEYS):
+                    self._add(space.digest, hashes[start : start + KEYS], True)
+        except MemoryError:
+            self._lost = True
 
     def loaded(self, page: Page, below: Callable[[bytes, Sequence[bytes]], list[bool]]) -> None:
         """Note that a page was loaded, unless the tier that it came from still has it."""
@@ -50,16 +54,19 @@ class ChangeRing:
 
     def went(self, digest: bytes, prefix_hash: bytes) -> None:
         """Note that a tier has a page no longer."""
-        self._add(digest, (prefix_hash,), False)
+        try:
+            self._add(digest, (prefix_hash,), False)
+        except MemoryError:
+            self._lost = True
 
     def _add(self, digest: bytes, prefix_hashes: Sequence[bytes], came: bool) -> None:
         number = next(self._numbers)
         self._entries[number % ENTRIES] = (number, digest, prefix_hashes, came)
 
     def read(self) -> list[Change] | None:
-        """Return the changes since the last call; None if some were overwritten."""
+        """Return the changes since the last call; None if some were overwritten or lost."""
         found: list[Change] = []
-        while True:
+        while not self._lost:
             entry = self._entries[self._next % ENTRIES]
             if entry is None or entry[0] < self._next:
                 return found
@@ -67,3 +74,4 @@ class ChangeRing:
                 return None
             found.append(entry)
             self._next += 1
+        return None

@@ -16,7 +16,15 @@ from people import People, client, namespace
 from replayed import Caller, Reader, listed, only
 from told_blocks import ToldBlocks
 
-from kvstore import Client, Exhausted, Forbidden, InvalidRequest, Unauthenticated, Unavailable
+from kvstore import (
+    Client,
+    Exhausted,
+    Forbidden,
+    InvalidRequest,
+    PutOutcome,
+    Unauthenticated,
+    Unavailable,
+)
 from kvstore.cluster.feed import CURSOR_NBYTES
 from kvstore.keys import block_part, part_of
 from kvstore.pb import kvstore_pb2 as pb
@@ -328,6 +336,23 @@ def test_changes_that_could_not_be_told_begin_a_snapshot(
             with pytest.raises(MemoryError):
                 reader.poll(node)
     assert reader.catch_up(node) == listed(client, [pages.namespace, other.namespace])
+
+
+def test_changes_that_could_not_be_noted_harm_no_writer(
+    start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch, pages: Pages
+) -> None:
+    """Regression: a removed page kept its slot for ever."""
+    node = start_node()
+    client, reader = connect(node), Reader()
+    pages.put(client, pages.keys(1, 2))
+    reader.catch_up(node)
+    with monkeypatch.context() as patch:
+        patch.setattr(ChangeRing, "_add", Mock(side_effect=MemoryError))
+        assert client.remove(pages.namespace, pages.keys(1)) == [True]
+        assert pages.put(client, pages.keys(3)) == [PutOutcome.STORED]
+    assert node.check() == []
+    assert only(reader.catch_up(node), pages.namespace) == {*pages.keys(2, 3)}
+    assert reader.begins == 2
 
 
 def test_page_of_a_namespace_that_is_opened_anew_meanwhile_is_told(
