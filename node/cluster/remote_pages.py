@@ -3,13 +3,15 @@
     find    keys  --> members that may have them, asked in parallel --> sources by key
     read    slots --> members send many pages at a time --> verified, reported on arrival
 
-Members are asked without `near`, so that they do not ask others. No lock of the RAM tier is held
-here. Each member has one connection pool to each other member (`PeerLinks`), over bulk TCP.
+Members are asked without `near`, so that they do not ask others. A get that follows a lookup asks
+the members that the lookup found, at once. No lock of the RAM tier is held here. Each member has
+one connection pool to each other member (`PeerLinks`), over bulk TCP.
 """
 
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import not_
 from typing import Any, cast
@@ -45,6 +47,7 @@ CONNECTIONS_MAX = 4  # of each channel
 TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 2.0
 BACKOFF_S_MAX = 2.0  # short, so that a member that is back is used soon
+KNOWN_S, KNOWN_MAX = 1.0, 1 << 14  # what lookups found is remembered up to twice as long, and many
 
 
 def peer_credentials(config: NodeConfig) -> dict[str, Any]:
@@ -147,6 +150,44 @@ class PeerLinks:
             link.close()
 
 
+class KnownPages:
+    """Remember for a moment which members have pages, for the get after a lookup. Thread-safe.
+
+    Each answer is used once: a get that fails asks anew.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._new: dict[tuple[bytes, bytes], str] = {}
+        self._old: dict[tuple[bytes, bytes], str] = {}
+        self._began_s = 0.0
+
+    def note(self, digest: bytes, members: Mapping[bytes, str]) -> None:
+        """Remember the member of each of these keys."""
+        with self._lock:
+            self._forget_old(time.monotonic())
+            self._new.update(((digest, h), member) for h, member in members.items())
+
+    def take(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[str]:
+        """Return the member of each key, and forget it; nothing for unknown ones."""
+        with self._lock:
+            self._forget_old(time.monotonic())
+            old, new = self._old, self._new
+            keys = [(digest, prefix_hash) for prefix_hash in prefix_hashes]
+            return [new.pop(key, "") or old.pop(key, "") for key in keys]
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._new, self._old = {}, {}
+
+    def _forget_old(self, now_s: float) -> None:
+        if now_s - self._began_s > 2 * KNOWN_S:
+            self._new, self._old, self._began_s = {}, {}, now_s
+        elif now_s - self._began_s > KNOWN_S or len(self._new) > KNOWN_MAX:
+            self._new, self._old, self._began_s = {}, self._new, now_s
+
+
 class RemotePages(LowerTier):
     """Lower tier with the pages of other members. Thread-safe.
 
@@ -168,6 +209,8 @@ class RemotePages(LowerTier):
         self._view = view
         self._clock_s = clock_s
         self._abreast = ParallelTransfer(THREADS_MAX, "kvstore-peers")
+        self._known = KnownPages()
+        membership.on_view(lambda view: self._known.clear())
         self._lock = threading.Lock()  # guards the counters
         self.pages_fetched = 0
         self.nbytes_fetched = 0
@@ -193,29 +236,40 @@ class RemotePages(LowerTier):
         view, own = self._membership.view, self._membership.member
         if view is None:
             return {}
-        found: dict[bytes, Source] = {}
+        digest, found = namespace.digest, dict[bytes, Source]()
         with contextlib.suppress(KVStoreError):
             members = routes(view, namespace, hashes, query.deadline)
             others = [tuple(member for member in route if member != own) for route in members]
-
-            def ask(member: str, places: list[int], limit: Deadline) -> list[str]:
-                wanted = [hashes[place] for place in places]
-
-                def call(link: NodeConnection, limit: Deadline) -> list[int]:
-                    return look_up(link, namespace, wanted, query.touch, limit)
-
-                present = self._links.link(member).run(call, namespace, limit)
-                return [member if there else "" for there in present]
-
-            first = try_owners(
-                others, in_parallel(ask, self._abreast.run), not_, "", query.deadline
-            )
-            copies = self.copies(namespace.digest, hashes)
-            for prefix_hash, has, route in zip(hashes, first, others, strict=True):
-                if has:
-                    way = (has, *(member for member in route if member != has))
+            has = [""] * len(hashes) if query.is_lookup else self._known.take(digest, hashes)
+            unknown = [place for place, member in enumerate(has) if not member]
+            with contextlib.suppress(KVStoreError):
+                keys, ways = [hashes[p] for p in unknown], [others[p] for p in unknown]
+                for place, member in zip(unknown, self._ask(query, keys, ways), strict=True):
+                    has[place] = member
+            if query.is_lookup:
+                self._known.note(digest, {h: m for h, m in zip(hashes, has, strict=True) if m})
+            copies = self.copies(digest, hashes)
+            for prefix_hash, first, route in zip(hashes, has, others, strict=True):
+                if first:
+                    way = (first, *(member for member in route if member != first))
                     found[prefix_hash] = Source(self, way, prefix_hash in copies)
         return found
+
+    def _ask(
+        self, query: Query, hashes: Sequence[bytes], others: Sequence[tuple[str, ...]]
+    ) -> list[str]:
+        """Return for each key the first of its members that has the page, or nothing."""
+
+        def ask(member: str, places: list[int], limit: Deadline) -> list[str]:
+            wanted = [hashes[place] for place in places]
+
+            def call(link: NodeConnection, limit: Deadline) -> list[int]:
+                return look_up(link, query.namespace, wanted, query.touch, limit)
+
+            present = self._links.link(member).run(call, query.namespace, limit)
+            return [member if there else "" for there in present]
+
+        return try_owners(others, in_parallel(ask, self._abreast.run), not_, "", query.deadline)
 
     # ---- read ----------------------------------------------------------------------------
 

@@ -27,13 +27,14 @@ from node.memory.page import NamespaceIndex, Page, State
 class Query(NamedTuple):
     """Keys that a tier is asked for.
 
-    `touch`: the query counts as a use.
+    `touch`: the query counts as a use. `is_lookup`: its caller reads no page now.
     """
 
     namespace: Namespace
     prefix_hashes: Sequence[bytes]  # each once
     deadline: Deadline
     touch: bool = False
+    is_lookup: bool = False
 
 
 class Source(NamedTuple):

@@ -181,7 +181,7 @@ class Promotion:
         left = dict.fromkeys(prefix_hashes)
         for tier in self._lower()[1:]:
             if left and tier.is_asked(near=True):
-                found = tier.find(Query(namespace, list(left), deadline, touch))
+                found = tier.find(Query(namespace, list(left), deadline, touch, is_lookup=True))
                 tier.release(found.values())
                 for prefix_hash in found:
                     del left[prefix_hash]
