@@ -30,15 +30,16 @@ def lookups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def test_get_after_a_lookup_looks_nothing_up(
-    cluster: list[Node],
-    far: ClusterClient,
-    near: ClusterClient,
-    pages: Pages,
-    lookups: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def long_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nodes remember for as long as a busy machine may take."""
     monkeypatch.setattr(remote_pages, "KNOWN_S", 1e6)
+
+
+@pytest.mark.usefixtures("long_memory")
+def test_get_after_a_lookup_looks_nothing_up(
+    cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages, lookups: list[int]
+) -> None:
     keys, client = pages.keys(*NUMBERS), near(cluster)
     theirs = len(keys) - len(owned(view_of(cluster), pages, keys, "n0"))
     pages.put(far(cluster), keys)
@@ -48,15 +49,10 @@ def test_get_after_a_lookup_looks_nothing_up(
     assert sum(lookups) == theirs
 
 
+@pytest.mark.usefixtures("long_memory")
 def test_get_of_what_is_gone_since_the_lookup_is_a_miss_and_then_asks_anew(
-    cluster: list[Node],
-    far: ClusterClient,
-    near: ClusterClient,
-    pages: Pages,
-    lookups: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages, lookups: list[int]
 ) -> None:
-    monkeypatch.setattr(remote_pages, "KNOWN_S", 1e6)
     keys, client, putter = pages.keys(*NUMBERS), near(cluster), far(cluster)
     pages.put(putter, keys)
     assert client.lookup(pages.namespace, keys).prefix_pages == len(keys)
@@ -71,14 +67,10 @@ def test_get_of_what_is_gone_since_the_lookup_is_a_miss_and_then_asks_anew(
     assert sum(lookups) > before
 
 
+@pytest.mark.usefixtures("long_memory")
 def test_get_after_a_lookup_asks_the_other_replica_of_a_lost_member(
-    cluster: list[Node],
-    far: ClusterClient,
-    near: ClusterClient,
-    pages: Pages,
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
 ) -> None:
-    monkeypatch.setattr(remote_pages, "KNOWN_S", 1e6)
     tell(cluster, view_of(cluster, number=2, replicas=2))
     keys, client = pages.keys(*NUMBERS), near(cluster)
     pages.put(far(cluster), keys)
@@ -108,8 +100,8 @@ def test_each_answer_is_used_once_and_not_for_long(monkeypatch: pytest.MonkeyPat
     assert known.take(DIGEST, [b"f"]) == [""]
 
 
+@pytest.mark.usefixtures("long_memory")
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_pages, "KNOWN_S", 1e6)
     monkeypatch.setattr(remote_pages, "KNOWN_MAX", 10)
     known = KnownPages()
     for number in range(100):
