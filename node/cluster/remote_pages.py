@@ -161,29 +161,25 @@ class KnownPages:
         self._new: dict[tuple[bytes, bytes], str] = {}
         self._old: dict[tuple[bytes, bytes], str] = {}
         self._began_s = 0.0
+        self._view: View | None = None
 
-    def note(self, digest: bytes, members: Mapping[bytes, str]) -> None:
-        """Remember the member of each of these keys."""
+    def note(self, view: View, digest: bytes, members: Mapping[bytes, str]) -> None:
+        """Remember the member of each of these keys, of a lookup that began with this view."""
         with self._lock:
-            self._forget_old(time.monotonic())
+            self._forget_old(view, time.monotonic())
             self._new.update(((digest, h), member) for h, member in members.items())
 
-    def take(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[str]:
-        """Return the member of each key, and forget it; nothing for unknown ones."""
+    def take(self, view: View, digest: bytes, prefix_hashes: Sequence[bytes]) -> list[str]:
+        """Return the member of each key, and forget it; nothing for those unknown in this view."""
         with self._lock:
-            self._forget_old(time.monotonic())
+            self._forget_old(view, time.monotonic())
             old, new = self._old, self._new
             keys = [(digest, prefix_hash) for prefix_hash in prefix_hashes]
             return [new.pop(key, "") or old.pop(key, "") for key in keys]
 
-    def clear(self) -> None:
-        """Forget all."""
-        with self._lock:
-            self._new, self._old = {}, {}
-
-    def _forget_old(self, now_s: float) -> None:
-        if now_s - self._began_s > 2 * KNOWN_S:
-            self._new, self._old, self._began_s = {}, {}, now_s
+    def _forget_old(self, view: View, now_s: float) -> None:
+        if view is not self._view or now_s - self._began_s > 2 * KNOWN_S:
+            self._new, self._old, self._began_s, self._view = {}, {}, now_s, view
         elif now_s - self._began_s > KNOWN_S or len(self._new) > KNOWN_MAX:
             self._new, self._old, self._began_s = {}, self._new, now_s
 
@@ -210,7 +206,6 @@ class RemotePages(LowerTier):
         self._clock_s = clock_s
         self._abreast = ParallelTransfer(THREADS_MAX, "kvstore-peers")
         self._known = KnownPages()
-        membership.on_view(lambda view: self._known.clear())
         self._lock = threading.Lock()  # guards the counters
         self.pages_fetched = 0
         self.nbytes_fetched = 0
@@ -240,14 +235,16 @@ class RemotePages(LowerTier):
         with contextlib.suppress(KVStoreError):
             members = routes(view, namespace, hashes, query.deadline)
             others = [tuple(member for member in route if member != own) for route in members]
-            has = [""] * len(hashes) if query.is_lookup else self._known.take(digest, hashes)
+            has = [""] * len(hashes) if query.is_lookup else self._known.take(view, digest, hashes)
             unknown = [place for place, member in enumerate(has) if not member]
             with contextlib.suppress(KVStoreError):
                 keys, ways = [hashes[p] for p in unknown], [others[p] for p in unknown]
                 for place, member in zip(unknown, self._ask(query, keys, ways), strict=True):
                     has[place] = member
             if query.is_lookup:
-                self._known.note(digest, {h: m for h, m in zip(hashes, has, strict=True) if m})
+                self._known.note(
+                    view, digest, {h: m for h, m in zip(hashes, has, strict=True) if m}
+                )
             copies = self.copies(digest, hashes)
             for prefix_hash, first, route in zip(hashes, has, others, strict=True):
                 if first:

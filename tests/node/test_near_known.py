@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from known_pages import Pages
 from local_nodes import ClusterClient
 
 from kvstore.cluster.calls import look_up
+from kvstore.cluster.view import View
 from node.cluster import remote_pages
 from node.cluster.remote_pages import KnownPages
 from node.server import Node
 
 DIGEST = bytes(32)
+VIEW = View("near", 1, (), 1)
 
 
 @pytest.fixture
@@ -81,23 +84,50 @@ def test_get_after_a_lookup_asks_the_other_replica_of_a_lost_member(
     assert pages.get(client, keys) == [True] * len(keys)
 
 
+@pytest.mark.usefixtures("long_memory")
+def test_lookup_during_which_the_view_changes_is_not_remembered(
+    cluster: list[Node],
+    far: ClusterClient,
+    near: ClusterClient,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a get asked owners of the view before, which may have what was replaced."""
+    view, keys, client = view_of(cluster), pages.keys(*NUMBERS), near(cluster)
+    pages.put(far(cluster), keys)
+    lookups = list[int]()
+
+    def changing(link: Any, namespace: Any, keys: Sequence[bytes], *more: Any) -> list[int]:
+        found = look_up(link, namespace, keys, *more)
+        if not lookups:
+            tell(cluster, replace(view, number=2))
+        lookups.append(len(keys))
+        return found
+
+    monkeypatch.setattr(remote_pages, "look_up", changing)
+    assert client.lookup(pages.namespace, keys).prefix_pages == len(keys)
+    before = sum(lookups)
+    assert pages.get(client, keys) == [True] * len(keys)
+    assert sum(lookups) == 2 * before
+
+
 def test_each_answer_is_used_once_and_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     known = KnownPages()
-    known.note(DIGEST, {b"a": "n1", b"b": "n2"})
-    assert known.take(DIGEST, [b"a", b"c"]) == ["n1", ""]
-    assert known.take(DIGEST, [b"a"]) == [""]
-    assert known.take(bytes(31), [b"b"]) == [""]
+    known.note(VIEW, DIGEST, {b"a": "n1", b"b": "n2"})
+    assert known.take(VIEW, DIGEST, [b"a", b"c"]) == ["n1", ""]
+    assert known.take(VIEW, DIGEST, [b"a"]) == [""]
+    assert known.take(VIEW, bytes(31), [b"b"]) == [""]
     now_s += 1.5
-    known.note(DIGEST, {b"d": "n1"})
-    assert known.take(DIGEST, [b"b"]) == ["n2"]
-    known.note(DIGEST, {b"e": "n1"})
-    known.clear()
-    assert known.take(DIGEST, [b"d", b"e"]) == ["", ""]
-    known.note(DIGEST, {b"f": "n1"})
+    known.note(VIEW, DIGEST, {b"d": "n1"})
+    assert known.take(VIEW, DIGEST, [b"b"]) == ["n2"]
+    known.note(VIEW, DIGEST, {b"e": "n1"})
+    assert known.take(replace(VIEW, number=2), DIGEST, [b"d", b"e"]) == ["", ""]
+    assert known.take(VIEW, DIGEST, [b"d", b"e"]) == ["", ""]
+    known.note(VIEW, DIGEST, {b"f": "n1"})
     now_s += 2.5
-    assert known.take(DIGEST, [b"f"]) == [""]
+    assert known.take(VIEW, DIGEST, [b"f"]) == [""]
 
 
 @pytest.mark.usefixtures("long_memory")
@@ -105,7 +135,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_pages, "KNOWN_MAX", 10)
     known = KnownPages()
     for number in range(100):
-        known.note(DIGEST, {b"%d" % number: "n1"})
-    found = known.take(DIGEST, [b"%d" % number for number in range(100)])
+        known.note(VIEW, DIGEST, {b"%d" % number: "n1"})
+    found = known.take(VIEW, DIGEST, [b"%d" % number for number in range(100)])
     assert 10 <= found.count("n1") <= 22
     assert found[-10:] == ["n1"] * 10
