@@ -75,11 +75,25 @@ def run(*command: str, cwd: Path = ROOT, **variables: str) -> None:
     """Print and run a command with these variables; exit with its status on failure."""
     shown = [*(f"{name}={value}" for name, value in variables.items()), *command]
     print(shlex.join(shown), flush=True)
-    process = subprocess.Popen(command, cwd=cwd, env={**os.environ, **variables})
+    received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: process.send_signal(number))
-    if status := process.wait():
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup, for the command too
+            signal.signal(number, lambda number, _: received.append(number))
+    process = subprocess.Popen(command, cwd=cwd, env={**os.environ, **variables})
+    # A signal that arrives just before a wait does not interrupt it, so the wait is repeated.
+    while (status := _status(process)) is None:
+        while received:
+            process.send_signal(received.pop(0))
+    if status:
         sys.exit(status if status > 0 else 128 - status)
+
+
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """Return the status of a process that ends within 0.2 seconds, otherwise None."""
+    try:
+        return process.wait(timeout=0.2)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def pytest(*arguments: str, python: str = PYTHON, **variables: str) -> None:

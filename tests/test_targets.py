@@ -204,13 +204,12 @@ def test_stopped_runner_waits_for_the_command(number: signal.Signals, tmp_path: 
     ended = tmp_path / "ended"
     child = f"""
 import pathlib, signal, sys, time
-def stop(*_):
-    time.sleep(0.5)
-    pathlib.Path({str(ended)!r}).touch()
-    sys.exit(3)
-signal.signal(signal.{number.name}, stop)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.{number.name}])
 print("ready", flush=True)
-time.sleep(60)
+signal.sigwait([signal.{number.name}])
+time.sleep(0.5)
+pathlib.Path({str(ended)!r}).touch()
+sys.exit(3)
 """
     code = (
         f"import run; run.TARGETS['x'] = lambda: run.run({sys.executable!r}, '-c', {child!r}); "
@@ -229,3 +228,28 @@ time.sleep(60)
             runner.send_signal(number)
         assert runner.wait(timeout=30) == 3
     assert ended.exists()
+
+
+def test_signal_during_a_start_reaches_the_command() -> None:
+    code = """
+import run, signal, subprocess
+
+class Signalled(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        signal.raise_signal(signal.SIGTERM)
+
+subprocess.Popen = Signalled
+run.run("sleep", "60")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests", timeout=30, check=False)
+    assert done.returncode == 128 + signal.SIGTERM
+
+
+def test_command_ignores_hangups_under_nohup() -> None:
+    child = "import signal; raise SystemExit(signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)"
+    code = (
+        "import run, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+        f"[run.run(sys.executable, '-c', {child!r}) for _ in range(2)]"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests", timeout=60, check=True)
