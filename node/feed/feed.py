@@ -59,12 +59,17 @@ class Caller(Protocol):
 
 @dataclass
 class Snapshot:
-    """A snapshot that a reader fetches part by part."""
+    """A snapshot that a reader fetches part by part.
+
+    `ahead`: the keys of its next part; none after the last one. `reading`: held to read them.
+    """
 
     peer: str
     parts: Iterator[tuple[Model, list[bytes]]]
+    reading: threading.Lock
+    used_s: float
     part: int = 0
-    used_s: float = 0.0
+    ahead: tuple[Model, list[bytes]] | None = None
 
 
 @dataclass
@@ -170,15 +175,20 @@ class Feed:
 
         if request.wait_ms and not cursor.snapshot and self._has_few(cursor):
             time.sleep(min(GATHER_S, request.wait_ms / 1000))
+        begins = False
         while True:
             if caller.gone() or self._stops():
                 raise Unavailable("the caller has left, or the node stops")
+            self._read_ahead(cursor)
             with self._lock:
                 self._used_s = time.monotonic()
                 self._pump()
-                reply = self._reply(cursor, wanted, caller.peer)
-            is_news = reply.head.begin or reply.changes or cursor.snapshot
-            if is_news or time.monotonic() >= end:
+                reply = self._reply(cursor, wanted)
+                if reply is None:
+                    cursor, begins = self._begin(cursor, wanted, caller.peer), True
+                    continue
+            reply.head.begin = begins
+            if begins or reply.changes or cursor.snapshot or time.monotonic() >= end:
                 return reply
             cursor = read_cursor(reply.head.cursor)
             time.sleep(TICK_S)
@@ -187,7 +197,8 @@ class Feed:
         log = self._change_log
         return cursor.epoch == self._epoch and log.keys_after(cursor.sequence) < REPLY_KEYS // 2
 
-    def _reply(self, cursor: Cursor, wanted: Sees, peer: str) -> Reply:
+    def _reply(self, cursor: Cursor, wanted: Sees) -> Reply | None:
+        """Return what comes after the cursor; None if that is not known any more."""
         if cursor.epoch == self._epoch and self._change_log.has_next_of(cursor.sequence):
             if not cursor.snapshot:
                 return self._changes(cursor, wanted)
@@ -200,8 +211,7 @@ class Feed:
                 reply = self._changes(cursor, wanted)
                 reply.head.snapshot = True
                 return reply
-        self._snapshots.pop(cursor.snapshot, None)
-        return self._begin(wanted, peer)
+        return None
 
     def _changes(self, cursor: Cursor, wanted: Sees) -> Reply:
         models, told, count = dict[bytes, Model | None](), list[LoggedChange](), 0
@@ -221,7 +231,9 @@ class Feed:
         head = pb.FeedReply(models=about, cursor=cursor._replace(sequence=sequence).packed())
         return Reply(head, told)
 
-    def _begin(self, wanted: Sees, peer: str) -> Reply:
+    def _begin(self, last: Cursor, wanted: Sees, peer: str) -> Cursor:
+        """Begin a snapshot, in place of the reader's last one."""
+        self._snapshots.pop(last.snapshot, None)
         of_peer = sum(snapshot.peer == peer for snapshot in self._snapshots.values())
         if len(self._snapshots) >= SNAPSHOTS_MAX or of_peer >= SNAPSHOTS_MAX // 2:
             raise Exhausted(
@@ -230,25 +242,38 @@ class Feed:
             )
         # Changes from now on come after it
         cursor = Cursor(self._epoch, self._change_log.last, os.urandom(8))
-        snapshot = self._snapshots[cursor.snapshot] = Snapshot(peer, self._keys(wanted))
-        reply = self._part(cursor, snapshot, wanted)
-        reply.head.begin = True
-        return reply
+        parts = self._keys([model for model in self._models if wanted(model)])
+        now_s = time.monotonic()
+        self._snapshots[cursor.snapshot] = Snapshot(peer, parts, threading.Lock(), now_s)
+        return cursor
+
+    def _read_ahead(self, cursor: Cursor) -> None:
+        """Read the keys of a snapshot's next part, without the lock: the disk may hang."""
+        snapshot = self._snapshots.get(cursor.snapshot)
+        if snapshot is None:
+            return
+        try:
+            with snapshot.reading:  # by one of several calls with the same cursor
+                if snapshot.ahead is None:
+                    snapshot.used_s = time.monotonic()
+                    snapshot.ahead = next(snapshot.parts, None)
+        except BaseException:
+            with self._lock:
+                self._snapshots.pop(cursor.snapshot, None)
+            raise
 
     def _part(self, cursor: Cursor, snapshot: Snapshot, wanted: Sees) -> Reply:
         """Return the next part of a snapshot; after the last one, changes follow."""
         head = pb.FeedReply()
         snapshot.used_s = time.monotonic()
         try:
-            for model, hashes in snapshot.parts:
-                if not wanted(model):
-                    continue
-                if stored := self._stored(model, hashes):
+            if snapshot.ahead is not None:
+                model, hashes = snapshot.ahead
+                if wanted(model) and (stored := self._stored(model, hashes)):
                     head.models.append(model.message)
                     head.changes.append(pb.FeedChange(model=model.id, prefix_hashes=stored))
                 head.snapshot = True
-                snapshot.part += 1
-                break
+                snapshot.part, snapshot.ahead = snapshot.part + 1, None
             else:
                 self._pump()  # before the snapshot is over: pages may have moved behind it
         except BaseException:
@@ -261,12 +286,12 @@ class Feed:
             head.cursor = cursor._replace(snapshot=b"").packed()
         return Reply(head)
 
-    def _keys(self, wanted: Sees) -> Iterator[tuple[Model, list[bytes]]]:
+    def _keys(self, models: Iterable[Model]) -> Iterator[tuple[Model, list[bytes]]]:
         """Yield the keys of each model, of one of its namespaces, in RAM and then below.
 
         Most are yielded twice: a set of a million takes 0.2 s, in which no other thread runs.
         """
-        for model in filter(wanted, self._models):
+        for model in models:
             for index in model.parts[0] if model.parts else ():
                 in_ram = list(index.pages)  # one step of the interpreter, so no lock
                 for start in range(0, len(in_ram), PART_KEYS):

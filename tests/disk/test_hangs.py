@@ -13,6 +13,7 @@ import grpc
 import pytest
 from disk_nodes import FaultyLayer, Nodes, Pages
 from planted import PORTS, SMALL, Fault, children, flags, io_process_of
+from replayed import Reader
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, PutOutcome
@@ -127,6 +128,29 @@ def test_hanging_write_of_the_events_delays_neither_calls_nor_a_stop(
     node.stop()
     assert time.monotonic() - begun < 15.0
     assert set(children(os.getpid())) <= others
+
+
+def test_snapshot_that_waits_for_the_disk_holds_up_no_other_reader_of_the_feed(
+    kept: Node, client: Client, fault: Fault, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it waited with the feed's lock."""
+    monkeypatch.setattr("node.disk.io_process.QUESTION_S", 60.0)
+    pages.put(client, pages.keys(1), durable=True)
+    reader, late = Reader(), Reader()
+    reader.catch_up(kept)
+    fault.plant("scan", "hang")
+    snapshot = threading.Thread(target=late.catch_up, args=(kept,))
+    snapshot.start()
+    wait_until(fault.hangs)
+    pages.put(client, pages.keys(2))
+    follow = threading.Thread(target=reader.catch_up, args=(kept,))
+    follow.start()
+    follow.join(30.0)
+    is_told = set().union(*reader.now().values()) == {*pages.keys(1, 2)}
+    assert (is_told, snapshot.is_alive()) == (True, True)
+    fault.clear()
+    snapshot.join(60.0)
+    assert late.now() == reader.now() != {}
 
 
 def recover(node: Node) -> None:
