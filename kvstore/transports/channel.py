@@ -58,6 +58,7 @@ BETTER_RETRY_S = 30.0
 # the breaker refuse the calls of other threads.
 EVIDENCE_S = 0.1
 REFUSED = (Unauthenticated, Forbidden, ConfigError)
+REOPENS_MAX = 8  # of a namespace in one call: others may remove it all the time
 LIVES_S = 1.0  # seconds within which a healthy node answers hello
 
 
@@ -312,8 +313,8 @@ class NodeChannel:
         """Run `work` on the connection, with the namespace open there, under breaker and deadline.
 
         `work` is repeated once if a connection that had worked is dead, as after a restart of the
-        node, or if the node does not know the namespace any more. A new connection that fails is
-        not retried.
+        node, and up to REOPENS_MAX times while the node does not know the namespace any more. A new
+        connection that fails is not retried.
         """
         steps = self.steps(self._connected, NodeConnection.open, work, namespace, deadline)
         result: Result = run(steps)
@@ -335,7 +336,7 @@ class NodeChannel:
             if self._retired:
                 self._close_retired()
             self._breaker.enter()
-            began, repeated = self._clock(), False
+            began, repeats = self._clock(), 0
             while True:
                 lease: ConnectionLease | None = None
                 try:
@@ -349,10 +350,15 @@ class NodeChannel:
                 except KVStoreError as error:
                     if lease is not None:
                         self._drop_broken(lease.link, error, deadline)
-                    if repeated or lease is None or not self._worth_repeating(lease, error):
+                    repeats_max = REOPENS_MAX if isinstance(error, UnknownNamespace) else 1
+                    if (
+                        repeats >= repeats_max
+                        or lease is None
+                        or not self._worth_repeating(lease, error)
+                    ):
                         self._count_failure(error, self._clock() - began, deadline)
                         raise
-                    repeated = True
+                    repeats += 1
                 finally:
                     if lease is not None:
                         lease.leave()

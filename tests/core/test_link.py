@@ -25,7 +25,7 @@ from kvstore import (
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.deadline import Deadline
 from kvstore.pb import kvstore_pb2 as pb
-from kvstore.transports.channel import BETTER_RETRY_S, NodeChannel
+from kvstore.transports.channel import BETTER_RETRY_S, REOPENS_MAX, NodeChannel, NodeConnection
 from kvstore.transports.grpc_wire import GrpcWire
 
 NAMESPACE = Namespace("m", opaque_layout(4096))
@@ -268,7 +268,22 @@ def test_namespace_that_stays_unknown_is_an_error(fake_node: FakeNode) -> None:
     refusing(fake_node, grpc.StatusCode.NOT_FOUND)
     with Client(config(fake_node, wire="grpc")) as client, pytest.raises(UnknownNamespace):
         client.lookup(NAMESPACE, KEYS)
-    assert fake_node.calls.count("lookup") == 2
+    assert fake_node.calls.count("lookup") == 1 + REOPENS_MAX
+
+
+def test_namespace_that_others_remove_again_and_again_is_no_error(
+    fake_node: FakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, removals = NodeConnection.open, iter(range(3))
+
+    def open_then_removed(*args: Any) -> None:
+        opened(*args)
+        if next(removals, None) is not None:
+            fake_node.opened.clear()
+
+    monkeypatch.setattr(NodeConnection, "open", open_then_removed)
+    with Client(config(fake_node, wire="grpc")) as client:
+        assert client.lookup(NAMESPACE, KEYS).prefix_pages == 1
 
 
 def test_other_protocol_version_is_refused_at_connect(fake_node: FakeNode) -> None:
