@@ -39,8 +39,10 @@ PAUSE_S_MAX = 0.05  # at most this,
 PAUSE_EACH_S = 0.001
 WAITING_MAX = 256  # requests that wait at a time; further ones do not
 # The store may refuse what prefill saves, and answer lookups. After so many waits in vain, one
-# after the other, one request waits in the time of so many waits.
+# after the other, requests wait this share of the time, but for one in the time of so many waits.
+# Not shorter: the tickets may be one client's bad ones, and most promises are kept by then.
 VAIN_MAX = 3
+SHORT_WAIT = 1 / 8
 REST_WAITS = 10
 
 
@@ -106,6 +108,7 @@ class _Waiting:
     goal_tokens: int
     probe: Question
     began_at: float
+    wait_s: float
     probed_at: float  # when the last answer came
     probing: bool = False
     rests_until: float = 0.0  # nothing is asked for it before
@@ -174,11 +177,6 @@ class Handovers:
         goal = goal // self._step_tokens * self._step_tokens
         if goal <= 0 or not self._wait_s or (self._state_groups and goal != ticket.tokens):
             return  # an earlier end has no state
-        now = self._clock()
-        if now < self._rests_until:
-            return
-        if self._vain >= VAIN_MAX:
-            self._rests_until = now + REST_WAITS * self._wait_s
         if len(self._waiting) >= WAITING_MAX:
             log.warning("%d requests wait for handovers; this one does not", WAITING_MAX)
             return
@@ -188,7 +186,12 @@ class Handovers:
             last = range(max(0, blocks - 1), blocks)
             keys = group.keys_of(request.block_hashes, self._hash_tokens, last)
             probe.append((namespaces, keys))
-        self._waiting[request.request_id] = _Waiting(goal, probe, now, now)
+        now, wait_s = self._clock(), self._wait_s
+        if now < self._rests_until:
+            wait_s *= SHORT_WAIT
+        elif self._vain >= VAIN_MAX:
+            self._rests_until = now + REST_WAITS * wait_s
+        self._waiting[request.request_id] = _Waiting(goal, probe, now, wait_s, now)
         self.counts.handovers += 1
 
     def _mismatch(
@@ -239,11 +242,11 @@ class Handovers:
         ):  # a store that does not answer has nothing to wait for
             self._end_wait(request_id, now, "the store did not answer")
             return Next.GO
-        if now >= waiting.began_at + self._wait_s:
+        if now >= waiting.began_at + waiting.wait_s:
             hangs = waiting.probing and self._lookups.answer(probe_id) is None
             if waiting.began_at >= self._vain_at:  # of waits at a time, one counts
                 self._vain, self._vain_at = self._vain + 1, now
-            self._end_wait(request_id, now, f"{self._wait_s:g} s were over")
+            self._end_wait(request_id, now, f"{waiting.wait_s:g} s were over")
             return Next.GO if hangs else Next.LOOK  # no second wait for a store that hangs
         if waiting.probing:
             found = self._lookups.answer(probe_id)
@@ -258,7 +261,7 @@ class Handovers:
             self._lookups.ask(probe_id, waiting.probe)
             waiting.probing = True
         else:
-            waiting.rests_until = min(due_at, waiting.began_at + self._wait_s)
+            waiting.rests_until = min(due_at, waiting.began_at + waiting.wait_s)
         return Next.WAIT
 
     def drop(self, request_id: str) -> None:

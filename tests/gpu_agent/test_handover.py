@@ -127,29 +127,32 @@ def test_request_rests_until_something_can_be_new() -> None:
     assert waiting.handovers.next("r", 0) is Next.LOOK
 
 
-def test_waits_in_vain_become_rare_until_one_is_not() -> None:
+def test_waits_in_vain_become_short_until_one_is_not() -> None:
     """A node may refuse what prefill saves, and answer lookups: each request would wait 2 s."""
     waiting = Waiting()
     handovers = waiting.handovers
 
-    def waited(*names: str, found: int = 0) -> int:
-        """Serve requests at the same time; return how many of them waited."""
-        before = handovers.counts.handovers
+    def waits(*names: str) -> list[float]:
+        """Let requests wait in vain at the same time; return for how long."""
+        begun, ended = waiting.now, dict[str, float]()
         for name in names:
             waiting.expect(name)
-        waiting.now += 2.0
-        for name in names:
-            handovers.next(name, found)
-        return handovers.counts.handovers - before
+        while len(ended) < len(names):
+            waiting.now += 1 / 64
+            for name in names:
+                if handovers.next(name, 0) is not Next.WAIT:
+                    ended.setdefault(name, waiting.now - begun)
+        return list(ended.values())
 
-    assert [waited("a", "b", "c"), waited("d"), waited("e")] == [3, 1, 1]
-    assert waited("f", "g") == 1, "it shows whether this goes on"
-    assert [waited("h"), waited("i", "j")] == [0, 0]
+    assert [waits("a", "b", "c"), waits("d"), waits("e")] == [[2.0] * 3, [2.0], [2.0]]
+    assert waits("f", "g") == [0.25, 2.0], "the long one shows whether this goes on"
+    assert [waits("h"), waits("i", "j")] == [[0.25], [0.25, 0.25]]
     waiting.now += 20.0
-    assert waited("k", "l") == 1
-    waiting.now += 20.0
-    assert waited("m", found=64) == 1
-    assert waited("n", "o") == 2
+    assert waits("k", "l") == [0.25, 2.0]
+    waiting.expect("m")
+    waiting.now += 0.2
+    assert handovers.next("m", 64) is Next.GO
+    assert waits("n", "o") == [2.0, 2.0]
 
 
 def test_failed_probe_ends_the_wait() -> None:
