@@ -12,7 +12,7 @@ a running request: its stored pages, its load, and the blocks that need no save 
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +23,7 @@ NULL_BLOCK = 0  # entry of a block table that a window has left behind; never re
 # blocks of an answer saved together while it is generated: as much work as for one
 STAGED_BLOCKS = 16
 NEVER = 1 << 62  # tokens; more than any request has
+Tables = Sequence[Sequence[int]]  # by group: ids of a request's blocks
 
 
 @dataclass(frozen=True)
@@ -311,6 +312,32 @@ class TrackedRequest:
             (self._due(blocks, tokens) for blocks, tokens in following), default=NEVER
         )
         return found, 0
+
+    def plan_tail(
+        self, groups: Sequence[BlockGroup], computed_tokens: int, table_of: Callable[[], Tables]
+    ) -> tuple[list[Sequence[int]], Tables]:
+        """Return each group's unsaved blocks that windows need at the end of the prompt.
+
+        None before they are computed. They leave the window while the answer is generated. As in
+        `plan` they count as planned, and so do those before them.
+        """
+        tables: Tables = ()
+        found: list[Sequence[int]] = [()] * len(groups)
+        for number, group in enumerate(groups):
+            if group.is_state or not group.needs_tail_only:
+                continue
+            tokens, prompt = group.block_tokens, self.request.num_prompt_tokens
+            end = prompt // tokens
+            if self.planned[number] < end <= computed_tokens // tokens:
+                tables = tables or table_of()
+                # A hit may have to leave the last token to be computed
+                first = group.first_block((prompt - 1) // tokens * tokens)
+                there = self.present[number] if self.present else b""
+                found[number] = unsaved_blocks(
+                    tables[number], there, max(first, self.planned[number]), end
+                )
+                self.planned[number] = end
+        return found, tables
 
     def wants_state(self, number: int, block: int, end_tokens: int) -> bool:
         """Return whether to save the recurrent state of a block, which ends at `end_tokens`.

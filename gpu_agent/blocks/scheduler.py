@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from gpu_agent.blocks.groups import (
     NULL_BLOCK,
     BlockGroup,
     EngineRequest,
+    Tables,
     TrackedRequest,
     by_end,
     loaded_blocks,
@@ -219,9 +221,7 @@ class BlockScheduler:
             self._ask(request)
         return found is not Next.GO
 
-    def allocated(
-        self, request: EngineRequest, tables: Sequence[Sequence[int]], tokens: int
-    ) -> None:
+    def allocated(self, request: EngineRequest, tables: Tables, tokens: int) -> None:
         """Note that a request was admitted with blocks for `tokens` tokens of the offer."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.loading:
@@ -256,7 +256,7 @@ class BlockScheduler:
     def step(
         self,
         scheduled: Mapping[str, int],
-        table_of: Callable[[str], Sequence[Sequence[int]]],
+        table_of: Callable[[str], Tables],
         offers: Mapping[str, Sequence[StateOffer]] = MappingProxyType({}),
         drafted: Iterable[str] = (),
     ) -> StepOrders:
@@ -294,10 +294,7 @@ class BlockScheduler:
         return StepOrders(self._step, self._epoch, loads, saves, scarce or blocked)
 
     def _stage_step(
-        self,
-        scheduled: Mapping[str, int],
-        table_of: Callable[[str], Sequence[Sequence[int]]],
-        scarce: bool,
+        self, scheduled: Mapping[str, int], table_of: Callable[[str], Tables], scarce: bool
     ) -> tuple[list[tuple[int, int]], bool]:
         """Stage the blocks of a step; return the arguments of `LoadCostModel.step_begins`."""
         prompts, short = list[tuple[int, int]](), False
@@ -317,8 +314,11 @@ class BlockScheduler:
             due = not tracked.never_saved and computed >= (
                 tracked.next_tokens if scarce else tracked.due_tokens
             )
-            if due and self._plan.room:
-                self._stage(tracked, computed, table_of(request_id))
+            table = partial(table_of, request_id)
+            if due and (not self._plan.room or self._stage(tracked, computed, table())):
+                found, tables = tracked.plan_tail(self._groups, computed, table)
+                if tables:
+                    self._defer(tracked, found, tables)
             if not tracked.never_saved:
                 self._quiet_steps = min(
                     self._quiet_steps, max(0, tracked.due_tokens - computed - 1)
@@ -344,7 +344,7 @@ class BlockScheduler:
             if request_id in self._requests:
                 self._plan_anew(self._requests[request_id])
 
-    def finished(self, request: EngineRequest, tables: Sequence[Sequence[int]]) -> None:
+    def finished(self, request: EngineRequest, tables: Tables) -> None:
         """End a request whose blocks are about to be freed."""
         tracked = self._requests.pop(request.request_id, None)
         self._lookups.drop(request.request_id)
@@ -355,12 +355,14 @@ class BlockScheduler:
             self._ended[request.request_id] = tracked
             return
         # Otherwise another connector may still be loading blocks that count as computed
-        if tracked.scheduled and self._stage(tracked, request.num_computed_tokens, tables):
-            self._defer(tracked, request.num_computed_tokens, tables)
+        computed = request.num_computed_tokens
+        if tracked.scheduled and self._stage(tracked, computed, tables):
+            found, _ = tracked.plan(self._groups, self._hash_tokens, computed, tables, NEVER)
+            self._defer(tracked, found, tables)
         if not tracked.never_saved:
             self._lookups.touch(request.request_id, self.question(request))
 
-    def hand_over(self, request: EngineRequest, tables: Sequence[Sequence[int]]) -> Ticket | None:
+    def hand_over(self, request: EngineRequest, tables: Tables) -> Ticket | None:
         """End a request like `finished`, and promise its prompt to another engine.
 
         None: nothing will be saved that is not stored yet.
@@ -480,9 +482,7 @@ class BlockScheduler:
     def _ask(self, request: EngineRequest, earlier: Answer | None = None) -> None:
         self._lookups.ask(request.request_id, self.question(request), earlier)
 
-    def _stage(
-        self, tracked: TrackedRequest, computed_tokens: int, tables: Sequence[Sequence[int]]
-    ) -> int:
+    def _stage(self, tracked: TrackedRequest, computed_tokens: int, tables: Tables) -> int:
         """Stage blocks; return how many found no room and will be tried again."""
         if tracked.never_saved or tracked.loading:
             return 0
@@ -492,10 +492,9 @@ class BlockScheduler:
         return left
 
     def _defer(
-        self, tracked: TrackedRequest, computed_tokens: int, tables: Sequence[Sequence[int]]
+        self, tracked: TrackedRequest, found: Sequence[Sequence[int]], tables: Tables
     ) -> None:
-        """Leave the other blocks of an ended request to be saved when there is room."""
-        found, _ = tracked.plan(self._groups, self._hash_tokens, computed_tokens, tables, NEVER)
+        """Leave blocks that the engine may free to be saved when there is room."""
         # Some at a time, so that the groups' blocks follow each other by their tokens
         for blocks in by_end(self._groups, found, DEFERRED_BLOCKS):
             parts = self._parts(tracked.request, blocks, tables)
@@ -503,10 +502,7 @@ class BlockScheduler:
         self._drop(self._plan.take_lost())
 
     def _parts(
-        self,
-        request: EngineRequest,
-        found: Sequence[Sequence[int]],
-        tables: Sequence[Sequence[int]],
+        self, request: EngineRequest, found: Sequence[Sequence[int]], tables: Tables
     ) -> list[GroupBlocks]:
         return [
             self._part(request, number, blocks, tables)
@@ -567,11 +563,7 @@ class BlockScheduler:
         self._quiet_steps = 0
 
     def _part(
-        self,
-        request: EngineRequest,
-        number: int,
-        blocks: Sequence[int],
-        tables: Sequence[Sequence[int]],
+        self, request: EngineRequest, number: int, blocks: Sequence[int], tables: Tables
     ) -> GroupBlocks:
         """Return these blocks of a group as a part of a save."""
         table = tables[number]

@@ -221,6 +221,13 @@ def test_promise_of_states_ends_with_one() -> None:
     assert handovers.goal("s") == 0
 
 
+@pytest.mark.parametrize(("gone", "is_promised"), [(2, True), (3, False)])
+def test_window_that_is_gone_is_not_promised(gone: int, is_promised: bool) -> None:
+    waiting = Waiting(window_tokens=32)
+    ticket = waiting.handovers.promise(FakeRequest("r", list(range(70)), 70), SHARDS, (), {0: gone})
+    assert (ticket is not None) == is_promised
+
+
 def test_ticket_has_the_fields_of_the_format() -> None:
     request = FakeRequest("r", list(range(70)), 70)
     ticket = Waiting().handovers.promise(request, SHARDS, ())

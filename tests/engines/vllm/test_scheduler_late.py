@@ -69,6 +69,18 @@ def test_end_of_a_long_prompt_is_saved_after_its_request(
     assert_loads(make, LONG, 896, **shape)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_window_that_the_answer_leaves_behind_is_saved(make: Engines, overlap: bool) -> None:
+    """The engine frees those blocks while the request runs, and no save had room for them."""
+    shape = {"window": 40}
+    engine = make(blocks=128, batch_tokens=128, overlap=overlap, **shape)
+    serve_holding(engine, LONG, 8)
+    release(engine)
+    engine.run()
+    assert engine.stats.data.get("pages_dropped", 0) == 0
+    assert_loads(make, LONG, 896, **shape)
+
+
 def test_blocks_that_vllm_evicted_meanwhile_are_counted_and_not_saved(make: Engines) -> None:
     engine = make(blocks=64)
     serve_holding(engine, LONG)
