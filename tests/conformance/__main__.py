@@ -29,6 +29,7 @@ from configuration import Configuration, ConfigurationError, Store, StoreFailed,
 from engine_control import EngineDied, Spawner, last_error
 from outcomes import HEADER, MEANINGS, Outcome, as_json, matrix, status
 from plan import MODELS, OWN, Runner
+from progress import telling
 
 HERE = Path(__file__).resolve().parent
 SHIPPED = HERE / "configurations"
@@ -136,10 +137,11 @@ def run(arguments: argparse.Namespace, folder: Path) -> tuple[list[Outcome], dic
         say = not arguments.json
         if say:
             print(HEADER, flush=True)
-        for outcome in found:
-            outcomes.append(outcome)
-            if say:
-                print(outcome.line(), flush=True)
+        with telling(lambda: f"{store.used_for}; {newest_log(folder)}"):
+            for outcome in found:
+                outcomes.append(outcome)
+                if say:
+                    print(outcome.line(), flush=True)
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(f" in {store.used_for}; {newest_log(folder)}") from error
     finally:

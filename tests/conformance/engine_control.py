@@ -115,6 +115,7 @@ class Engine:
         self._answer_s = ANSWER_S.get(spawner.facts["device"], 60.0)
         self.log = spawner.folder / f"{name.replace(' ', '-')}.log"
         self._facts: dict[str, Any] | None = None
+        self._failed: EngineDied | EngineRefused | None = None  # at its start
         self._socket = spawner.connect()
         self._lines = self._socket.makefile("rw")
         first = {"arguments": arguments, "environment": environment, "log": str(self.log), **more}
@@ -123,10 +124,16 @@ class Engine:
     @property
     def facts(self) -> dict[str, Any]:
         """Return the engine's facts. Raises EngineRefused and EngineDied."""
+        if self._failed is not None:
+            raise self._failed
         if self._facts is None:
-            found = self._receive(START_S)
-            if "error" in found:
-                raise EngineRefused(found["error"])
+            try:
+                found = self._receive(START_S)
+                if "error" in found:
+                    raise EngineRefused(found["error"])
+            except (EngineDied, EngineRefused) as error:
+                self._failed = error
+                raise
             self._facts = found["facts"]
         return self._facts
 
@@ -177,9 +184,10 @@ class Engine:
         self.ask("poison")
 
     def kill(self) -> None:
-        """Kill the engine's process and its children."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """Kill the engine's process and its children; one that starts ends by itself."""
+        if self._facts is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         self._close()
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ the public methods of `Engine`; an error in one is answered with {"error": TEXT}
 when the connection closes. With `fresh`, each engine is a new interpreter that imports vLLM anew.
 """
 
+import ctypes
 import json
 import os
 import select
@@ -41,6 +42,7 @@ from vllm.platforms import current_platform
 
 SETTLE_S = 60.0
 END_S = 15.0
+PR_SET_PDEATHSIG = 1
 
 
 class Engine:
@@ -276,6 +278,8 @@ def main(path: str, *fresh: str) -> None:
             connection.close()
             continue
         listener.close()
+        # Also while it starts, when it looks at no connection: it may hold a GPU
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         os.setpgid(0, 0)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from configuration import Configuration, Store
+from engine_control import EngineDied, EngineRefused
 from lies import LIES, OF_ADAPTERS, OF_MEDIA, OF_STATES
 from outcomes import Outcome
 from plan import MODELS, Runner, run_case
@@ -46,14 +47,24 @@ def run(runner: Runner, names: Sequence[str], store: Store) -> Iterator[Outcome]
     """Yield an outcome for the honest connector and each lie: "right" if the lie was caught."""
     folder = Path(store.names["folder"])
     for name in names:
-        session = runner.session(name, ["writer"])
+        session, why = None, runner.lacks(MODELS[name])
         try:
+            if not why:
+                session = runner.session(name, ["writer"])
+                assert session.plain.facts
+        except (EngineRefused, EngineDied) as error:
+            why = f"the engine does not run this model: {error}"
+        try:
+            if why or session is None:
+                yield Outcome(name, "honest", "skipped", details=(why,))
+                continue
             yield _honest(name, session, folder)
             for lie in LIES:
                 if _shows(lie, name, session):
                     yield _caught(name, lie, session, folder)
         finally:
-            session.close()
+            if session is not None:
+                session.close()
 
 
 def _shows(lie: str, name: str, session: Session) -> bool:
@@ -87,7 +98,7 @@ def _caught(name: str, lie: str, session: Session, folder: Path) -> Outcome:
     (folder / "lie").write_text(lie)
     start = time.monotonic()
     for case in _finders(name, session):
-        found, _ = run_case(name, case, session)
+        found, _ = run_case(f"{name}, {lie}", case, session)
         if found.outcome == "wrong":
             details = (f"caught by {case}",)
             seconds = round(time.monotonic() - start, 1)

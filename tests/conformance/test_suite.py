@@ -1,9 +1,11 @@
 """Tests of the suite's own parts that need no engine; `--self-test` tests the rest with lies."""
 
 import ast
+import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,8 +16,9 @@ from typing import Any
 import pytest
 from comparison import close, equal
 from configuration import Configuration, ConfigurationError, Store, StoreFailed, load
-from engine_control import Answer, EngineDied, Spawner
+from engine_control import Answer, Engine, EngineDied, EngineRefused, Spawner
 from outcomes import Outcome, matrix, outcome_of, status
+from progress import telling
 from session import Checks
 
 SUITE = Path(__file__).parent
@@ -147,6 +150,34 @@ def test_engine_that_can_not_be_started_has_died(tmp_path: Path) -> None:
     spawner: Any = SimpleNamespace(_path=str(tmp_path / "absent"), folder=tmp_path)
     with pytest.raises(EngineDied, match="the process that starts engines is gone"):
         Spawner.connect(spawner)
+
+
+def test_engine_that_did_not_start_is_not_waited_for_again(tmp_path: Path) -> None:
+    """Regression: the suite ended with a traceback, or waited ten minutes once more."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "engines"))
+        listener.listen()
+        spawner: Any = SimpleNamespace(
+            _path=listener.getsockname(), folder=tmp_path, facts={"device": "cpu"}
+        )
+        spawner.connect = lambda: Spawner.connect(spawner)
+        refused, starting = (Engine(spawner, name, {}, {}) for name in ("refused", "starting"))
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b'{"error": "no such model"}\n')
+        for _ in range(2):
+            with pytest.raises(EngineRefused, match="no such model"):
+                assert refused.facts
+        refused.kill()
+        starting.kill()
+
+
+def test_long_work_is_told() -> None:
+    told = io.StringIO()
+    with telling(lambda: "llama, full hit", 0.001, told):
+        while told.getvalue().count("\n") < 2:
+            time.sleep(0.001)
+    assert told.getvalue().splitlines()[0] == "0 s: llama, full hit"
 
 
 def suite(*arguments: str) -> "subprocess.CompletedProcess[str]":
