@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from kvstore.config import FEED_WAIT_S_MAX
+from kvstore.config import FEED_WAIT_S_MAX, MESSAGE_NBYTES_MAX
 from kvstore.errors import Exhausted, InvalidRequest, Unavailable
 from kvstore.keys import TEXT_NBYTES_MAX
 from kvstore.pb import kvstore_pb2 as pb
@@ -32,7 +32,7 @@ from node.memory.tier import RamTier
 TICK_S = 0.1  # how often a waiting reader looks; writers wake nobody
 GATHER_S = 0.2  # a reader waits so long first, and gets in one reply what came meanwhile
 IDLE_S = 60.0  # without readers, then changes are not noted any more
-REPLY_KEYS = 8192  # of one reply
+REPLY_KEYS, REPLY_NBYTES = 8192, MESSAGE_NBYTES_MAX // 2  # of one reply
 PART_KEYS = 2048  # of a snapshot, looked at in one call
 SNAPSHOTS_MAX = 16  # at a time
 SNAPSHOT_IDLE_S = 30.0
@@ -214,20 +214,24 @@ class Feed:
         return None
 
     def _changes(self, cursor: Cursor, wanted: Sees) -> Reply:
-        models, told, count = dict[bytes, Model | None](), list[LoggedChange](), 0
-        sequence = cursor.sequence
+        models, told = dict[bytes, pb.FeedModel | None](), list[LoggedChange]()
+        count, nbytes, sequence = 0, 0, cursor.sequence
         for change in self._change_log.after(sequence):
             if change.model_id not in models:
                 model = self._models.find(change.model_id)
-                models[change.model_id] = model if model is not None and wanted(model) else None
+                message = model.message if model is not None and wanted(model) else None
+                models[change.model_id] = message
+                nbytes += message.ByteSize() if message is not None else 0
             if models[change.model_id] is not None:
-                count += change.key_count
-                if count > REPLY_KEYS:
+                count, nbytes = count + change.key_count, nbytes + len(change.data)
+                if told and (count > REPLY_KEYS or nbytes > REPLY_NBYTES):
                     break
                 told.append(change)
             sequence = change.sequence
         named = {change.model_id for change in told}
-        about = [m.message for m in models.values() if m is not None and m.id in named]
+        about = [
+            message for name, message in models.items() if message is not None and name in named
+        ]
         head = pb.FeedReply(models=about, cursor=cursor._replace(sequence=sequence).packed())
         return Reply(head, told)
 

@@ -285,6 +285,29 @@ def test_reader_that_was_too_slow_gets_a_snapshot(
     assert reader.begins == 2
 
 
+def test_reply_about_many_models_is_no_longer_than_a_message(
+    start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a reader behind many namespaces of others got a reply that no wire takes, again
+    and again.
+    """
+    monkeypatch.setattr(module, "REPLY_NBYTES", 5000)
+    node = start_node()
+    client, fast, slow = connect(node), Reader(), Reader()
+    slow.catch_up(node)
+    for number in range(20):
+        pages = Pages(f"{number:0>1000}")
+        pages.put(client, pages.keys(1))
+        fast.catch_up(node)
+        client.remove_namespace(pages.namespace)
+    lengths = list[int]()
+    while (reply := slow.poll(node)).changes:
+        lengths.append(reply.ByteSize())
+    assert (slow.begins, slow.now()) == (1, {})
+    assert len(slow.names) == 20
+    assert max(lengths) < 5000 + 100
+
+
 def test_snapshot_ends_while_more_changes_than_is_kept(
     start_node: StartNode, connect: Connect, monkeypatch: pytest.MonkeyPatch, pages: Pages
 ) -> None:
