@@ -32,7 +32,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 LATE_S = 0.25
 # On an overloaded host, a healthy node may take several seconds to answer a handshake.
 PATIENT_S, CONNECT_S = 30.0, 20.0
-MEASURED_COUNT = 3
+MEASURED_COUNT = 10
 # Slow files with few tests, which mostly wait. They start first; otherwise the last worker would
 # end up running one of them alone.
 LONG = (

@@ -158,7 +158,9 @@ def test_completion_offers_namespaces_and_is_silent_without_a_node(
     script = """
 import os, sys
 sys.argv = ["kvstore"]
+from kvstore.cli import selection
 from kvstore.cli.app import main
+selection.TIMEOUT_S = 60.0  # its half a second may be too short on a busy machine
 for words in sys.stdin.read().splitlines():
     os.environ |= {"COMP_WORDS": "kvstore " + words, "COMP_CWORD": str(len(words.split()))}
     try:

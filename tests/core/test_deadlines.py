@@ -306,14 +306,14 @@ def test_close_does_not_wait_for_a_hanging_call(
 
     def call() -> None:
         with contextlib.suppress(KVStoreError):
-            client.lookup(NAMESPACE, KEYS, timeout_s=4.0)
+            client.lookup(NAMESPACE, KEYS, timeout_s=25.0)
 
     calls = threading.Thread(target=call)
     calls.start()
     time.sleep(0.3)
     closing = threading.Thread(target=client.close)
     closing.start()
-    closing.join(3.0)
+    closing.join(20.0)
     assert not closing.is_alive()
     hold.set()
     calls.join()

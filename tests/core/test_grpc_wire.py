@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from waiting import wait_until
 
 from kvstore import Client
 from kvstore.deadline import Deadline
@@ -164,6 +165,7 @@ def test_full_outbox_blocks_until_a_frame_is_taken() -> None:
 
     thread = threading.Thread(target=fill, daemon=True)
     thread.start()
+    wait_until(lambda: len(sent) == FRAMES_MAX)
     thread.join(0.1)
     assert sent == list(range(FRAMES_MAX))
     taken = list[bytes]()

@@ -18,7 +18,7 @@ KEYS = [b"k" * 32]
 
 
 def config(fake: Any, **fields: Any) -> ClientConfig:
-    return ClientConfig(address=fake.address, timeout_s=10.0, connect_timeout_s=1.0, **fields)
+    return ClientConfig(address=fake.address, timeout_s=60.0, connect_timeout_s=20.0, **fields)
 
 
 def looked_up(link: Any, deadline: Deadline) -> int:
@@ -26,7 +26,7 @@ def looked_up(link: Any, deadline: Deadline) -> int:
     return int(link.wire.call("lookup", request, deadline).prefix_pages)
 
 
-def eventually(true: Callable[[], bool], seconds: float = 10.0) -> None:
+def eventually(true: Callable[[], bool], seconds: float = 60.0) -> None:
     end = Deadline(seconds)
     while not true():
         end.remaining()
@@ -53,12 +53,12 @@ def test_short_timeout_does_not_drop_the_link(fake_node: FakeNode, bulk_port: Se
 
     fake_node.bulk_port = bulk_port(talk).port
     link = NodeChannel(fake_node.address, config(fake_node, wire="bulk"))
-    link.run(lambda link, deadline: None, None, Deadline(5))
+    link.run(lambda link, deadline: None, None, Deadline(60))
     for _ in range(3):
         with pytest.raises(DeadlineExceeded):
             link.run(looked_up, None, Deadline(EVIDENCE_S / 2))
     answer_now.set()
-    assert link.run(looked_up, None, Deadline(5)) == 1
+    assert link.run(looked_up, None, Deadline(60)) == 1
     assert link.connect_count == 1
     link.close()
 
@@ -81,7 +81,7 @@ def test_urgent_waiters_do_not_starve_others(
     with pytest.raises(Unavailable, match="in time"):
         link.run(looked_up, NAMESPACE, Deadline(EVIDENCE_S / 2))
     eventually(lambda: not link._running and link.wire_name == "grpc")
-    assert link.run(looked_up, NAMESPACE, Deadline(5)) == 1
+    assert link.run(looked_up, NAMESPACE, Deadline(60)) == 1
     assert link.connect_count == 1
     link.close()
 
@@ -91,8 +91,9 @@ def test_short_timeouts_open_the_breaker_of_a_hanging_node(
 ) -> None:
     """Regression: every call with a short timeout waited for the hanging node."""
     monkeypatch.setattr("kvstore.transports.channel.LIVES_S", 0.3)
-    link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
-    assert link.run(looked_up, NAMESPACE, Deadline(5)) == 1
+    monkeypatch.setattr("kvstore.transports.channel.PAUSE_PER_COST", 1000)
+    link = NodeChannel(fake_node.address, config(fake_node, wire="grpc", backoff_s_max=600.0))
+    assert link.run(looked_up, NAMESPACE, Deadline(60)) == 1
 
     def silent(op: str, request: Any, deadline: Deadline) -> Any:
         threading.Event().wait(deadline.remaining())
@@ -113,7 +114,7 @@ def test_one_late_answer_to_a_short_call_does_not_open_the_breaker(
 ) -> None:
     """A call with less time than EVIDENCE_S says little about the node to other threads."""
     link = NodeChannel(fake_node.address, config(fake_node, wire="grpc"))
-    assert link.run(looked_up, NAMESPACE, Deadline(5)) == 1
+    assert link.run(looked_up, NAMESPACE, Deadline(60)) == 1
 
     def silent(op: str, request: Any, deadline: Deadline) -> Any:
         raise DeadlineExceeded("no answer")
@@ -125,5 +126,5 @@ def test_one_late_answer_to_a_short_call_does_not_open_the_breaker(
         with pytest.raises(DeadlineExceeded):
             link.run(looked_up, NAMESPACE, Deadline(EVIDENCE_S / 2))
         assert not link.failing
-    assert link.run(looked_up, NAMESPACE, Deadline(5)) == 1
+    assert link.run(looked_up, NAMESPACE, Deadline(60)) == 1
     link.close()

@@ -321,7 +321,7 @@ def test_socket_of_another_node_is_ignored(
     refused = pytest.raises(Unavailable, match="belongs to another node")
     with Client(ClientConfig(address=fake_node.address, wire="shm")) as client, refused:
         client.open(NAMESPACE)
-    settings = ClientConfig(address=fake_node.address, connect_timeout_s=1.0)
+    settings = ClientConfig(address=fake_node.address, timeout_s=60.0, connect_timeout_s=20.0)
     with Client(settings) as client, caplog.at_level(logging.INFO):
         client.open(NAMESPACE)
         assert client.wire_name == "grpc"

@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -326,15 +327,19 @@ def test_full_node_stops_a_save_and_is_the_reason(
 
 
 def test_job_past_its_deadline_moves_nothing(
-    client: Client, namespace: Namespace, token_pool: KVPool
+    client: Client,
+    namespace: Namespace,
+    token_pool: KVPool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    transfer = GatedTransfer()
-    # Long enough to reach the gate on a busy machine.
-    config = AgentConfig(workers=1, save_timeout_s=0.5)
+    transfer, later_s = GatedTransfer(), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later_s[0])
+    monkeypatch.setattr("kvstore.deadline.time", clock)
+    config = AgentConfig(workers=1, save_timeout_s=WAIT_S)
     with Agent(client, namespace, token_pool, config, transfer) as agent:
         first, second = (agent.save(hashes(salt=i), torch.arange(48)) for i in (0, 1))
         assert transfer.entered.wait(WAIT_S)
-        time.sleep(0.55)
+        later_s[0] = WAIT_S
         transfer.gate.set()
         for job in (first, second):
             assert job.done.result(WAIT_S).dropped == 6

@@ -4,10 +4,12 @@ The tests check the number of parts, the result when some of them fail, and the 
 """
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from gpu_agent.objects.parts import (
     PARTS_MAX,
@@ -64,7 +66,9 @@ def test_local_timeout_does_not_mark_the_node_as_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The node is not called either."""
-    calls, gate = list[Any](), threading.Event()
+    calls, gate, later_s = list[Any](), threading.Event(), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later_s[0])
+    monkeypatch.setattr("kvstore.deadline.time", clock)
 
     def put(namespace: Namespace, hashes: list[bytes], views: Any, timeout_s: float) -> Any:
         calls.append(hashes)
@@ -72,11 +76,12 @@ def test_local_timeout_does_not_mark_the_node_as_failed(
         raise Unavailable("away")
 
     reported = list[Any]()
-    config = AgentConfig(workers=1, save_timeout_s=0.2)
+    config = AgentConfig(workers=1, save_timeout_s=60.0)
     store = ObjectStore(SimpleNamespace(put=put), config)  # type: ignore[arg-type]
     monkeypatch.setattr(store.outage, "report", reported.append)
     results = [store.put(names_of(1), [bytearray(NBYTES)]) for _ in range(2)]
-    threading.Event().wait(0.3)
+    wait_until(lambda: calls)
+    later_s[0] = 60.0
     gate.set()
     assert [call.result(60.0).values for call in results] == [[None]] * 2
     store.close()
@@ -106,7 +111,7 @@ def test_parts_touch_the_whole_chain_and_have_deadlines(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("gpu_agent.objects.parts.PART_NBYTES", NBYTES)
     client, names = SimpleNamespace(put=put, lookup=lookup, remove=remove), names_of(3)
-    store = ObjectStore(client, AgentConfig(lookup_timeout_s=0.7))  # type: ignore[arg-type]
+    store = ObjectStore(client, AgentConfig(lookup_timeout_s=57.0))  # type: ignore[arg-type]
     monkeypatch.setattr(store.outage, "report", reported.append)
     store.put(names, [bytearray(NBYTES) for _ in names]).result(60.0)
     assert touched.wait(60.0)
@@ -116,6 +121,6 @@ def test_parts_touch_the_whole_chain_and_have_deadlines(monkeypatch: pytest.Monk
         ([name.prefix_hash for name in names], True),
         ([names[0].prefix_hash], None),
     ]
-    assert all(0.0 < timeout_s <= 0.7 for *_, timeout_s in calls)
+    assert all(0.0 < timeout_s <= 57.0 for *_, timeout_s in calls)
     assert (store.stats.refused, store.stats.existing) == (2, 1)
     assert reported == [None] * 5

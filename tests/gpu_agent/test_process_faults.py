@@ -15,6 +15,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -291,13 +292,16 @@ def test_missing_executable_fails_the_start() -> None:
         ProcessBackend([place()], ClientConfig(), AgentConfig(), ["/nowhere/python"])
 
 
-def test_restart_pauses_grow(homes: MakeHome) -> None:
+def test_restart_pauses_grow(homes: MakeHome, monkeypatch: pytest.MonkeyPatch) -> None:
     home, _ = homes("127.0.0.1:9", [sys.executable, "-c", "pass"])
-    pauses = []
+    now_s, pauses = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr("gpu_agent.worker.worker_process.time", clock)
     for death in range(1, 4):
         until(lambda death=death: home._child._deaths == death, home)
-        pauses.append(home._child._restart_at - time.monotonic())
-    assert pauses[0] < pauses[1] < pauses[2] < 1.0
+        pauses.append(home._child._restart_at - now_s[0])
+        now_s[0] = home._child._restart_at
+    assert pauses == pytest.approx([0.05, 0.1, 0.2])
 
 
 @pytest.mark.parametrize(
@@ -360,8 +364,8 @@ ENGINE = """
 import sys, time, torch
 sys.path.insert(0, sys.argv[1])
 from test_process_faults import AgentConfig, ProcessBackend, ClientConfig, keys, place
-config = AgentConfig(staging_nbytes=1 << 16)
-client = ClientConfig(address=sys.argv[2])
+config = AgentConfig(staging_nbytes=1 << 16, save_timeout_s=600.0)
+client = ClientConfig(address=sys.argv[2], wire="shm", timeout_s=60.0, connect_timeout_s=20.0)
 homes = [ProcessBackend([place()], client, config, sys.argv[3:]) for _ in range(2)]
 for home in homes:
     home.agents(None)[0].save(keys(3), [1, 2, 3])

@@ -61,7 +61,7 @@ def owners(view: View, namespace: Namespace, keys: Sequence[bytes]) -> list[tupl
     return view.owners.owners(namespace.digest, keys)
 
 
-def wait_replicated(nodes: Sequence[Node], timeout_s: float = 10.0) -> None:
+def wait_replicated(nodes: Sequence[Node], timeout_s: float = 60.0) -> None:
     """Wait until the replication queues of all nodes are empty."""
     for node in nodes:
         assert node.peers.replicator.wait_empty(timeout_s), (

@@ -32,6 +32,14 @@ RAM_NBYTES = 4 << 20  # a start fills all page tables, which takes 2 ms of CPU f
 STALL_S = 0.8  # for tests with stalling clients: the shortest that works on a busy machine
 
 
+@pytest.fixture(scope="session", autouse=True)
+def patient_members() -> Iterator[None]:
+    """Let members wait for connections to each other as long as a busy machine needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("node.cluster.remote_pages.CONNECT_TIMEOUT_S", 10.0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def start_node() -> Iterator[StartNode]:
     """Return a function that starts a small node in this process.

@@ -3,8 +3,8 @@
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import http2
 import pytest
@@ -16,6 +16,7 @@ from waiting import wait_until
 
 from kvstore.config import MESSAGE_NBYTES_MAX
 from kvstore.pb import kvstore_pb2 as pb
+from node.gateway.call import Call
 from node.gateway.gateway import STREAM_NBYTES_MAX
 from node.server import Node
 
@@ -66,41 +67,56 @@ def deaf(node: Node) -> Iterator[Callable[[], Deaf]]:
         each.close()
 
 
-def writing(node: Node, count: int) -> bool:
-    end = time.monotonic() + 60.0
-    while node.tier.writing_count != count and time.monotonic() < end:
-        threading.Event().wait(0.01)
-    return node.tier.writing_count == count
-
-
 def test_put_with_an_unread_reply_returns_its_slots(
-    node: Node, deaf: Callable[[], Deaf], connect: Connect, pages: Pages
+    node: Node,
+    deaf: Callable[[], Deaf],
+    connect: Connect,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: it kept its slots, and its peer's share of gRPC transfers, for ever."""
     client = connect(node)
     client.open(pages.namespace)
+    reserved, reserve = list[Any](), node.tier.reserve
+    monkeypatch.setattr(
+        node.tier, "reserve", lambda *given: reserved.append(reserve(*given)) or reserved[-1]
+    )
     rude = deaf()
     for key in pages.keys(*range(CALLS)):
         request = pb.PutRequest(
             namespace=pages.namespace.digest, prefix_hashes=[key], page_nbytes=pages.nbytes
         )
         rude.call("/kvstore.KVStore/Put", pb.PutFrame(begin=request).SerializeToString(), end=False)
-    assert writing(node, CALLS)
-    assert writing(node, 0)
+    wait_until(lambda: len(reserved) == CALLS)
+    assert all(reservation.pages for reservation in reserved)
+    wait_until(lambda: not node.tier.writing_count)
     wait_until(lambda: not servicer_of(node).call_count)
 
 
-def test_calls_with_unread_replies_end(node: Node, deaf: Callable[[], Deaf]) -> None:
+def test_calls_with_unread_replies_end(
+    node: Node, deaf: Callable[[], Deaf], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: a call counted as over when its reply was made, so that one peer could leave
     thousands of them behind.
 
     What gRPC still holds for them, and unary replies, count as the gateway's memory
     (`tests/gateway/test_ends.py`).
     """
+    seen, give_up = threading.Event(), Call._give_up
+
+    def late(call: Call, reason: str) -> None:
+        """Give the call up as soon as all are seen."""
+        if seen.is_set():
+            give_up(call, reason)
+        else:
+            call._loop.call_later(0.01, late, call, reason)
+
+    monkeypatch.setattr(Call, "_give_up", late)
     rude = deaf()
     for _ in range(CALLS):
         rude.call("/grpc.health.v1.Health/Check", b"")
     wait_until(lambda: servicer_of(node).call_count == CALLS)
+    seen.set()
     wait_until(lambda: not servicer_of(node).call_count)
 
 

@@ -131,8 +131,8 @@ def hang(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[threadin
 
 def test_member_that_hangs_costs_only_its_own_keys(cluster: Cluster, hang: threading.Event) -> None:
     began = time.monotonic()
-    assert cluster.lookup(timeout_s=1.0) == cluster.without(1)
-    assert time.monotonic() - began >= 0.9
+    assert cluster.lookup(timeout_s=3.0) == cluster.without(1)
+    assert time.monotonic() - began >= 2.9
     hang.set()
     wait_until(lambda: cluster.leases() == [0, 0, 0])  # a thread looks whether the member lives
     wait_until(lambda: cluster.lookup() == [True] * COUNT)  # the circuit breaker pauses
@@ -147,7 +147,7 @@ def test_call_that_needs_a_thread_does_not_wait_for_member_that_hangs(
         connection._sock.shutdown(socket.SHUT_RDWR)
     if not noticed:
         monkeypatch.setattr(FrameSocket, "quiet", True)
-    assert cluster.lookup(timeout_s=2.0) == cluster.without(1)
+    assert cluster.lookup(timeout_s=4.0) == cluster.without(1)
 
 
 def test_replies_that_are_there_at_the_deadline_count(
@@ -161,7 +161,7 @@ def test_replies_that_are_there_at_the_deadline_count(
 
     with monkeypatch.context() as patch:
         patch.setattr(abreast, "_left_ms", late)
-        assert cluster.lookup(timeout_s=1.0) == [True] * COUNT
+        assert cluster.lookup(timeout_s=3.0) == [True] * COUNT
 
 
 def test_deadline_that_ends_at_a_look_at_it_costs_no_answer(
@@ -177,7 +177,7 @@ def test_deadline_that_ends_at_a_look_at_it_costs_no_answer(
 
     left_ms = abreast._left_ms
     monkeypatch.setattr(abreast, "_left_ms", late)
-    assert cluster.lookup(timeout_s=1.0) == [True] * COUNT
+    assert cluster.lookup(timeout_s=3.0) == [True] * COUNT
 
 
 def test_request_after_the_deadline_closes_no_connection(cluster: Cluster) -> None:

@@ -252,7 +252,7 @@ def test_r07_close_does_not_wait_for_a_suspended_node(
 
     def call(client: Client) -> None:
         with pytest.raises((DeadlineExceeded, Unavailable)):
-            CALLS["get"](client, chain, 4.0)
+            CALLS["get"](client, chain, 8.0)
 
     calling = [threading.Thread(target=call, args=(client,)) for client in clients]
     closing = [threading.Thread(target=client.close) for client in clients]
@@ -261,7 +261,7 @@ def test_r07_close_does_not_wait_for_a_suspended_node(
     time.sleep(0.1)
     for thread in closing:
         thread.start()
-    end = time.monotonic() + 3.0
+    end = time.monotonic() + 7.0
     for thread in closing:
         thread.join(max(0.0, end - time.monotonic()))
     assert not any(thread.is_alive() for thread in closing)
