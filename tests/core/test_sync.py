@@ -115,9 +115,13 @@ def test_interrupted_call_waits_when_no_thread_can_stop_its_work(
         ended.append(1)
 
     monkeypatch.setattr(sync, "start_new_thread", no_thread)
-    interrupt_soon(0.2)
-    with pytest.raises(Abort):
+
+    def interrupted() -> None:
+        interrupt_soon(0.2)
         run_in_helper_thread(work, lambda: None)
+
+    with pytest.raises(Abort):
+        interrupted()
     assert ended == [1] or not started.locked()
 
 

@@ -4,6 +4,7 @@ import concurrent.futures
 import os
 import signal
 import threading
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -87,16 +88,24 @@ def test_interrupt_while_work_begins_leaves_nothing_behind(
 def test_interrupt_is_raised_after_the_work_has_ended(pool: concurrent.futures.Executor) -> None:
     gate = threading.Event()
     done: concurrent.futures.Future[bool] = concurrent.futures.Future()
-    assert begin(done, pool, gate.wait, 10.0)
-    while not done.running():
-        gate.wait(0.001)
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    assert begin(done, pool, gate.wait, 60.0)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        """Interrupt `end`, and let the work end later."""
+        while frame is not None and frame.f_code is not end.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            threading.Timer(0.3, gate.set).start()
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        threading.Timer(0.4, gate.set).start()
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
         with pytest.raises(KeyboardInterrupt):
             end([done])
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert done.done()
 
