@@ -34,7 +34,7 @@ KEYS = [b"k" * 32]
 
 def config(fake: Any, **fields: Any) -> ClientConfig:
     return ClientConfig(
-        **{"address": fake.address, "timeout_s": 10.0, "connect_timeout_s": 1.0, **fields}
+        **{"address": fake.address, "timeout_s": 60.0, "connect_timeout_s": 3.0, **fields}
     )
 
 

@@ -1,8 +1,8 @@
 """An in-process etcd with the parts that `node.cluster.etcd` uses.
 
 It has keys with revisions, transactions, leases, watches and users. It can be stopped and restarted
-on its port, be slow, and lose its leases or all data. Leases age by its ticks, which are as late on
-a busy machine as the keep-alives are.
+on its port, be slow, and lose its leases or all data. Leases last until a test ends them, because a
+busy machine is late with keep-alives; `leases_age` lets them end by themselves.
 """
 
 import itertools
@@ -37,7 +37,7 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
         self.compacted = 0
         self.keys_max = 1 << 20  # limit of one answer
         self.granted_s: int | None = None  # TTL of all leases, instead of the requested one
-        self.leases_last = False  # while true, leases do not age
+        self.leases_age = False
         self._numbers = itertools.count(7)
         self._now_s = 0.0
         self._users = users or {}
@@ -94,6 +94,10 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
         with self.changed:
             self.revision, self.kvs, self.events, self.leases = 1, {}, [], {}
 
+    def lose_lease(self, number: int) -> None:
+        with self.changed:
+            self._end(number)
+
     def lose_leases(self) -> None:
         with self.changed:
             self.leases = {number: (ttl, 0.0) for number, (ttl, _) in self.leases.items()}
@@ -122,7 +126,7 @@ class FakeEtcd(rpc.KVServicer, rpc.LeaseServicer, rpc.WatchServicer, rpc.AuthSer
     def _tick(self, down: threading.Event) -> None:
         while not down.wait(TICK_S):
             with self.changed:
-                self._now_s += 0.0 if self.leases_last else TICK_S
+                self._now_s += TICK_S if self.leases_age else 0.0
                 self._expire()
 
     def _expire(self) -> None:

@@ -109,11 +109,14 @@ def stop(node: Node) -> None:
         assert time.monotonic() - began < 20.0
 
 
-def kill(node: Node, etcd: FakeEtcd) -> None:
-    """Stop a node without revoking its lease, which expires as if the node had crashed."""
+def kill(node: Node, etcd: FakeEtcd, expires: bool = True) -> None:
+    """Stop a node without revoking its lease, as if it had crashed; then its lease expires."""
     assert node.registry is not None
     node.registry._etcd.revoke = lambda lease: None  # type: ignore[method-assign]
+    lease = node.registry._lease
     stop(node)
+    if expires:
+        etcd.lose_lease(lease)
 
 
 def members(node: Node) -> list[str]:

@@ -15,10 +15,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from known_pages import Pages
-from local_nodes import Connect, ConnectRaw
+from local_nodes import Connect, ConnectRaw, connect
 from waiting import wait_until
 
-from kvstore import Client, ClientConfig, Unavailable
+from kvstore import Unavailable
 from kvstore.checksum import leaves
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.tools.node_process import NodeProcess
@@ -153,7 +153,7 @@ def test_signal_ends_the_command_with_status_0(process: NodeProcess) -> None:
     threads must therefore block it, and one waits for it.
     """
     pages = Pages("signal", 4096)
-    with Client(ClientConfig(address=process.address)) as client:
+    with connect(process.address, "auto") as client:
         pages.put(client, pages.keys(0))  # starts threads of all kinds
         tasks = [
             task
@@ -182,7 +182,7 @@ def test_sigterm_lets_a_put_under_way_finish(process: NodeProcess, raw: ConnectR
     """A put that began before SIGTERM can be committed after it."""
     pages = Pages("signal", PAGE)
     (key,) = pages.keys(0)
-    with Client(ClientConfig(address=process.address)) as client:
+    with connect(process.address, "auto") as client:
         client.open(pages.namespace)
     writer = raw(process.bulk_port)
     put = pb.PutRequest(namespace=pages.namespace.digest, prefix_hashes=[key], page_nbytes=PAGE)
@@ -210,7 +210,7 @@ def test_second_signal_ends_without_draining(raw: ConnectRaw) -> None:
     process = NodeProcess("--ram-bytes", "4MiB", "--drain-s", "600", "--stall-s", "600")
     try:
         pages = Pages("signal", PAGE)
-        with Client(ClientConfig(address=process.address)) as client:
+        with connect(process.address, "auto") as client:
             client.open(pages.namespace)
         writer = raw(process.bulk_port)
         put = pb.PutRequest(

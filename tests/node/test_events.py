@@ -10,11 +10,12 @@ import pytest
 from fake_etcd import FakeEtcd
 from fleets import Start, kill, members, peers, stop
 from known_pages import Pages
+from local_nodes import connect
 from small_files import SmallFiles
 from waiting import wait_until
 
 import kvstore
-from kvstore import Client, ClientConfig, Keep
+from kvstore import Keep
 from kvstore.cli.members import SAME_EVENT_MS, merge_events
 from kvstore.cluster.view import Member, State, View
 from kvstore.results import Event, Events
@@ -149,7 +150,7 @@ def test_members_record_who_joins_is_lost_returns_and_is_drained(
     # On a busy machine it still hears of its own end
     assert "stopped" in [event.kind for event in three.events.since()]
     wait_until(lambda: kinds(one, "n3")[-1] == "lost")
-    with Client(ClientConfig(f"127.0.0.1:{one.grpc.port}", direct=True)) as client:
+    with connect(one, "auto", direct=True) as client:
         client.forget_member("n3")
         wait_until(lambda: kinds(one, "n3")[-1] == "forgotten")
         (reply,) = client.events().values()
@@ -217,14 +218,14 @@ def test_pages_of_a_killed_member_get_two_copies_again(fleet: Start, etcd: FakeE
     wait_until(lambda: all(node.membership.view.settled for node in nodes.values()))  # type: ignore[union-attr]
     pages = Pages("killed")
     keys = pages.keys(*range(40))
-    with Client(ClientConfig(f"127.0.0.1:{nodes['n1'].grpc.port}", near="none")) as client:
+    with connect(nodes["n1"], "auto", near="none") as client:
         client.put(pages.namespace, keys, [pages.content(key) for key in keys], Keep(ack="all"))
     wait_until(lambda: etcd.has("/kvstore/fleet/known/n3", b"address"))
     kill(nodes.pop("n3"), etcd)
     wait_until(lambda: all("repaired" in kinds(node, name) for name, node in nodes.items()))
     for name, node in nodes.items():
         assert kinds(node, name)[-2:] == ["under-replicated", "repaired"]
-        with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", direct=True)) as client:
+        with connect(node, "auto", direct=True) as client:
             assert [page.is_copy for page in client.stat(pages.namespace, keys)] == [False] * 40
             assert pages.get(client, keys) == [True] * 40
         assert peers(node).pages_under_replicated == 0

@@ -169,9 +169,14 @@ SCRIPT = (sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c")
 ENDS = """
 import os, sys, threading, time
 from kvstore import Client, ClientConfig
-client = Client(ClientConfig(address=sys.argv[1], connect_timeout_s=5.0))
+client = Client(ClientConfig(address=sys.argv[1], timeout_s=60.0, connect_timeout_s=20.0))
+
+def followers():
+    return [thread.name for thread in threading.enumerate()].count("kvstore-views")
+
 assert client.view() is not None
-time.sleep(0.4)
+while followers() != 1:
+    time.sleep(0.01)
 if sys.argv[2] == "fork":
     for _ in range(3):
         pid = os.fork()
@@ -181,8 +186,10 @@ if sys.argv[2] == "fork":
             own.close()
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
+    while followers() != 1:
+        time.sleep(0.01)
     time.sleep(0.4)
-    assert [thread.name for thread in threading.enumerate()].count("kvstore-views") == 1
+    assert followers() == 1
 """
 
 
@@ -190,7 +197,7 @@ if sys.argv[2] == "fork":
 def test_follower_keeps_no_process_alive(cluster: list[Node], how: str) -> None:
     address = f"127.0.0.1:{cluster[0].grpc.port}"
     done = subprocess.run(
-        [*SCRIPT, ENDS, address, how], capture_output=True, timeout=20.0, check=False
+        [*SCRIPT, ENDS, address, how], capture_output=True, timeout=120.0, check=False
     )
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -228,7 +235,7 @@ one.close()
 def test_fork_does_not_wait_for_a_waiting_follower() -> None:
     """Regression: while all members were away each fork of an engine took 0.5 s."""
     command = [*SCRIPT, FORKS_WHILE_ALL_MEMBERS_ARE_AWAY]
-    done = subprocess.run(command, capture_output=True, timeout=30.0, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=120.0, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
 
 

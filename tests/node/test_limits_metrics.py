@@ -18,6 +18,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from known_pages import Pages
+from local_nodes import connect
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, Exhausted, KVStoreError, Unavailable
@@ -342,7 +343,7 @@ def test_node_raises_its_descriptor_limit(tmp_path: pathlib.Path) -> None:
 def starved_node() -> Iterator[NodeProcess]:
     """Start a node that may open only 60 descriptors more than it has."""
     process = NodeProcess("--ram-bytes", "16MiB", "--stall-s", "5", "--log-level", "ERROR")
-    with Client(ClientConfig(address=process.address)) as client:
+    with connect(process.address, "auto") as client:
         client.node_status()
     allowed = max(int(name) for name in os.listdir(f"/proc/{process.pid}/fd")) + 60
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (allowed, allowed))

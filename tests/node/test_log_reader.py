@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from known_pages import Pages
+from local_nodes import connect
 
-from kvstore import Client, ClientConfig
 from node import process
 from node.process import StderrHandler
 
@@ -54,7 +54,7 @@ def test_node_with_an_unread_log_serves_and_stops(pipe: tuple[int, int]) -> None
         for number in range(40):  # each connection that ends with an error is a line
             with socket.create_connection(("127.0.0.1", int(port))) as peer:
                 peer.sendall(b"GET / HTTP/1.1\r\n" + bytes(number))
-        with Client(ClientConfig(f"bulk://127.0.0.1:{port}", timeout_s=20.0)) as client:
+        with connect(f"bulk://127.0.0.1:{port}") as client:
             pages = Pages("unread")
             pages.put(client, pages.keys(1, 2))
             assert pages.get(client, pages.keys(1, 2)) == [True, True]

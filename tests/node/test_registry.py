@@ -10,10 +10,9 @@ import pytest
 from fake_etcd import FakeEtcd
 from fleets import LEASE_S, SMALL, Start, kill, members, peers, stop, value
 from known_pages import Pages
-from local_nodes import Connect
+from local_nodes import Connect, connect
 from waiting import wait_until
 
-from kvstore import Client, ClientConfig
 from kvstore.cluster.view import MEMBERS_MAX, State
 from kvstore.config import PROTOCOL_VERSION
 from kvstore.errors import ConfigError, InvalidRequest, Unavailable
@@ -141,7 +140,7 @@ def test_lease_of_zero_seconds_is_reported(fleet: Start, etcd: FakeEtcd) -> None
 
 def test_slow_etcd_loses_no_lease(fleet: Start, etcd: FakeEtcd) -> None:
     one = fleet("n1", lease_s=3)
-    etcd.slow_s = 0.5
+    etcd.slow_s, etcd.leases_age = 0.5, True
     time.sleep(4.0)
     assert (members(one), peers(one).registry) == (["n1"], "etcd")
 
@@ -160,10 +159,9 @@ def test_second_node_with_the_same_id_is_refused(
 
 def test_node_without_a_directory_rejoins_after_its_lease(fleet: Start, etcd: FakeEtcd) -> None:
     node = fleet("n1")
-    etcd.leases_last = True  # until the killed node's key was seen below
-    kill(node, etcd)
+    kill(node, etcd, expires=False)
     assert "/kvstore/fleet/members/n1" in etcd.names()
-    etcd.leases_last = False
+    etcd.leases_age = True
     assert members(fleet("n1")) == ["n1"]
 
 
@@ -172,7 +170,7 @@ def test_restarted_node_takes_over_its_id_at_once(
 ) -> None:
     node = fleet(data_dir=str(tmp_path), disk_nbytes=64 << 20, lease_s=60)
     name = node.membership.member
-    kill(node, etcd)
+    kill(node, etcd, expires=False)
     assert f"/kvstore/fleet/members/{name}" in etcd.names()
     began = time.monotonic()
     again = fleet(name, data_dir=str(tmp_path), disk_nbytes=64 << 20, lease_s=60)
@@ -370,7 +368,7 @@ def test_stopped_member_is_lost_until_it_is_forgotten(fleet: Start, etcd: FakeEt
     one, two = fleet("n1"), fleet("n2")
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
     wait_until(lambda: etcd.has("/kvstore/fleet/known/n2"))
-    with Client(ClientConfig(f"127.0.0.1:{one.grpc.port}", direct=True)) as client:
+    with connect(one, "auto", direct=True) as client:
         with pytest.raises(InvalidRequest, match="n2 is not lost; lost members are none"):
             client.forget_member("n2")
         stop(two)

@@ -189,6 +189,7 @@ def test_held_pages_survive_stalls_removal_and_eviction(
 def test_deadline_during_a_write_releases_the_slots(
     client: Client, pages: Pages, node: Node
 ) -> None:
+    client.open(pages.namespace)  # connects
     late = pytest.raises(DeadlineExceeded)
     with late, client.open_put(pages.namespace, pages.keys(1), timeout_s=0.2) as slots:
         threading.Event().wait(0.25)
