@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import kvstore
 from kvstore import otel
@@ -63,8 +63,16 @@ exit status: 0 stopped by SIGTERM or SIGINT, 2 a setting or an installed package
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports an error in one line, as `kvstore` does."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         "kvstore-node",
         allow_abbrev=False,  # a flag that is added later must not make a command line ambiguous
         usage="%(prog)s [--option VALUE ...]",

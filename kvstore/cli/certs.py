@@ -36,7 +36,9 @@ def ca(
     days: Annotated[float, _days("ten years")] = 3650.0,
     force: ForceOption = False,
 ) -> None:
-    """Make an authority: ca.pem, which nodes and clients are given, and ca.key, which stays here.
+    """Make an authority.
+
+    Nodes and clients are given ca.pem; ca.key stays here.
 
     \b
     Examples:
@@ -56,7 +58,7 @@ def ca(
 def node(
     run: Invocation,
     hosts: Annotated[
-        list[str], typer.Argument(metavar="HOST...", help="Its host names and addresses.")
+        list[str], typer.Argument(metavar="HOST", help="Its host names and addresses.")
     ],
     folder: DirOption = Path("certs"),
     file: Annotated[

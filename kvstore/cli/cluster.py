@@ -75,10 +75,11 @@ MEMBER_ROWS, NAMESPACE_ROWS_MIN = 8, 2
 
 
 def cluster(run: Invocation) -> int:
-    """Show the members of the cluster: state, share of the keys, hit rate, RAM, disk, queues.
+    """Show the members of the cluster.
 
-    Columns that do not fit the terminal are left out; in a pipe all are there. LOST members left
-    without a drain. Exit 3 if a member is lost or does not answer.
+    State, share of the keys, hit rate, RAM, disk and queues of each. Columns that do not fit the
+    terminal are left out; in a pipe all are there. LOST members left without a drain. Exit 3 if a
+    member is lost or does not answer.
 
     \b
     Examples:
@@ -98,9 +99,10 @@ def cluster(run: Invocation) -> int:
 
 
 def forget_member(run: Invocation, member: MemberArgument) -> int:
-    """Stop reporting a member that left without a drain and will not return.
+    """Stop reporting a lost member.
 
-    Its pages are those of the other owners already. A member that starts again is expected again.
+    For one that left without a drain and will not return. Its pages are those of the other owners
+    already. A member that starts again is expected again.
 
     \b
     Example:
@@ -126,10 +128,11 @@ def forget_member(run: Invocation, member: MemberArgument) -> int:
 def events(
     run: Invocation, since: SinceOption = "7d", limit: Annotated[int, EVENTS_LIMIT] = 0
 ) -> int:
-    """Show what happened to the members: joined, lost, drained, disk stopped, and more.
+    """Show what happened to the members.
 
-    Each member keeps the newest 1,024, over a restart if it has a data directory. An event that
-    several members saw is shown once. Also for a single node. Exit 3 if a member does not answer.
+    They joined, were lost or drained, a disk stopped, and more. Each member keeps the newest 1,024,
+    over a restart if it has a data directory. An event that several members saw is shown once. Also
+    for a single node. Exit 3 if a member does not answer.
 
     \b
     Examples:
@@ -255,7 +258,7 @@ def drain(run: Invocation, member: MemberArgument, end: EndOption = False) -> in
 
 
 def rebalance(run: Invocation, dry_run: DryOption = False) -> int:
-    """Have each member fetch the pages that it owns and others have.
+    """Have each member fetch the pages that it owns and lacks.
 
     They do so by themselves when the view changes.
 
@@ -302,7 +305,7 @@ def rebalance(run: Invocation, dry_run: DryOption = False) -> int:
 
 
 def status(run: Invocation) -> None:
-    """Show the node, its tiers and its namespaces, or a cluster's members and namespaces.
+    """Show the node or the cluster, and the namespaces.
 
     A cluster is one screen; `kvstore cluster` has all members, and exit 3 if one does not answer.
 

@@ -126,7 +126,7 @@ GROUPS = {
     ),
     "certs": Subcommands(
         {"ca": "certs.ca", "node": "certs.node", "client": "certs.client"},
-        "Make certificates for nodes and clients, signed by your own authority.",
+        "Make an authority, and certificates for nodes and clients.",
         needs_command=False,
     ),
     "context": Subcommands(
@@ -137,7 +137,7 @@ GROUPS = {
             "use": "contexts.commands.use",
             "remove": "contexts.commands.remove",
         },
-        "Store connection settings under a name, for the command line only.",
+        "Store connection settings under a name.",
     ),
 }
 

@@ -131,11 +131,12 @@ def forget(
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> int:
-    """Erase all that a tenant has: removed, zeroed in RAM, and its disk keys destroyed.
+    """Erase all pages of a tenant.
 
-    Without encryption, bytes of its pages may stay on the disk's medium until other pages overwrite
-    them. A page that the tenant puts meanwhile may stay. Exit 4 if something is left, 3 if a member
-    of a cluster does not answer: run it again then.
+    They are removed and zeroed in RAM, and their keys on disk are destroyed. Without encryption,
+    bytes of its pages may stay on the disk's medium until other pages overwrite them. A page that
+    the tenant puts meanwhile may stay. Exit 4 if something is left, 3 if a member of a cluster does
+    not answer: run it again then.
 
     \b
     Examples:

@@ -38,13 +38,11 @@ def doctor(
         bool, typer.Option("--gpu", help="Also look at what an agent on a GPU needs, on its host.")
     ] = False,
 ) -> int:
-    """Check a deployment from here: this host, the way to the nodes, members, wires, pages.
+    """Check this host, the connection to each node, and test pages.
 
-    Says what to do.
-
-    Puts a few pages of 16 KiB into a namespace of its own, gets them over each wire that works, and
-    removes them. Checks that hang time out. --wire names one that has to work. Exit 1 if a check
-    failed.
+    Says what to do about each failure. Puts a few pages of 16 KiB into a namespace of its own, gets
+    them over each wire that works, and removes them. Checks that hang time out. --wire names one
+    that has to work. Exit 1 if a check failed.
 
     \b
     Examples:

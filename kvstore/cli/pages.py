@@ -1,8 +1,10 @@
 """Run the commands on pages that move no bytes: ls, stat, lookup, rm, verify, pin, unpin."""
 
 import sys
+from collections.abc import Iterable
 from itertools import islice
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -69,13 +71,13 @@ def ls(
       kvstore ls -n 3fa2 --limit 20
       kvstore ls -m llama-3-8b --prefix 9c --json | jq -r '.pages[].prefix_hash'
     """
+    if limit < 0:
+        raise InvalidRequest(f"--limit {limit} is negative; 0 lists all pages")
     with run.client() as client:
         if namespace is None and model is None:
             if prefix:
                 raise InvalidRequest("--prefix needs a namespace: add --namespace or --model")
             return _ls_namespaces(client, run.as_json, full)
-        if limit < 0:
-            raise InvalidRequest(f"--limit {limit} is negative; 0 lists all pages")
         if prefix:
             check_hex(prefix, "--prefix")
         space, _ = find_namespace(client, namespace, model)
@@ -234,6 +236,8 @@ def rm(
     keys: KeysArgument = None,
     namespace: NamespaceOption = None,
     model: ModelOption = None,
+    tokens: TokensOption = None,
+    tokens_file: TokensFileOption = None,
     every: AllOption = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> int:
@@ -244,20 +248,20 @@ def rm(
     \b
     Examples:
       kvstore rm -n 3fa2 9c0d41 77ab02
+      kvstore rm --model llama-3-8b --tokens-file prompt.txt
       kvstore rm --model llama-3-8b --all --yes
     """
     away: Away = {}
     with run.client() as client:
-        space, info = _named_namespace(client, keys, namespace, model, every)
+        chosen = _choose(client, keys, namespace, model, tokens, tokens_file, every)
+        space = chosen.namespace
         if every and not yes:
             confirm(
-                f"Remove all {_about(client, info)} pages of {space.model} "
-                f"[{space.digest.hex()[:12]}]?"
+                f"Remove all {chosen.about} pages of {space.model} [{space.digest.hex()[:12]}]?"
             )
-        chosen = all_keys(client, space) if every else find_keys(client, space, keys, None, None)
         removed = asked = 0
-        with progress("removing", _about(client, info) if every else len(keys or ())) as report:
-            for piece in pieces(chosen):
+        with progress("removing", chosen.about) as report:
+            for piece in pieces(chosen.keys):
                 removed += sum(client.remove(space, piece, away=away))
                 asked += len(piece)
                 report(asked)
@@ -278,6 +282,8 @@ def verify(
     keys: KeysArgument = None,
     namespace: NamespaceOption = None,
     model: ModelOption = None,
+    tokens: TokensOption = None,
+    tokens_file: TokensFileOption = None,
     every: AllOption = False,
 ) -> int:
     """Let the node check pages for damage.
@@ -295,11 +301,11 @@ def verify(
     intact = dropped = absent = 0
     away: Away = {}
     with run.client() as client:
-        space, info = _named_namespace(client, keys, namespace, model, every)
-        count_max = max(1, VERIFY_NBYTES // info.page_nbytes)
-        chosen = all_keys(client, space) if every else find_keys(client, space, keys, None, None)
-        with progress("verifying", _about(client, info) if every else len(keys or ())) as report:
-            for piece in pieces(chosen, count_max):
+        chosen = _choose(client, keys, namespace, model, tokens, tokens_file, every)
+        space = chosen.namespace
+        count_max = max(1, VERIFY_NBYTES // space.stored_nbytes)
+        with progress("verifying", chosen.about) as report:
+            for piece in pieces(chosen.keys, count_max):
                 reply = client.verify(space, piece, away=away)
                 intact, dropped = intact + reply.intact, dropped + reply.dropped
                 absent += reply.absent
@@ -322,15 +328,35 @@ def _about(client: Client, info: NamespaceInfo) -> int:
     return page_count(info) // min(view.replicas, len(view.members)) if view else page_count(info)
 
 
-def _named_namespace(
-    client: Client, keys: list[str] | None, namespace: str | None, model: str | None, every: bool
-) -> tuple[Namespace, NamespaceInfo]:
-    """Find the namespace for a command with --all, which must not guess one."""
-    if every and keys:
-        raise InvalidRequest("give keys or --all, not both")
+class _Chosen(NamedTuple):
+    """The pages that a command with --all is about; `about`: their number, for a progress bar."""
+
+    namespace: Namespace
+    keys: Iterable[bytes]
+    about: int
+
+
+def _choose(
+    client: Client,
+    keys: list[str] | None,
+    namespace: str | None,
+    model: str | None,
+    tokens: str | None,
+    tokens_file: Path | None,
+    every: bool,
+) -> _Chosen:
+    """Find the pages that the options name; with --all the namespace must be named."""
+    if every and (keys or tokens is not None or tokens_file is not None):
+        raise InvalidRequest("give keys or tokens, or --all, not both")
     if every and namespace is None and model is None:
         raise InvalidRequest("--all needs the namespace: add --namespace or --model")
-    return find_namespace(client, namespace, model)
+    if not (every or keys or tokens is not None or tokens_file is not None):
+        raise InvalidRequest("name pages by KEY or by --tokens/--tokens-file, or all by --all")
+    space, info = find_namespace(client, namespace, model)
+    if every:
+        return _Chosen(space, all_keys(client, space), _about(client, info))
+    hashes = find_keys(client, space, keys, tokens, tokens_file)
+    return _Chosen(space, hashes, len(hashes))
 
 
 def confirm(question: str) -> None:

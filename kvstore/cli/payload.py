@@ -21,6 +21,7 @@ from kvstore.cli.selection import (
     find_keys,
     find_namespace,
     hash_tokens,
+    input_name,
     option_seconds,
     read_input,
     read_tokens,
@@ -312,7 +313,7 @@ def put(
         raise InvalidRequest("name pages either by KEY or by --tokens/--tokens-file")
     data = read_input(file, INPUT_NBYTES_MAX)
     if not data:
-        raise InvalidRequest(f"{file} is empty")
+        raise InvalidRequest(f"{input_name(file)} is empty")
     with run.client() as client:
         if create_opaque is not None:
             space = _opaque_space(client, create_opaque, (file, data), len(keys or "1"), ids)
@@ -337,7 +338,7 @@ def _opaque_space(
     file, data = content
     if len(data) % count:
         raise InvalidRequest(
-            f"{file} has {len(data)} bytes, which {count} keys can not share evenly"
+            f"{input_name(file)} has {len(data)} bytes, which {count} keys can not share evenly"
         )
     layout = opaque_layout(len(data) // count, len(ids) if ids else 1)
     return Namespace(model, layout, tenant_of(client.config), key_id=client.key_id)
@@ -389,7 +390,7 @@ def _store(
     (file, data), nbytes = source, space.layout.page_nbytes
     if len(data) != len(hashes) * nbytes:
         raise InvalidRequest(
-            f"{file} has {len(data)} bytes; {len(hashes)} pages of {nbytes} need "
+            f"{input_name(file)} has {len(data)} bytes; {len(hashes)} pages of {nbytes} need "
             f"{len(hashes) * nbytes}"
         )
     view = memoryview(data)

@@ -223,12 +223,16 @@ def read_tokens(tokens: str | None, tokens_file: Path | None) -> list[int] | Non
     """Return token ids from the command line or a file; None if neither was given."""
     if tokens is not None and tokens_file is not None:
         raise InvalidRequest("give --tokens or --tokens-file, not both")
-    if tokens is not None:
-        return parse_tokens(tokens, "--tokens")
-    if tokens_file is None:
+    if tokens is None and tokens_file is None:
         return None
-    data = read_input(tokens_file, TOKENS_NBYTES_MAX)
-    return parse_tokens(data.decode("utf-8", "replace"), str(tokens_file))
+    text, source = tokens or "", "--tokens"
+    if tokens_file is not None:
+        data = read_input(tokens_file, TOKENS_NBYTES_MAX)
+        text, source = data.decode("utf-8", "replace"), input_name(tokens_file)
+    ids = parse_tokens(text, source)
+    if not ids:
+        raise InvalidRequest(f"{source} has no token ids; write for example 1,2,3")
+    return ids
 
 
 def parse_tokens(text: str, source: str) -> list[int]:
@@ -275,6 +279,11 @@ def read_input(path: Path, nbytes_max: int) -> bytes:
         ) from error
 
 
+def input_name(path: Path) -> str:
+    """Return the name of an input file for messages; `-` is stdin."""
+    return "stdin" if str(path) == "-" else str(path)
+
+
 def _read_all(file: BinaryIO, path: Path, nbytes_max: int) -> bytes:
     """Read to the end in pieces: one large read would reserve `nbytes_max` for a small file."""
     pieces, nbytes = [], 0
@@ -282,7 +291,7 @@ def _read_all(file: BinaryIO, path: Path, nbytes_max: int) -> bytes:
         pieces.append(piece)
         nbytes += len(piece)
         if nbytes > nbytes_max:
-            raise InvalidRequest(f"{path} has more than {nbytes_max} bytes")
+            raise InvalidRequest(f"{input_name(path)} has more than {nbytes_max} bytes")
     return b"".join(pieces)
 
 

@@ -537,9 +537,8 @@ _VERBOSE = re.compile(
 def _translated(error: grpc.RpcError | ValueError) -> Exception:
     if isinstance(error, ValueError):  # gRPC raises this for a closed channel
         return Unavailable(f"the connection was closed: {error}")
-    return from_status(
-        error.code().value[0], _VERBOSE.sub("", error.details() or "") or error.code().name
-    )
+    details = _VERBOSE.sub("", error.details() or "").replace("%5B", "[").replace("%5D", "]")
+    return from_status(error.code().value[0], details or error.code().name)
 
 
 def _page_bytes(frame: bytes) -> memoryview:

@@ -88,6 +88,25 @@ def test_every_command_has_help_with_an_example(kvstore: Kvstore) -> None:
         )
         assert "--json" in ran.stdout
         assert "\\b" not in ran.stdout, "the help shows its markup"
+        assert "<" not in ran.stdout.partition("Options:")[0].partition("Arguments:")[2], words
+
+
+def test_usage_shows_arguments_in_the_usual_form(kvstore: Kvstore) -> None:
+    for words, arguments in {
+        ("put",): "FILE [KEY]...",
+        ("certs", "node"): "HOST...",
+        ("context", "show"): "[NAME]",
+    }.items():
+        usage = kvstore(*words, "--help").stdout.splitlines()[0]
+        assert usage == f"Usage: kvstore {' '.join(words)} [OPTIONS] {arguments}"
+
+
+def test_lists_of_commands_show_whole_sentences(kvstore: Kvstore) -> None:
+    """Regression: half of them were cut in the middle of their first sentence."""
+    for words in ((), ("cluster",), ("tenants",), ("certs",), ("context",), ("identities",)):
+        listed = kvstore(*words, "--help").stdout.partition("Commands:")[2]
+        assert listed, words
+        assert "..." not in listed, words
 
 
 def test_help_lists_exit_codes_and_version_is_printed(kvstore: Kvstore) -> None:
@@ -260,6 +279,7 @@ def test_rm_removes_named_pages_only(
     assert (ran.json["removed"], ran.json["absent"]) == (1, 1)
     assert client.lookup(space, hashes).present == (True, False, True)
     assert kvstore("rm", "-m", space.model, hashes[1].hex()).code == 1
+    assert kvstore("rm", "-m", space.model, "--tokens", IDS).stdout == "removed 2 of 3 pages\n"
 
 
 def test_rm_all_needs_a_namespace_and_yes(
@@ -342,7 +362,7 @@ def test_put_of_another_size_is_refused_and_stores_nothing(
     for data in (b"", b"x", bytes(nbytes - 1), bytes(nbytes + 1), bytes(2 * nbytes)):
         ran = kvstore("put", "-", "ab" * 16, "-m", space.model, stdin=data)
         assert ran.code == 2
-        assert "kvstore: - " in ran.stderr
+        assert "kvstore: stdin " in ran.stderr
     assert kvstore("ls", "-m", space.model).code == 1
 
 

@@ -96,6 +96,8 @@ def test_every_command_that_needs_a_node_exits_3_without_one(
         "put": [str(page), "ab" * 16],
         "replay": [str(trace)],
         "forget": ["--tenant", "t", "--yes"],
+        "rm": ["ab" * 16],
+        "verify": ["ab" * 16],
     }
     positional["record"] = ["-o", str(tmp_path / "recorded")]
     positional["query"] = ["--model", "m", "ab" * 16]
@@ -116,7 +118,7 @@ def test_every_command_that_needs_a_node_exits_3_without_one(
         (["get", "--nonsense"], 2, "--nonsense"),
         (["put"], 2, "FILE"),
         (["ls", "--limit", "x"], 2, "--limit"),
-        (["ls", "--limit", "-1", "-n", "0"], 2, "--limit -1"),
+        (["ls", "--limit", "-1"], 2, "--limit -1"),
         (["ls", "-n", "xyz"], 2, "'xyz' is not hexadecimal"),
         (["ls", "--prefix", "ab"], 2, "--prefix needs a namespace"),
         (["ls", "-n", "00000000000000000000000000000000"], 1, "kvstore ls"),
@@ -140,6 +142,11 @@ def test_every_command_that_needs_a_node_exits_3_without_one(
         (["put", "/dev/zero"], 2, "KEY or by --tokens"),
         (["put", "/dev/null", "ab", "-m", "m", "--create-opaque", "n"], 2, "--create-opaque names"),
         (["rm", "--all", "ab"], 2, "not both"),
+        (["rm", "--all", "--tokens", "1"], 2, "not both"),
+        (["rm"], 2, "KEY or by --tokens/--tokens-file, or all by --all"),
+        (["verify"], 2, "KEY or by --tokens/--tokens-file, or all by --all"),
+        (["put", "/dev/null", "--tokens", ""], 2, "--tokens has no token ids"),
+        (["query", "--model", "m", "--tokens-file", "/dev/null"], 2, "/dev/null has no token ids"),
         (["pin", "ab", "--ttl", "soon"], 2, "'soon' is not a duration"),
         (["statuss"], 2, "No such command 'statuss'. Did you mean 'status', 'stat'? See kvstore"),
         (["tenants", "quota", "t", "--pins", "1", "-f", "/no/such/f"], 2, "no file /no/such/f; "),

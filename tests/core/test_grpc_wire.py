@@ -205,7 +205,8 @@ def test_call_without_a_thread_for_grpc_gives_the_channel_up(
 
 
 def test_refused_connection_is_named_without_grpcs_preamble() -> None:
-    with Client("127.0.0.1:1") as client, pytest.raises(Unavailable) as raised:
-        client.node_status()
-    assert "Connection refused" in str(raised.value)
-    assert "last error" not in str(raised.value)
+    for address in ("127.0.0.1:1", "[::1]:1"):
+        with Client(address) as client, pytest.raises(Unavailable) as raised:
+            client.node_status()
+        assert f":{address}: " in str(raised.value)
+        assert "last error" not in str(raised.value)

@@ -244,4 +244,7 @@ def test_flags_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
     """`--ram-byte` was taken for `--ram-bytes` until another flag began in the same way."""
     with pytest.raises(SystemExit):
         _parser().parse_args(["--ram-byte", "64MiB"])
-    assert "unrecognized arguments: --ram-byte" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("kvstore-node: unrecognized arguments: --ram-byte")
+    assert said.endswith("; see kvstore-node --help\n")
+    assert said.count("\n") == 1

@@ -30,7 +30,7 @@ DryOption = Annotated[bool, typer.Option("--dry-run", help="Only report what wou
 def push(
     run: Invocation, file: FileArgument, force: ForceOption = False, dry_run: DryOption = False
 ) -> int:
-    """Replace the identities file of the node, or of all members of the cluster.
+    """Replace the identities file of all members.
 
     For administrators of all tenants, at nodes with --identities-writable. Each member validates
     the file first; if one refuses it, none is changed. Exit 3 if a member does not answer: push

@@ -40,10 +40,11 @@ def _amount(flag: str, what: str) -> Any:
 
 
 def list_(run: Invocation) -> int:
-    """Show what each tenant uses: RAM, disk, share of the RAM in use, pages, pins, refusals.
+    """Show what each tenant uses.
 
-    In a cluster the sums over the members; a quota holds at each node. Identities of one tenant see
-    their own. Exit 1 without tenants, 3 if a member does not answer.
+    RAM, disk, share of the RAM in use, pages, pins and refusals. In a cluster the sums over the
+    members; a quota holds at each node. Identities of one tenant see their own. Exit 1 without
+    tenants, 3 if a member does not answer.
 
     \b
     Examples:
@@ -130,10 +131,10 @@ def quota(
     ] = None,
     none: Annotated[bool, typer.Option("--none", help="Remove the tenant's quota.")] = False,
 ) -> None:
-    """Set a tenant's quota in the identities file; what is not named stays.
+    """Set a tenant's quota in the identities file.
 
-    A quota holds at each node, survives restarts, and is in force within two seconds where nodes
-    read this file. `kvstore identities push` gives it to the others.
+    What is not named stays. A quota holds at each node, survives restarts, and is in force within
+    two seconds where nodes read this file. `kvstore identities push` gives it to the others.
 
     \b
     Examples:

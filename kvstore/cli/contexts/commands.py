@@ -101,7 +101,7 @@ def list_(run: Invocation) -> int:
 def show(
     run: Invocation,
     name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="The context; else the one in use.")
+        str, typer.Argument(metavar="NAME", help="The context; else the one in use.")
     ] = "",
 ) -> None:
     """Show a context's settings.
@@ -125,7 +125,7 @@ def show(
 
 
 def use(run: Invocation, name: NameArgument) -> None:
-    """Make a context the current one; none: make no context the current one.
+    """Make a context the current one, or none of them.
 
     \b
     Examples:

@@ -69,12 +69,13 @@ def events(
     hash_name: Hash = HASHES[0],
     hash_seed: Seed = None,
 ) -> int:
-    """Tell routers which blocks of a model are stored, until Ctrl-C or SIGTERM.
+    """Publish a model's stored blocks to routers, until Ctrl-C.
 
-    Follows the feed of the node, or of all members of a cluster, and publishes it over ZMQ: as
-    vLLM's KV events, from a pool that all engines share, and as events of Mooncake's store. New
-    subscribers get a snapshot. --http answers /query and /query_by_hash. Whoever reaches the
-    sockets may read: they have no passwords. ZMQ needs the extra kvstore-llm[events].
+    SIGTERM ends it, too. Follows the feed of the node, or of all members of a cluster, and
+    publishes it over ZMQ: as vLLM's KV events, from a pool that all engines share, and as events of
+    Mooncake's store. New subscribers get a snapshot. --http answers /query and /query_by_hash.
+    Whoever reaches the sockets may read: they have no passwords. ZMQ needs the extra
+    kvstore-llm[events].
 
     \b
     Examples:

@@ -25,17 +25,18 @@ def feed(
         bool, typer.Option("--snapshot", help="End when all stored blocks were shown.")
     ] = False,
 ) -> int:
-    """Show which blocks are stored, and then those that are stored and removed, until Ctrl-C.
+    """Show the stored blocks, then each change, until Ctrl-C.
 
     A block is stored when the namespaces of all ranks and cache groups of its engine have it. After
-    a gap, or a restart of the node, comes a reset, and then everything again. Of a cluster all
+    a gap, or a restart of the node, comes a reset, and then everything again. A snapshot may name a
+    block twice. Of a cluster all
     members are followed. Exit 3 with --snapshot if the node does not answer.
 
     \b
     Examples:
       kvstore feed
       kvstore feed --model llama-3-8b --json
-      kvstore feed --snapshot --json | jq -s 'map(.prefix_hashes | length) | add'
+      kvstore feed --snapshot --json | jq -s '[.[].prefix_hashes[]] | unique | length'
     """
     said = ""  # why the node is away, told once
     with run.client() as client:

@@ -28,7 +28,7 @@ def query(
     run: Invocation,
     model: Annotated[str, typer.Option("--model", metavar="NAME", help="The model's name.")],
     keys: Annotated[
-        list[str] | None, typer.Argument(metavar="HASH...", help="Block hashes in hex, head first.")
+        list[str] | None, typer.Argument(metavar="HASH", help="Block hashes in hex, head first.")
     ] = None,
     tokens: TokensOption = None,
     tokens_file: TokensFileOption = None,
@@ -44,12 +44,12 @@ def query(
     hash_name: Hash = HASHES[0],
     hash_seed: Seed = None,
 ) -> int:
-    """Show how many leading blocks of a prompt are stored, over all ranks and cache groups.
+    """Show how many leading blocks of a prompt are stored.
 
-    The prompt is given as block hashes or as tokens, for each KV of this model's name: engines with
-    other settings have another one. Indented lines are nodes that have blocks by themselves, near
-    copies included. Does not count as a use of the pages. Exit 1 if not even the first block is
-    stored.
+    A block counts if all ranks and cache groups of its engine have it. The prompt is given as block
+    hashes or as tokens, for each KV of this model's name: engines with other settings have another
+    one. Indented lines are nodes that have blocks by themselves, near copies included. Does not
+    count as a use of the pages. Exit 1 if not even the first block is stored.
 
     \b
     Examples:
