@@ -186,8 +186,8 @@ class Invocation:
             raise type(error)(_explain(error, client)) from error
 
 
-# An error that names a setting, such as those of TLS, has its remedy: the node is running.
-_NAMES_SETTING = re.compile(r"\bKVSTORE_|\btls_|--[a-z]")
+# An error that names a setting or an address to write has its remedy: a process answers there.
+_NAMES_REMEDY = re.compile(r"\bKVSTORE_|\btls_|--[a-z]|\bwrite bulk://")
 
 
 def _explain(error: KVStoreError, client: Client) -> str:
@@ -199,11 +199,12 @@ def _explain(error: KVStoreError, client: Client) -> str:
     if cluster:
         return f"cluster {cluster}: {error}; `kvstore cluster` shows which members answer"
     which = f"none of {address}" if "," in address else f"node {address}"
-    if _NAMES_SETTING.search(str(error)):
-        return f"{which}: {error}"
+    what = str(error).removeprefix(f"{address}: ").removeprefix(f"{address} ")
+    if _NAMES_REMEDY.search(what):
+        return f"{which}: {what}"
     if isinstance(error, DeadlineExceeded):
-        return f"{which}: {error}; allow more time with --timeout"
-    problem = f"{which} is {'' if ',' in address else 'un'}available: {error}"
+        return f"{which}: {what}; allow more time with --timeout"
+    problem = f"{which} is {'' if ',' in address else 'un'}available: {what}"
     remedy = "is kvstore-node running there? Name"
     if address == LOCAL:
         remedy = "engines of this user with KVSTORE_ADDRESS=local start it. Or name"

@@ -59,6 +59,7 @@ def test_command_says_who_starts_the_local_node(kvstore: Kvstore) -> None:
         ("the node uses TLS; name its authority with tls_ca (KVSTORE_TLS_CA)", ()),
         ("it requires client certificates (--tls-client-ca)", ()),
         ("not from an authority in tls_ca=ca.pem", ()),
+        ("it answers, but not over gRPC; write bulk://localhost:7441", ()),
     ],
 )
 def test_error_with_a_remedy_gets_no_other(
@@ -75,6 +76,19 @@ def test_error_with_a_remedy_gets_no_other(
     assert [some in told for some in ("is kvstore-node running there?", "--address")] == [
         some in remedies for some in ("is kvstore-node running there?", "--address")
     ]
+
+
+def test_address_is_named_once(
+    kvstore: Kvstore, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = client.config.address
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Unavailable(f"{address}: it is away")
+
+    monkeypatch.setattr(Client, "node_status", fail)
+    told = one_line(kvstore("status", "-a", address))
+    assert told.startswith(f"kvstore: node {address} is unavailable: it is away; ")
 
 
 def test_address_option_overrides_the_environment(
