@@ -91,9 +91,11 @@ class Admin:
         """Make nodes verify their copies of these pages and drop corrupt ones."""
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=True)
 
-        def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[int]:
+        def ask(indices: Indices, connection: NodeConnection, deadline: Deadline) -> list[int]:
             hashes = select(prefix_hashes, indices)
-            replies = keyed_replies(link, "verify", pb.VerifyRequest, namespace, hashes, deadline)
+            replies = keyed_replies(
+                connection, "verify", pb.VerifyRequest, namespace, hashes, deadline
+            )
             return [health for reply in replies for health in _healths(reply)]
 
         deadline = self._deadline(timeout_s)
@@ -147,11 +149,13 @@ class Admin:
     ) -> list[bool]:
         """Remove pages at all members, with one call to each."""
 
-        def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[bool]:
+        def ask(indices: Indices, connection: NodeConnection, deadline: Deadline) -> list[bool]:
             hashes = select(prefix_hashes, indices)
-            replies = keyed_replies(link, "remove", pb.RemoveRequest, namespace, hashes, deadline)
+            replies = keyed_replies(
+                connection, "remove", pb.RemoveRequest, namespace, hashes, deadline
+            )
             self._fan_out.nodes.update_view_if_newer(
-                link, max((reply.view_number for reply in replies), default=0), deadline
+                connection, max((reply.view_number for reply in replies), default=0), deadline
             )
             return per_key(replies, "removed", hashes)
 
@@ -217,10 +221,12 @@ class Admin:
     ) -> "list[PageStat]":
         """Return one PageStat per key; `present` is False for a miss."""
 
-        def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[pb.PageStat]:
+        def ask(
+            indices: Indices, connection: NodeConnection, deadline: Deadline
+        ) -> list[pb.PageStat]:
             hashes = select(prefix_hashes, indices)
             return per_key(
-                keyed_replies(link, "stat", pb.StatRequest, namespace, hashes, deadline),
+                keyed_replies(connection, "stat", pb.StatRequest, namespace, hashes, deadline),
                 "pages",
                 hashes,
             )
@@ -247,11 +253,11 @@ class Admin:
         replies = answered(
             self._fan_out.each(_calls("list", first), namespace, self._deadline(None))
         )
-        links = self._fan_out.nodes.all()
+        channels = self._fan_out.nodes.all()
         parts = [
-            self._list_of(links[address], namespace, first, reply)
+            self._list_of(channels[address], namespace, first, reply)
             for address, reply in replies.items()
-            if address in links
+            if address in channels
         ]
         merged = heapq.merge(*parts, key=lambda page: page.prefix_hash)
         distinct = (
@@ -261,7 +267,7 @@ class Admin:
         yield from map(result, itertools.islice(distinct, limit or None))
 
     def _list_of(
-        self, link: NodeChannel, namespace: Namespace, first: pb.ListRequest, reply: pb.ListReply
+        self, channel: NodeChannel, namespace: Namespace, first: pb.ListRequest, reply: pb.ListReply
     ) -> Iterator[pb.PageStat]:
         """Yield the pages of a node's first reply, then those of its further replies."""
         request, limit, count = pb.ListRequest(), first.limit, 0
@@ -273,7 +279,7 @@ class Admin:
             if not request.page_token or (limit and count >= limit):
                 return
             request.limit = limit - count if limit else 0
-            reply = link.run(_calls("list", request), namespace, self._deadline(None))
+            reply = channel.run(_calls("list", request), namespace, self._deadline(None))
 
     def namespaces(self, timeout_s: float | None = None) -> "list[tuple[Namespace, NamespaceInfo]]":
         """Return all namespaces and their counters, summed over the members that answer."""
@@ -352,8 +358,8 @@ class Admin:
         Return the number of pages on disk.
         """
 
-        def run(link: NodeConnection, deadline: Deadline) -> pb.FlushReply:
-            reply: pb.FlushReply = link.wire.call(
+        def run(connection: NodeConnection, deadline: Deadline) -> pb.FlushReply:
+            reply: pb.FlushReply = connection.wire.call(
                 "flush", pb.FlushRequest(wait_ms=wait_ms(deadline)), deadline
             )
             return reply
@@ -558,7 +564,7 @@ def answered(outcomes: Mapping[str, Result | KVStoreError]) -> dict[str, Result]
 
 def _calls(op: str, request: Any) -> Call[Any]:
     """Return a function that makes this call at a node."""
-    return lambda link, limit: link.wire.call(op, request, limit)
+    return lambda connection, limit: connection.wire.call(op, request, limit)
 
 
 def _asks(
@@ -566,9 +572,11 @@ def _asks(
 ) -> Ask[bool]:
     """Return a function that sends a call about keys and reads `field` of the replies."""
 
-    def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[bool]:
+    def ask(indices: Indices, connection: NodeConnection, deadline: Deadline) -> list[bool]:
         hashes = select(prefix_hashes, indices)
-        return per_key(keyed_replies(link, op, message, namespace, hashes, deadline), field, hashes)
+        return per_key(
+            keyed_replies(connection, op, message, namespace, hashes, deadline), field, hashes
+        )
 
     return ask
 

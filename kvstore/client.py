@@ -113,7 +113,7 @@ class Client(Admin):
         It is 'none' before the first call and while no node is reachable, and 'mixed' if the
         members of a cluster are reached by several transports.
         """
-        names = {link.wire_name for link in self._fan_out.nodes.all().values()} - {"none"}
+        names = {channel.wire_name for channel in self._fan_out.nodes.all().values()} - {"none"}
         return "mixed" if len(names) > 1 else names.pop() if names else "none"
 
     @property
@@ -122,8 +122,8 @@ class Client(Admin):
 
         They do not work while a near node fails; `put` and `get` do.
         """
-        link = self._fan_out.nodes.local_channel
-        return link is not None and link.wire_name == ShmWire.name
+        channel = self._fan_out.nodes.local_channel
+        return channel is not None and channel.wire_name == ShmWire.name
 
     def close(self) -> None:
         """Close idle connections now, and those in use when their call ends."""
@@ -152,12 +152,12 @@ class Client(Admin):
 
         @Stepwise
         def ask(
-            indices: Indices, link: NodeConnection, limit: Deadline, near: bool = False
+            indices: Indices, connection: NodeConnection, limit: Deadline, near: bool = False
         ) -> Presence:
             if near:
-                link.check_asks_others()
+                connection.check_asks_others()
             hashes = select(prefix_hashes, indices)
-            return (yield from look_up.steps(link, namespace, hashes, touch, limit, near))
+            return (yield from look_up.steps(connection, namespace, hashes, touch, limit, near))
 
         check_prefix_hashes(prefix_hashes, PREFIX_HASHES_MAX, distinct=False)
         deadline = self._deadline(timeout_s)
@@ -189,10 +189,10 @@ class Client(Admin):
         check_lengths(prefix_hashes, views)
         key = self._page_key(namespace)
 
-        def ask(indices: Indices, link: NodeConnection, limit: Deadline) -> list[PutOutcome]:
-            link.check_asks_others()
+        def ask(indices: Indices, connection: NodeConnection, limit: Deadline) -> list[PutOutcome]:
+            connection.check_asks_others()
             try:
-                return put_pages(link, namespace, prefix_hashes, views, keep, limit, key)
+                return put_pages(connection, namespace, prefix_hashes, views, keep, limit, key)
             except InvalidRequest as error:
                 if not keep.durable:
                     raise
@@ -234,12 +234,12 @@ class Client(Admin):
         # By key: the error of an owner that has no space or could not acknowledge.
         full: dict[int, Exhausted] = {}
 
-        def ask(indices: Indices, link: NodeConnection, limit: Deadline) -> list[PutOutcome]:
+        def ask(indices: Indices, connection: NodeConnection, limit: Deadline) -> list[PutOutcome]:
             try:
                 if keep.ack == ACK_ALL and self._fan_out.nodes.view is not None:
-                    link.check_knows_members()
+                    connection.check_knows_members()
                 hashes, pages = select(prefix_hashes, indices), select(views, indices)
-                return put_pages(link, namespace, hashes, pages, keep, limit, key)
+                return put_pages(connection, namespace, hashes, pages, keep, limit, key)
             except Exhausted as error:
                 if error.answered:
                     full.update(dict.fromkeys(indices, error))
@@ -321,14 +321,14 @@ class Client(Admin):
         asked = replace(options, prefix=False) if several else options
 
         def ask(
-            indices: Indices, link: NodeConnection, limit: Deadline, asked: GetOptions = asked
+            indices: Indices, connection: NodeConnection, limit: Deadline, asked: GetOptions = asked
         ) -> list[bool]:
             if asked.near:
-                link.check_asks_others()
+                connection.check_asks_others()
             hashes, into = select(prefix_hashes, indices), select(views, indices)
-            found = get_pages(link, namespace, hashes, into, asked, limit)
+            found = get_pages(connection, namespace, hashes, into, asked, limit)
             forged.update(found.forged)
-            self._corruption_reports.report(found, link, namespace, limit)
+            self._corruption_reports.report(found, connection, namespace, limit)
             return found.hits
 
         ask_near = partial(ask, asked=replace(options, near=True))
@@ -342,8 +342,10 @@ class Client(Admin):
                 if not hit and prefix_hashes[index] in forged
             ]
 
-            def ask_again(indices: Indices, link: NodeConnection, limit: Deadline) -> list[bool]:
-                return ask(select(left, indices), link, limit)
+            def ask_again(
+                indices: Indices, connection: NodeConnection, limit: Deadline
+            ) -> list[bool]:
+                return ask(select(left, indices), connection, limit)
 
             with contextlib.suppress(*ELSEWHERE):
                 hashes = select(prefix_hashes, left)
@@ -370,10 +372,10 @@ class Client(Admin):
         return self._page_keys.key_for(namespace.digest)
 
     def _report_corruption(
-        self, found: GetResult, link: NodeConnection, namespace: Namespace, deadline: Deadline
+        self, found: GetResult, connection: NodeConnection, namespace: Namespace, deadline: Deadline
     ) -> None:
         """Count, log and report the corrupt and forged pages of a result."""
-        self._corruption_reports.report(found, link, namespace, deadline)
+        self._corruption_reports.report(found, connection, namespace, deadline)
 
     # ---- pages in place ------------------------------------------------------------------
 
@@ -441,7 +443,7 @@ class Client(Admin):
             return batch_pages_max(nbytes, limits)
         deadline = self._deadline(timeout_s)
         return self._fan_out.in_place(
-            lambda link, _: batch_pages_max(nbytes, link.limits),
+            lambda connection, _: batch_pages_max(nbytes, connection.limits),
             namespace,
             deadline,
             "batch_pages_max",
@@ -461,13 +463,13 @@ class Client(Admin):
             )
 
         def run(
-            link: NodeConnection, deadline: Deadline
+            connection: NodeConnection, deadline: Deadline
         ) -> tuple[contextlib.AbstractContextManager[Slots], Slots]:
-            if not isinstance(link.wire, ShmWire):
+            if not isinstance(connection.wire, ShmWire):
                 raise InvalidRequest(
-                    f"the {link.wire.name} wire maps no memory of the node; use put and get"
+                    f"the {connection.wire.name} wire maps no memory of the node; use put and get"
                 )
-            context = enter(link.wire, deadline)
+            context = enter(connection.wire, deadline)
             return context, context.__enter__()
 
         # No ExitStack: after two interrupts it would keep the connection. The traceback of an
@@ -494,7 +496,7 @@ class CorruptionReports:
         self.forged_pages = 0
 
     def report(
-        self, found: GetResult, link: NodeConnection, namespace: Namespace, deadline: Deadline
+        self, found: GetResult, connection: NodeConnection, namespace: Namespace, deadline: Deadline
     ) -> None:
         """Report the bad pages of a result.
 
@@ -510,7 +512,7 @@ class CorruptionReports:
                 len(corrupt),
                 named,
             )
-            _report(link, "verify", pb.VerifyRequest, namespace, corrupt, deadline)
+            _report(connection, "verify", pb.VerifyRequest, namespace, corrupt, deadline)
         if forged := found.forged:
             self.forged_pages += len(forged)
             log.error(
@@ -518,11 +520,11 @@ class CorruptionReports:
                 len(forged),
                 named,
             )
-            _report(link, "remove", pb.RemoveRequest, namespace, forged, deadline)
+            _report(connection, "remove", pb.RemoveRequest, namespace, forged, deadline)
 
 
 def _report(
-    link: NodeConnection,
+    connection: NodeConnection,
     op: str,
     message: Any,
     namespace: Namespace,
@@ -531,7 +533,7 @@ def _report(
 ) -> None:
     request = message(namespace=namespace.digest, prefix_hashes=list(dict.fromkeys(prefix_hashes)))
     try:
-        link.wire.call(op, request, deadline)
+        connection.wire.call(op, request, deadline)
     except KVStoreError as error:
         log.warning("%s of corrupt or forged pages at the node failed: %s", op, error)
 

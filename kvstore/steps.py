@@ -2,7 +2,7 @@
 
 A function of steps is a generator that yields each piece of I/O and gets its result:
 
-    reply = yield link.wire.call("lookup", request, deadline)
+    reply = yield connection.wire.call("lookup", request, deadline)
 
 With a synchronous wire the expression has done the work already, and `run` only hands the result
 back. With an asynchronous one it is a coroutine, which `run_async` awaits. Errors are raised at the

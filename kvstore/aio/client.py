@@ -73,7 +73,7 @@ Result = TypeVar("Result")
 LIST_AT_ONCE = 256  # pages of a list that one visit to a thread fetches
 
 
-class NativeLink(NamedTuple):
+class NativeConnection(NamedTuple):
     """A node for the calls of `kvstore.cluster.calls`, with coroutines."""
 
     wire: AsyncBulkWire
@@ -155,8 +155,8 @@ class Client:
         if channel is None:
             return await self._thread(deadline, self.sync.lookup, namespace, prefix_hashes, touch)
 
-        async def ask(link: NodeConnection) -> list[int]:
-            steps = look_up.steps(link, namespace, prefix_hashes, touch, deadline)
+        async def ask(connection: NodeConnection) -> list[int]:
+            steps = look_up.steps(connection, namespace, prefix_hashes, touch, deadline)
             return await run_async(steps)
 
         present = await self._run(channel, ask, namespace, deadline)
@@ -185,8 +185,10 @@ class Client:
                 deadline, self.sync.put, namespace, prefix_hashes, pages, keep
             )
 
-        async def ask(link: NodeConnection) -> list[PutOutcome]:
-            steps = put_pages.steps(link, namespace, prefix_hashes, views, keep, deadline, key)
+        async def ask(connection: NodeConnection) -> list[PutOutcome]:
+            steps = put_pages.steps(
+                connection, namespace, prefix_hashes, views, keep, deadline, key
+            )
             return await run_async(steps)
 
         outcomes: list[PutOutcome] = await self._run(channel, ask, namespace, deadline)
@@ -238,15 +240,17 @@ class Client:
         if channel is None:
             return await self._thread(deadline, call)
 
-        async def ask(link: NodeConnection) -> GetResult:
-            steps = get_pages.steps(link, namespace, prefix_hashes, views, options, deadline)
+        async def ask(connection: NodeConnection) -> GetResult:
+            steps = get_pages.steps(connection, namespace, prefix_hashes, views, options, deadline)
             return await run_async(steps)
 
         found: GetResult = await self._run(channel, ask, namespace, deadline)
         if found.corrupt or found.forged:
             await self._in_thread(
                 channel.run,
-                lambda link, limit: self.sync._report_corruption(found, link, namespace, limit),
+                lambda connection, limit: self.sync._report_corruption(
+                    found, connection, namespace, limit
+                ),
                 namespace,
                 deadline,
             )
@@ -460,10 +464,10 @@ class Client:
         channel = self.sync._single_node()
         if channel is None or channel.connection is None:
             channel = await self._in_thread(self.sync._single_node, deadline)
-        link = channel.connection if channel else None
-        if link is None or not isinstance(link.wire, BulkWire):
+        connection = channel.connection if channel else None
+        if connection is None or not isinstance(connection.wire, BulkWire):
             return None
-        native = link.wire.is_plain and (not pages or link.wire.single_stream(pages))
+        native = connection.wire.is_plain and (not pages or connection.wire.single_stream(pages))
         return channel if native else None
 
     async def _run(
@@ -481,18 +485,18 @@ class Client:
                 lease = await self._in_thread(channel.connect, limit)
             return lease
 
-        async def work(link: NodeConnection, limit: Deadline) -> Any:
-            native = NativeLink(self._wire(link), link.limits)
+        async def work(connection: NodeConnection, limit: Deadline) -> Any:
+            native = NativeConnection(self._wire(connection), connection.limits)
             return await ask(cast(NodeConnection, native))  # the steps use no more of it
 
-        async def opened(link: NodeConnection, space: Namespace, limit: Deadline) -> None:
-            await self._in_thread(link.open, space, limit)
+        async def opened(connection: NodeConnection, space: Namespace, limit: Deadline) -> None:
+            await self._in_thread(connection.open, space, limit)
 
         return await run_async(channel.steps(connect, opened, work, namespace, deadline))
 
-    def _wire(self, link: NodeConnection) -> AsyncBulkWire:
+    def _wire(self, connection: NodeConnection) -> AsyncBulkWire:
         """Return the event loop's wire beside the channel's own, which is made with it."""
-        wire = link.wire
+        wire = connection.wire
         if not isinstance(wire, BulkWire):  # the channel has found a better one meanwhile
             raise Unavailable("the connection changed during the call; try again")
         native, loop = self._native, asyncio.get_running_loop()

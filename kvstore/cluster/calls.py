@@ -38,7 +38,7 @@ SCRATCH_NBYTES = 64 << 20
 
 @Stepwise
 def look_up(
-    link: NodeConnection,
+    connection: NodeConnection,
     namespace: Namespace,
     prefix_hashes: Sequence[bytes],
     touch: bool,
@@ -53,13 +53,13 @@ def look_up(
     this restores the whole chain's order.
     """
     found: list[list[int]] = []
-    step = link.limits.batch_keys_max
+    step = connection.limits.batch_keys_max
     for start in reversed(range(0, len(prefix_hashes), step)):
         hashes = prefix_hashes[start : start + step]
         request = pb.LookupRequest(namespace=namespace.digest, prefix_hashes=hashes, touch=touch)
         if near:
             request.near, request.wait_ms = True, near_wait_ms(deadline)
-        reply = yield from _call(link, "lookup", request, len(found) * step, deadline)
+        reply = yield from _call(connection, "lookup", request, len(found) * step, deadline)
         present = reply.present[:]
         if len(present) != len(hashes):
             raise ProtocolError(
@@ -82,7 +82,7 @@ def lookup_result(tiers: Sequence[int]) -> LookupResult:
 
 @Stepwise
 def keyed_replies(
-    link: NodeConnection,
+    connection: NodeConnection,
     op: str,
     message: Any,
     namespace: Namespace,
@@ -93,25 +93,25 @@ def keyed_replies(
 
     `message` makes the request.
     """
-    step = batch_pages_max(namespace.stored_nbytes if op == "verify" else 0, link.limits)
+    step = batch_pages_max(namespace.stored_nbytes if op == "verify" else 0, connection.limits)
     replies: list[Any] = []
     for start in range(0, len(prefix_hashes), step):
         request = message(
             namespace=namespace.digest, prefix_hashes=prefix_hashes[start : start + step]
         )
-        replies.append((yield from _call(link, op, request, start, deadline)))
+        replies.append((yield from _call(connection, op, request, start, deadline)))
     return replies
 
 
 def _call(
-    link: NodeConnection, op: str, request: Any, answered: int, deadline: Deadline
+    connection: NodeConnection, op: str, request: Any, answered: int, deadline: Deadline
 ) -> Steps[Any]:
     """Make the call of one batch, after other calls whose answers have as many keys.
 
     If its time ends, the batch was too large for it: Exhausted, which is no failure of the node.
     """
     try:
-        return (yield link.wire.call(op, request, deadline))
+        return (yield connection.wire.call(op, request, deadline))
     except DeadlineExceeded as error:
         if not answered:
             raise
@@ -212,7 +212,7 @@ def check_lengths(prefix_hashes: Sequence[bytes], pages: Sequence[Pieces]) -> No
 
 @Stepwise
 def put_pages(
-    link: NodeConnection,
+    connection: NodeConnection,
     namespace: Namespace,
     prefix_hashes: Sequence[bytes],
     pages: Sequence[Pieces],
@@ -228,21 +228,23 @@ def put_pages(
     """
     outcomes: list[PutOutcome] = []
     seals = None if key is None else PageHmacs(key, namespace.layout.page_nbytes)
-    parts = list(batches(len(pages), namespace.stored_nbytes, link.limits))
+    parts = list(batches(len(pages), namespace.stored_nbytes, connection.limits))
     for part in parts:
         hashes = prefix_hashes[part]
         if outcomes:  # these pages are the newest now: a chain that is too long loses its end
-            yield from look_up.steps(link, namespace, prefix_hashes[: part.start], True, deadline)
+            yield from look_up.steps(
+                connection, namespace, prefix_hashes[: part.start], True, deadline
+            )
         request = put_request(namespace, hashes, keep, deadline)
         try:
-            verdicts = yield link.wire.put(request, pages[part], deadline, seals)
+            verdicts = yield connection.wire.put(request, pages[part], deadline, seals)
         except Exhausted:
             if not outcomes or keep.needs_ack:
                 raise
             verdicts = [pb.FULL] * len(hashes)
         outcomes.extend(put_outcomes(verdicts))
     if len(parts) > 1:
-        yield from look_up.steps(link, namespace, prefix_hashes, True, deadline)
+        yield from look_up.steps(connection, namespace, prefix_hashes, True, deadline)
     return outcomes
 
 
@@ -279,7 +281,7 @@ class GetResult(NamedTuple):
 
 @Stepwise
 def get_pages(
-    link: NodeConnection,
+    connection: NodeConnection,
     namespace: Namespace,
     prefix_hashes: Sequence[bytes],
     pages: Sequence[Pieces],
@@ -293,7 +295,7 @@ def get_pages(
     if options.key is None:
         return (
             yield from _get(
-                link,
+                connection,
                 namespace,
                 prefix_hashes,
                 pages,
@@ -304,10 +306,12 @@ def get_pages(
         )
     if whole:
         asked = _NodeGet((), PageHmacs(options.key, page_nbytes))
-        return (yield from _get(link, namespace, prefix_hashes, pages, asked, options, deadline))
+        return (
+            yield from _get(connection, namespace, prefix_hashes, pages, asked, options, deadline)
+        )
     return (
         yield from _get_sealed_ranges(
-            link, namespace, prefix_hashes, pages, ranges, options, deadline
+            connection, namespace, prefix_hashes, pages, ranges, options, deadline
         )
     )
 
@@ -324,7 +328,7 @@ class _NodeGet:
 
 
 def _get(
-    link: NodeConnection,
+    connection: NodeConnection,
     namespace: Namespace,
     prefix_hashes: Sequence[bytes],
     pages: Sequence[Pieces],
@@ -338,7 +342,7 @@ def _get(
     checked = hashed_nbytes(stored_nbytes, ranges or [(0, stored_nbytes)])
     hits: list[bool] = []
     corrupt: list[bytes] = []
-    parts = list(batches(len(pages), checked, link.limits, max(1, len(ranges))))
+    parts = list(batches(len(pages), checked, connection.limits, max(1, len(ranges))))
     for part in parts:
         hashes = prefix_hashes[part]
         request = pb.GetRequest(
@@ -351,20 +355,22 @@ def _get(
             in_parts=len(hashes) > 1,
         )
         seeds = key_seeds(namespace, hashes)
-        found, damaged = yield link.wire.get(request, pages[part], seeds, deadline, asked.seals)
+        found, damaged = yield connection.wire.get(
+            request, pages[part], seeds, deadline, asked.seals
+        )
         hits.extend(found)
         corrupt.extend(hashes[place] for place in damaged)
         if options.prefix and not all(found):
             break
     if len(parts) > 1:
-        yield from look_up.steps(link, namespace, prefix_hashes[: len(hits)], True, deadline)
+        yield from look_up.steps(connection, namespace, prefix_hashes[: len(hits)], True, deadline)
     length = leading(hits) if options.prefix else len(hits)
     forged = asked.seals.forged if asked.seals else []
     return GetResult(hits[:length] + [False] * (len(pages) - length), corrupt, forged)
 
 
 def _get_sealed_ranges(
-    link: NodeConnection,
+    connection: NodeConnection,
     namespace: Namespace,
     prefix_hashes: Sequence[bytes],
     pages: Sequence[Pieces],
@@ -387,7 +393,7 @@ def _get_sealed_ranges(
             (*sealed.runs, behind), PageHmacs(options.key, page_nbytes, sealed.numbers)
         )
         some = yield from _get(
-            link, namespace, hashes, scratch[: len(hashes)], asked, options, deadline
+            connection, namespace, hashes, scratch[: len(hashes)], asked, options, deadline
         )
         for hit, page, (parts,) in zip(
             some.hits, pages[start : start + step], scratch, strict=False
@@ -398,5 +404,5 @@ def _get_sealed_ranges(
             found.hits + some.hits, found.corrupt + some.corrupt, found.forged + some.forged
         )
     if step < len(pages):
-        yield from look_up.steps(link, namespace, prefix_hashes, True, deadline)
+        yield from look_up.steps(connection, namespace, prefix_hashes, True, deadline)
     return found

@@ -3,7 +3,8 @@
 single     call --> the node
 near       call --> the near member, which asks the others; if it fails:
 cluster    call --> view: which members own the keys? --> members, in parallel --> answers by key
-                    small lookups in this thread (kvstore.transports.abreast), others in threads
+                    small lookups in this thread (kvstore.transports.polled_calls), others in
+                    threads
 """
 
 import contextlib
@@ -30,9 +31,9 @@ from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, Unava
 from kvstore.keys import Namespace
 from kvstore.log_rate import LogRate
 from kvstore.steps import Stepwise
-from kvstore.transports.abreast import ask_abreast, may_ask
 from kvstore.transports.channel import NodeConnection
 from kvstore.transports.parallel import ParallelTransfer
+from kvstore.transports.polled_calls import call_polled, may_ask
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
@@ -83,14 +84,14 @@ class FanOut:
 
         `ask` begins with `NodeConnection.check_asks_others`.
         """
-        link = self.nodes.near(deadline)
-        if link is None:
+        channel = self.nodes.near(deadline)
+        if channel is None:
             return None
         limit = deadline.sooner(deadline.remaining() * FIRST_SHARE)
         try:
-            return link.run(partial(ask, range(len(prefix_hashes))), namespace, limit)
+            return channel.run(partial(ask, range(len(prefix_hashes))), namespace, limit)
         except ELSEWHERE as error:
-            log.info("near node %s: %s; asking the owners", link.address, error)
+            log.info("near node %s: %s; asking the owners", channel.address, error)
             return None
 
     def route(
@@ -154,8 +155,8 @@ class FanOut:
             channels = [self.nodes.member(view, member) for member in groups]
             if all(may_ask(channel, namespace) for channel in channels):
                 steps = [partial(ask.steps, indices) for indices in groups.values()]
-                abreast = list(zip(channels, steps, calls, strict=True))
-                return ask_abreast(abreast, self._threads.run, namespace, limit)
+                small_calls = list(zip(channels, steps, calls, strict=True))
+                return call_polled(small_calls, self._threads.run, namespace, limit)
         return self._threads.run(calls)
 
     def _ask_member(
@@ -207,9 +208,9 @@ class FanOut:
         if near is None:
             return self.one(call, namespace, deadline, what)
 
-        def ask(link: NodeConnection, limit: Deadline) -> Result:
-            link.check_knows_members()
-            return call(link, limit)
+        def ask(connection: NodeConnection, limit: Deadline) -> Result:
+            connection.check_knows_members()
+            return call(connection, limit)
 
         return near.run(ask, namespace, deadline.sooner(deadline.remaining() * FIRST_SHARE))
 
@@ -219,9 +220,9 @@ class FanOut:
         """Return what each node returned or raised, by address."""
         if self.nodes.found(deadline) is None:
             return {self.nodes.only.address: self.nodes.only.run(call, namespace, deadline)}
-        links = self.nodes.all()
-        calls = [partial(link.run, call, namespace, deadline) for link in links.values()]
-        return dict(zip(links, self._threads.run(calls), strict=True))
+        channels = self.nodes.all()
+        calls = [partial(channel.run, call, namespace, deadline) for channel in channels.values()]
+        return dict(zip(channels, self._threads.run(calls), strict=True))
 
     def all(
         self,

@@ -82,15 +82,15 @@ def _of_node(nodes: Nodes, model: str, wait_s: float, timeout_s: float) -> Itera
 
 
 def _poll(
-    link: NodeChannel, request: pb.FeedRequest, wait_s: float, timeout_s: float
+    channel: NodeChannel, request: pb.FeedRequest, wait_s: float, timeout_s: float
 ) -> pb.FeedReply:
     request.wait_ms = max(1, round(1000 * wait_s))
     call = partial(_call, request)
-    return link.run(call, None, Deadline(wait_s + timeout_s))
+    return channel.run(call, None, Deadline(wait_s + timeout_s))
 
 
-def _call(request: pb.FeedRequest, link: NodeConnection, deadline: Deadline) -> pb.FeedReply:
-    reply: pb.FeedReply = link.wire.call("feed", request, deadline)
+def _call(request: pb.FeedRequest, connection: NodeConnection, deadline: Deadline) -> pb.FeedReply:
+    reply: pb.FeedReply = connection.wire.call("feed", request, deadline)
     if not {about.id for about in reply.models} >= {change.model for change in reply.changes}:
         raise ProtocolError("a node told changes of a model that it did not describe")
     return reply

@@ -31,9 +31,9 @@ def send_hint(
     def message(namespace: bytes, prefix_hashes: Sequence[bytes]) -> pb.HintRequest:
         return hint.message(namespace, prefix_hashes)
 
-    def ask(indices: Indices, link: NodeConnection, deadline: Deadline) -> list[int]:
+    def ask(indices: Indices, connection: NodeConnection, deadline: Deadline) -> list[int]:
         hashes = select(prefix_hashes, indices)
-        replies = keyed_replies(link, "hint", message, namespace, hashes, deadline)
+        replies = keyed_replies(connection, "hint", message, namespace, hashes, deadline)
         reasons.update((reply.reason, None) for reply in replies if reply.reason)
         return per_key(replies, "verdicts", hashes)
 
@@ -59,11 +59,11 @@ def end_session(
 ) -> list[bytes]:
     """Delete a session's own pages at all nodes; return their keys."""
 
-    def ask(link: NodeConnection, limit: Deadline) -> list[bytes]:
+    def ask(connection: NodeConnection, limit: Deadline) -> list[bytes]:
         deleted: list[bytes] = []
         while True:
             request = hint.message(namespace.digest, ())
-            reply = link.wire.call("hint", request, limit)
+            reply = connection.wire.call("hint", request, limit)
             deleted += reply.deleted
             if not reply.more:
                 return deleted

@@ -34,11 +34,11 @@ NEAR_SHARE = 0.25  # share of a call's time for each of them
 class Near(NamedTuple):
     """The near node of a view.
 
-    `link`: its channel, or None if there is none. `until`: when to search again.
+    `channel`: its channel, or None if there is none. `until`: when to search again.
     """
 
     view: View
-    link: NodeChannel | None
+    channel: NodeChannel | None
     until: float
 
 
@@ -55,13 +55,13 @@ class Nodes:
         self._addresses = config.addresses  # as configured
         import_grpc_for(self._addresses)
         self._lock = threading.Lock()  # held for microseconds
-        self._links: dict[str, NodeChannel] = {}  # by address
+        self._channels: dict[str, NodeChannel] = {}  # by address
         self._closed = False
         self._gone = (0, 0)  # connects and failures of channels that were closed
         self._view: View | None = None
         self._members: dict[str, str] = {}  # by address: the id of the member that answered there
         self._near: Near | None = None
-        self.only = self._link(self._addresses[0])
+        self.only = self._channel(self._addresses[0])
         self._follower = Follower(self._follow, self._take)
 
     @property
@@ -80,11 +80,13 @@ class Nodes:
             self._ask(deadline)
         return self._view
 
-    def update_view_if_newer(self, link: NodeConnection, number: int, deadline: Deadline) -> None:
+    def update_view_if_newer(
+        self, connection: NodeConnection, number: int, deadline: Deadline
+    ) -> None:
         """Request a member's view if it announced a newer number."""
         view = self._view
         if view is not None and number > view.number:
-            hello = link.wire.call(
+            hello = connection.wire.call(
                 "hello", pb.HelloRequest(protocol_version=PROTOCOL_VERSION), deadline
             )
             self._take(hello.view)
@@ -96,8 +98,8 @@ class Nodes:
         """Return the single node, or the near one if it is known and healthy."""
         if self._view is None:
             return self.only
-        link = self._near.link if self._near else None
-        return None if link is None or link.failing or link.is_older else link
+        channel = self._near.channel if self._near else None
+        return None if channel is None or channel.failing or channel.is_older else channel
 
     def near(self, deadline: Deadline) -> NodeChannel | None:
         """Return the channel to the near member, which is asked for all keys; None without one."""
@@ -108,13 +110,13 @@ class Nodes:
         if (
             known is None
             or known.view is not view
-            or (known.link is None and time.monotonic() >= known.until)
+            or (known.channel is None and time.monotonic() >= known.until)
         ):
             again = time.monotonic() + NEAR_AGAIN_S
             self._near = Near(view, None, again)  # meanwhile other threads do without a near node
             self._near = Near(view, self._nearest(view, deadline), again)
-        link = self._near.link if self._near else None
-        return None if link is None or link.is_older else link
+        channel = self._near.channel if self._near else None
+        return None if channel is None or channel.is_older else channel
 
     def _nearest(self, view: View, deadline: Deadline) -> NodeChannel | None:
         named = self._config.near
@@ -127,43 +129,45 @@ class Nodes:
             return self.member(view, named)
         if self._config.wire not in ("auto", "shm"):
             return None
-        for link in self._near_candidates(view):
-            if not link.connect_count:
+        for channel in self._near_candidates(view):
+            if not channel.connect_count:
                 with contextlib.suppress(KVStoreError):
                     limit = deadline.sooner(deadline.remaining() * NEAR_SHARE)
-                    link.open(None, limit)
-            if link.wire_name == "shm":
-                log.info("cluster %s: %s is near", view.cluster, link.address)
-                return link
+                    channel.open(None, limit)
+            if channel.wire_name == "shm":
+                log.info("cluster %s: %s is near", view.cluster, channel.address)
+                return channel
         return None
 
     def _near_candidates(self, view: View) -> Iterator[NodeChannel]:
         """Yield members whose shared memory is in use; then those at addresses of this host."""
         given = {member.id for member in view.members if member.state is not State.DRAINING}
         with self._lock:
-            known = [link for at, link in self._links.items() if self._members.get(at) in given]
-        yield from (link for link in known if link.wire_name == "shm")
+            known = [
+                channel for at, channel in self._channels.items() if self._members.get(at) in given
+            ]
+        yield from (channel for channel in known if channel.wire_name == "shm")
         here = [
             some
             for some in view.members
             if some.id in given and is_here(split_address(some.address)[0])
         ]
-        yield from (self._link(member.address) for member in here[:NEAR_TRIED])
+        yield from (self._channel(member.address) for member in here[:NEAR_TRIED])
 
-    # ---- links ---------------------------------------------------------------------------
+    # ---- channels ------------------------------------------------------------------------
 
     def _ask(self, deadline: Deadline) -> None:
         for number, address in enumerate(self._addresses, 1):
-            last, link = number == len(self._addresses), self._link(address)
-            failures = link.failure_count
+            last, channel = number == len(self._addresses), self._channel(address)
+            failures = channel.failure_count
             try:
                 limit = deadline if last else Deadline(deadline.remaining() / 2)
-                link.open(None, limit)
+                channel.open(None, limit)
             except ProtocolError:
                 raise
             except KVStoreError as error:
                 # If the count did not grow, the circuit breaker refused the call without trying
-                tried = link.failure_count > failures
+                tried = channel.failure_count > failures
                 if tried and self._ask_records(address, limit):
                     return
                 if last:
@@ -181,7 +185,7 @@ class Nodes:
         """Return whether one of several addresses behind a name leads to a cluster."""
         for record in _records(address, deadline):
             try:
-                self._link(record).open(None, deadline)
+                self._channel(record).open(None, deadline)
             except KVStoreError as error:
                 log.info("%s: %s", record, error)
             if self._view is not None:
@@ -190,20 +194,20 @@ class Nodes:
 
     def member(self, view: View, member: str) -> NodeChannel:
         """Return the channel to a member of a view, which was the newest when the call began."""
-        return self._link(view.by_id[member].address)
+        return self._channel(view.by_id[member].address)
 
     def all(self) -> dict[str, NodeChannel]:
         """Return the channels by address: of the members, or of the single node."""
         view = self._view
         if view is None:
             return {self.only.address: self.only}
-        return {member.address: self._link(member.address) for member in view.members}
+        return {member.address: self._channel(member.address) for member in view.members}
 
     @property
     def some_fail(self) -> bool:
         """Return whether a node fails while another connected one does not."""
         # Read once: it may change
-        known = [(link.failing, link.wire_name != "none") for link in self.all().values()]
+        known = [(channel.failing, channel.wire_name != "none") for channel in self.all().values()]
         return any(failing for failing, _ in known) and any(
             there and not failing for failing, there in known
         )
@@ -213,9 +217,9 @@ class Nodes:
         """Return the number of connections made and of calls that failed."""
         with self._lock:
             connects, failures = self._gone
-            links = list(self._links.values())
-        return connects + sum(link.connect_count for link in links), failures + sum(
-            link.failure_count for link in links
+            channels = list(self._channels.values())
+        return connects + sum(channel.connect_count for channel in channels), failures + sum(
+            channel.failure_count for channel in channels
         )
 
     @property
@@ -227,23 +231,23 @@ class Nodes:
         """Stop following views and close all connections."""
         with self._lock:
             self._closed = True
-            links = list(self._links.values())
+            channels = list(self._channels.values())
         self._follower.close()
-        for link in links:
-            link.close()
+        for channel in channels:
+            channel.close()
 
-    def _link(self, address: str) -> NodeChannel:
+    def _channel(self, address: str) -> NodeChannel:
         with self._lock:
-            link = self._links.get(address)
-            if link is None:
-                link = self._links[address] = NodeChannel(
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = self._channels[address] = NodeChannel(
                     address, self._config, learn=partial(self._learn, address=address)
                 )
                 if self._closed:
-                    link.close()
+                    channel.close()
                 elif self._view is not None:
-                    _tell_ports(self._view, {address: link})
-            return link
+                    _tell_ports(self._view, {address: channel})
+            return channel
 
     def _learn(self, hello: pb.HelloReply, address: str = "") -> None:
         """Take the view of a hello.
@@ -263,16 +267,18 @@ class Nodes:
         """
         view = self._view
         assert view is not None
-        members = [self._link(member.address) for member in view.members]
-        links = [link for link in members if link.wire_name != "none"] or members
+        members = [self._channel(member.address) for member in view.members]
+        channels = [channel for channel in members if channel.wire_name != "none"] or members
         deadline = Deadline(self._config.timeout_s)
-        if turn % (len(links) + 1) == len(links):
-            links = [self._link(address) for address in self._addresses]
+        if turn % (len(channels) + 1) == len(channels):
+            channels = [self._channel(address) for address in self._addresses]
             for address in self._addresses:
-                links += [self._link(record) for record in _records(address, deadline)]
-        link = links[turn % len(links)]
-        return link.run(
-            lambda link, limit: link.way.follow(view.number, seconds, limit), None, deadline
+                channels += [self._channel(record) for record in _records(address, deadline)]
+        channel = channels[turn % len(channels)]
+        return channel.run(
+            lambda connection, limit: connection.negotiated.follow(view.number, seconds, limit),
+            None,
+            deadline,
         )
 
     def _take(self, message: pb.View) -> None:
@@ -298,30 +304,30 @@ class Nodes:
                 return
             self._view = view.after(known)
             addresses = {member.address for member in view.members} | {*self._addresses}
-            _tell_ports(view, self._links)
+            _tell_ports(view, self._channels)
             left = [
-                self._links.pop(known_at)
-                for known_at in list(self._links)
+                self._channels.pop(known_at)
+                for known_at in list(self._channels)
                 if known_at not in addresses
             ]
             self._members = {at: member for at, member in self._members.items() if at in addresses}
             self._gone = (
-                self._gone[0] + sum(link.connect_count for link in left),
-                self._gone[1] + sum(link.failure_count for link in left),
+                self._gone[0] + sum(channel.connect_count for channel in left),
+                self._gone[1] + sum(channel.failure_count for channel in left),
             )
         log.info(
             "cluster %s: view %d with %d members", view.cluster, view.number, len(view.members)
         )
-        for link in left:
-            link.close()
+        for channel in left:
+            channel.close()
 
 
-def _tell_ports(view: View, links: Mapping[str, NodeChannel]) -> None:
+def _tell_ports(view: View, channels: Mapping[str, NodeChannel]) -> None:
     """Tell channels their members' bulk ports, so that they need no hello over gRPC first."""
     for member in view.members:
-        link = links.get(member.address)
-        if link is not None:
-            link.expect(member.bulk_port, member_name(view.cluster, member.id))
+        channel = channels.get(member.address)
+        if channel is not None:
+            channel.expect(member.bulk_port, member_name(view.cluster, member.id))
 
 
 def is_here(host: str) -> bool:

@@ -34,12 +34,12 @@ def query(
 ) -> list[QueryResult]:
     """Ask all nodes, and combine what those say that answer."""
 
-    def ask(link: NodeConnection, limit: Deadline) -> pb.QueryReply:
+    def ask(connection: NodeConnection, limit: Deadline) -> pb.QueryReply:
         parts: dict[bytes, pb.QueryPart] = {}
-        for start in range(0, len(prefix_hashes), link.limits.batch_keys_max):
-            some = prefix_hashes[start : start + link.limits.batch_keys_max]
+        for start in range(0, len(prefix_hashes), connection.limits.batch_keys_max):
+            some = prefix_hashes[start : start + connection.limits.batch_keys_max]
             request = pb.QueryRequest(model=about.model, tenant=about.tenant, prefix_hashes=some)
-            reply: pb.QueryReply = link.wire.call("query", request, limit)
+            reply: pb.QueryReply = connection.wire.call("query", request, limit)
             for part in reply.parts:
                 known = parts.setdefault(part.about.id, pb.QueryPart(about=part.about))
                 known.places = known.places.ljust(start, b"\0") + part.places

@@ -143,11 +143,11 @@ class NodeConnection:
     Thread-safe.
     """
 
-    def __init__(self, way: Negotiated, retry_at: float) -> None:
+    def __init__(self, negotiated: Negotiated, retry_at: float) -> None:
         """Wrap a transport; `retry_at` is when to try a better one, in the clock's time."""
-        self.way = way
-        self.wire: Wire = way.wire
-        self.limits: pb.Limits = way.hello.limits
+        self.negotiated = negotiated
+        self.wire: Wire = negotiated.wire
+        self.limits: pb.Limits = negotiated.hello.limits
         self.retry_at = retry_at
         self.opened: set[bytes] = set()
         self._lock = threading.Lock()
@@ -158,13 +158,13 @@ class NodeConnection:
     @property
     def knows_members(self) -> bool:
         """Return whether the node understands requests that involve other members."""
-        return self.way.hello.protocol_version >= MEMBERS_VERSION
+        return self.negotiated.hello.protocol_version >= MEMBERS_VERSION
 
     def check_knows_members(self) -> None:
         """Raise Exhausted for a node too old for requests that involve other members."""
         if not self.knows_members:
             error = Exhausted(
-                f"a member speaks protocol {self.way.hello.protocol_version}, which has no "
+                f"a member speaks protocol {self.negotiated.hello.protocol_version}, which has no "
                 "requests to other members (a near node, ack=all); update it to "
                 f"{MEMBERS_VERSION} or later"
             )
@@ -218,7 +218,7 @@ class NodeConnection:
         May be called twice: an interrupt may have come in between.
         """
         if not self._closed and not self._leases.count:
-            self.way.close()
+            self.negotiated.close()
             self._closed = True
         return self._closed
 
@@ -229,15 +229,15 @@ class ConnectionLease:
     If an interrupt skips `leave`, the lease ends when it is collected.
     """
 
-    __slots__ = ("__weakref__", "fresh", "link")
+    __slots__ = ("__weakref__", "connection", "fresh")
 
-    def __init__(self, link: NodeConnection) -> None:
-        self.link = link
+    def __init__(self, connection: NodeConnection) -> None:
+        self.connection = connection
         self.fresh = False  # whether the connection was made for this lease
 
     def leave(self) -> None:
         """Return the lease."""
-        self.link.leave(self)
+        self.connection.leave(self)
 
 
 class NodeChannel:
@@ -263,9 +263,9 @@ class NodeChannel:
         self._clock = clock
         self._breaker = CircuitBreaker(address, config.backoff_s_max, clock)
         self._negotiation = Negotiation(address, config)
-        self._turn = threading.Lock()  # held while one thread connects
+        self._connect_lock = threading.Lock()  # held while one thread connects
         self._lock = threading.Lock()  # held for microseconds
-        self._link: NodeConnection | None = None
+        self._connection: NodeConnection | None = None
         self._closed = False
         self._running: set[str] = set()  # names of running background jobs
         self._retired: list[NodeConnection] = []  # connections that still have calls
@@ -280,14 +280,14 @@ class NodeChannel:
     @property
     def wire_name(self) -> str:
         """Return 'shm', 'bulk' or 'grpc'; 'none' without a connection."""
-        link = self._link
-        return link.wire.name if link else "none"
+        connection = self._connection
+        return connection.wire.name if connection else "none"
 
     @property
     def limits(self) -> pb.Limits | None:
         """Return the node's limits; None while it is not connected."""
-        link = self._link
-        return link.limits if link else None
+        connection = self._connection
+        return connection.limits if connection else None
 
     @property
     def failing(self) -> bool:
@@ -297,12 +297,12 @@ class NodeChannel:
     @property
     def is_older(self) -> bool:
         """Return whether the node is connected and too old to know of other members."""
-        link = self._link
-        return link is not None and not link.knows_members
+        connection = self._connection
+        return connection is not None and not connection.knows_members
 
     def open(self, namespace: Namespace | None, deadline: Deadline) -> None:
         """Connect to the node, and register the namespace there."""
-        self.run(lambda link, limit: None, namespace, deadline)
+        self.run(lambda connection, limit: None, namespace, deadline)
 
     def run(
         self,
@@ -341,15 +341,15 @@ class NodeChannel:
                 lease: ConnectionLease | None = None
                 try:
                     lease = yield connect(deadline)
-                    link = lease.link
-                    if namespace is not None and namespace.digest not in link.opened:
-                        yield open_namespace(link, namespace, deadline)
-                    result = yield work(link, deadline)
+                    connection = lease.connection
+                    if namespace is not None and namespace.digest not in connection.opened:
+                        yield open_namespace(connection, namespace, deadline)
+                    result = yield work(connection, deadline)
                     self._breaker.success()
                     return result
                 except KVStoreError as error:
                     if lease is not None:
-                        self._drop_broken(lease.link, error, deadline)
+                        self._drop_broken(lease.connection, error, deadline)
                     repeats_max = REOPENS_MAX if isinstance(error, UnknownNamespace) else 1
                     if (
                         repeats >= repeats_max
@@ -366,36 +366,38 @@ class NodeChannel:
     @property
     def connection(self) -> NodeConnection | None:
         """Return the connection; None without one."""
-        return self._link
+        return self._connection
 
     def lease_now(self) -> ConnectionLease | None:
         """Return a lease on the connection; None if one must be made."""
         # read without the lock: a connection that was retired meanwhile refuses the call
-        link = self._link
-        if link is None or not (lease := link.enter()):
+        connection = self._connection
+        if connection is None or not (lease := connection.enter()):
             return None
-        if self._clock() >= link.retry_at:
-            self._try_better(link)
+        if self._clock() >= connection.retry_at:
+            self._try_better(connection)
         return lease
 
     def connect(self, deadline: Deadline) -> ConnectionLease:
         """Return a lease on the connection, which may be new; `ConnectionLease.leave` ends it."""
         return self._connected(deadline)
 
-    def _drop_broken(self, link: NodeConnection, error: KVStoreError, deadline: Deadline) -> None:
+    def _drop_broken(
+        self, connection: NodeConnection, error: KVStoreError, deadline: Deadline
+    ) -> None:
         """Drop the connection if the error shows that it is dead or out of step."""
         if isinstance(error, ProtocolError) or (
             isinstance(error, Unavailable) and not _hurried(deadline)
         ):
-            self._drop(link)
+            self._drop(connection)
 
     def _worth_repeating(self, lease: ConnectionLease, error: KVStoreError) -> bool:
         """Return whether a retry may succeed, on a new connection or a reopened namespace."""
         if isinstance(error, UnknownNamespace):
-            lease.link.opened.clear()
+            lease.connection.opened.clear()
             return True
         if isinstance(error, Unauthenticated):  # the token's file may have changed meanwhile
-            self._drop(lease.link)
+            self._drop(lease.connection)
             return not lease.fresh
         if isinstance(error, Unavailable) and not lease.fresh:
             log.info("%s: connecting again: %s", self.address, error)
@@ -409,10 +411,10 @@ class NodeChannel:
             if isinstance(error, Unavailable) or deadline.seconds >= EVIDENCE_S:
                 self._breaker.failure(error, cost_s)
                 if _hurried(deadline):
-                    self._beside("kvstore-connects", self._connect)
+                    self._in_background("kvstore-connects", self._connect)
             if isinstance(error, DeadlineExceeded):
-                self._beside("kvstore-lives", self._check_liveness)
-        elif self._link is None and isinstance(
+                self._in_background("kvstore-lives", self._check_liveness)
+        elif self._connection is None and isinstance(
             error, REFUSED
         ):  # refused at the connection: without the breaker each call would connect again
             self._breaker.failure(error, cost_s)
@@ -426,29 +428,29 @@ class NodeChannel:
         if lease := self.lease_now():
             return lease
         try:
-            return run_in_helper_thread(partial(self._made, deadline))
+            return run_in_helper_thread(partial(self._connect_uninterrupted, deadline))
         except NoThread as error:
             raise Unavailable(f"no thread to connect to {self.address} in: {error}") from error
 
-    def _made(self, deadline: Deadline) -> ConnectionLease:
+    def _connect_uninterrupted(self, deadline: Deadline) -> ConnectionLease:
         """Connect on a thread that no signal interrupts, even if the caller is interrupted."""
         with self._connecting(deadline):
-            link = self._link
-            if link is not None and (lease := link.enter()):
+            connection = self._connection
+            if connection is not None and (lease := connection.enter()):
                 return lease
             if self._closed:
                 raise Unavailable("this client is closed")
-            way = self._negotiation.open(deadline)
+            negotiated = self._negotiation.open(deadline)
             try:
-                self._learn(way.hello)
+                self._learn(negotiated.hello)
             except BaseException:
-                way.close()
+                negotiated.close()
                 raise
-            link = self._linked(way)
-            lease = link.enter()
+            connection = self._wrap(negotiated)
+            lease = connection.enter()
             assert lease is not None, "it is new"
             lease.fresh = True
-            if not self._take(None, link):
+            if not self._replace(None, connection):
                 lease.leave()
                 raise Unavailable("this client is closed")
             return lease
@@ -467,59 +469,61 @@ class NodeChannel:
     @contextlib.contextmanager
     def _connecting(self, deadline: Deadline) -> Iterator[None]:
         """Let one thread connect; the others wait until their deadline."""
-        if not self._turn.acquire(timeout=deadline.remaining()):
+        if not self._connect_lock.acquire(timeout=deadline.remaining()):
             raise DeadlineExceeded(
                 f"{self.address} could not be connected to within {deadline.seconds:g} s"
             )
         try:
             yield
         finally:
-            self._turn.release()
+            self._connect_lock.release()
 
-    def _linked(self, way: Negotiated) -> NodeConnection:
-        return NodeConnection(way, self._clock() + BETTER_RETRY_S if way.better else float("inf"))
+    def _wrap(self, negotiated: Negotiated) -> NodeConnection:
+        return NodeConnection(
+            negotiated, self._clock() + BETTER_RETRY_S if negotiated.better else float("inf")
+        )
 
-    def _take(self, old: NodeConnection | None, link: NodeConnection) -> bool:
+    def _replace(self, old: NodeConnection | None, connection: NodeConnection) -> bool:
         """Replace `old` by a new connection.
 
         Return False, and retire the new one, if `old` is gone or the channel is closed.
         """
         with self._lock:
-            taken = self._link is old and not self._closed
+            taken = self._connection is old and not self._closed
             if taken:
-                self._link = link
+                self._connection = connection
                 self.connect_count += 1
-        loser = old if taken else link
+        loser = old if taken else connection
         if loser:
             self._retire(loser)
         return taken
 
-    def _drop(self, link: NodeConnection) -> None:
+    def _drop(self, connection: NodeConnection) -> None:
         with self._lock:
-            if self._link is link:
-                self._link = None
-        self._retire(link)
+            if self._connection is connection:
+                self._connection = None
+        self._retire(connection)
 
-    def _retire(self, link: NodeConnection) -> None:
-        self._retired.append(link)
-        link.retire()
+    def _retire(self, connection: NodeConnection) -> None:
+        self._retired.append(connection)
+        connection.retire()
         self._close_retired()
 
     def _close_retired(self) -> None:
         """Close connections whose last call was interrupted, on behalf of the next caller."""
-        for link in tuple(self._retired):
-            if link.close_when_left():
+        for connection in tuple(self._retired):
+            if connection.close_when_left():
                 with contextlib.suppress(ValueError):  # another thread was faster
-                    self._retired.remove(link)
+                    self._retired.remove(connection)
 
     # ---- a better wire -------------------------------------------------------------------
 
-    def _try_better(self, link: NodeConnection) -> None:
+    def _try_better(self, connection: NodeConnection) -> None:
         """Try a better transport in a separate thread: no call waits for one that may hang."""
-        link.retry_at = self._clock() + BETTER_RETRY_S
-        self._beside("kvstore-better-wire", lambda: self._better(link))
+        connection.retry_at = self._clock() + BETTER_RETRY_S
+        self._in_background("kvstore-better-wire", lambda: self._better(connection))
 
-    def _beside(self, name: str, work: Callable[[], None]) -> None:
+    def _in_background(self, name: str, work: Callable[[], None]) -> None:
         """Run work in a separate thread, one at a time for each name."""
 
         def run() -> None:
@@ -540,11 +544,11 @@ class NodeChannel:
 
     def _check_liveness(self) -> None:
         """Say hello after a late call: a node with a hanging disk still answers from RAM."""
-        link = self._link
-        if link is None or not (lease := link.enter()):
+        connection = self._connection
+        if connection is None or not (lease := connection.enter()):
             return
         try:
-            link.wire.call("hello", pb.HelloRequest(), Deadline(LIVES_S))
+            connection.wire.call("hello", pb.HelloRequest(), Deadline(LIVES_S))
             self._breaker.success()
         except KVStoreError as error:
             log.info("%s: no sign of life: %s", self.address, error)
@@ -553,32 +557,32 @@ class NodeChannel:
         finally:
             lease.leave()
 
-    def _better(self, link: NodeConnection) -> None:
+    def _better(self, connection: NodeConnection) -> None:
         try:
-            way = self._negotiation.open(Deadline(self._config.timeout_s))
-            if way.rank < link.way.rank:
-                self._take(link, self._linked(way))
+            negotiated = self._negotiation.open(Deadline(self._config.timeout_s))
+            if negotiated.rank < connection.negotiated.rank:
+                self._replace(connection, self._wrap(negotiated))
             else:
-                way.close()
+                negotiated.close()
         except (
             KVStoreError
         ) as error:  # calls continue on the existing connection, and notice if that fails too
             log.info("%s: no better wire: %s", self.address, error)
         finally:
-            link.retry_at = self._clock() + BETTER_RETRY_S
+            connection.retry_at = self._clock() + BETTER_RETRY_S
 
     def close(self) -> None:
         """Close idle connections now, and those in use when their call ends."""
         # In a child of a fork, a thread of the parent may hold the lock
         if os.getpid() != self._pid:
-            if self._link:
-                self._link.way.close()
+            if self._connection:
+                self._connection.negotiated.close()
             return
         with self._lock:
             self._closed = True
-            link, self._link = self._link, None
-        if link:
-            self._retire(link)
+            connection, self._connection = self._connection, None
+        if connection:
+            self._retire(connection)
         self._close_retired()
 
 

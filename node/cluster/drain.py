@@ -19,7 +19,7 @@ from kvstore.keys import Namespace
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.channel import NodeConnection
 from node.cluster.membership import Membership
-from node.cluster.remote_pages import PeerLinks
+from node.cluster.remote_pages import PeerChannels
 from node.memory.inventory import Inventory
 from node.memory.tier import RamTier
 
@@ -57,14 +57,14 @@ class Drain:
     def __init__(
         self,
         membership: Membership,
-        links: PeerLinks,
+        channels: PeerChannels,
         tier: RamTier,
         timeouts: DrainTimeouts = TIMEOUTS,
     ) -> None:
         self.timeouts = timeouts
         self.on_over: Callable[[Progress], None] = lambda progress: None
         self._membership = membership
-        self._links = links
+        self._channels = channels
         self._tier = tier
         self._inventory = Inventory(tier)
         self._lock = threading.Lock()
@@ -182,10 +182,12 @@ class Drain:
     ) -> list[bytes]:
         """Return which of the pages a member has as its own: copies are on no disk."""
 
-        def call(link: NodeConnection, limit: Deadline) -> list[Any]:
-            return keyed_replies(link, "stat", pb.StatRequest, namespace, prefix_hashes, limit)
+        def call(connection: NodeConnection, limit: Deadline) -> list[Any]:
+            return keyed_replies(
+                connection, "stat", pb.StatRequest, namespace, prefix_hashes, limit
+            )
 
-        replies = self._links.link(member).run(call, namespace, Deadline(CALL_S))
+        replies = self._channels.channel(member).run(call, namespace, Deadline(CALL_S))
         return [
             page.prefix_hash
             for reply in replies

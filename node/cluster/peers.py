@@ -13,7 +13,7 @@ from kvstore.transports.parallel import ParallelTransfer
 from node.cluster.drain import Drain, Progress
 from node.cluster.membership import LostMember, Membership
 from node.cluster.rebalance import TOGETHER_MAX, Rebalance, Rebalancer, Report
-from node.cluster.remote_pages import CONNECTIONS_MAX, PeerLinks, RemotePages
+from node.cluster.remote_pages import CONNECTIONS_MAX, PeerChannels, RemotePages
 from node.cluster.replicator import Replicator
 from node.config import NodeConfig
 from node.events import EventLog, Kind
@@ -147,27 +147,27 @@ class Peers:
         self.events = events
         self._tier = tier
         tier.eviction.copy_nbytes_max = int(config.ram_nbytes * config.copies_share)
-        self.links = links = PeerLinks(membership, config)
+        self.channels = channels = PeerChannels(membership, config)
         self.replicator = Replicator(
             membership,
-            links,
+            channels,
             tier,
             view,
             config.hand_over_queue_nbytes,
             config.hand_over_nbytes_per_s,
         )
-        self.remote_pages = RemotePages(membership, links, view, tier.clock_s)
+        self.remote_pages = RemotePages(membership, channels, view, tier.clock_s)
         tier.remote = (*tier.remote, self.remote_pages)
         self._abreast = ParallelTransfer(TOGETHER_MAX, "kvstore-sweep")
         self.rebalancer = Rebalancer(
             membership,
-            lambda pause: Rebalance(links, tier, view, room_below, pause, self._abreast.run),
+            lambda pause: Rebalance(channels, tier, view, room_below, pause, self._abreast.run),
             config.sweep_nbytes_per_s,
             config.sweep_s,
         )
         self._thin = 0  # of the last report
         self.rebalancer.on_progress = self._note_copies
-        self.draining = Drain(membership, links, tier)
+        self.draining = Drain(membership, channels, tier)
         self.draining.on_over = self._note_drained
         self._sessions_max = config.sessions_max
         self._are_many = False  # whether the members need so many connections that a warning is due
@@ -216,7 +216,7 @@ class Peers:
         self.replicator.stop(max(0.0, end - time.monotonic()))
         self.remote_pages.close()
         self._abreast.close()
-        self.links.close()
+        self.channels.close()
         self.rebalancer.stop(max(0.0, end - time.monotonic()))
 
     def status(self) -> pb.PeersStatus | None:

@@ -26,7 +26,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.bulk import Arrived, BulkWire
 from kvstore.transports.channel import NodeConnection
 from node.cluster.membership import Membership
-from node.cluster.remote_pages import PeerLinks
+from node.cluster.remote_pages import PeerChannels
 from node.memory.inventory import Inventory
 from node.memory.page import Page, PutStatus, Space
 from node.memory.page import State as PageState
@@ -93,14 +93,14 @@ class Rebalance:
 
     def __init__(
         self,
-        links: PeerLinks,
+        channels: PeerChannels,
         tier: RamTier,
         view: Callable[[int, int], memoryview],
         room_below: Callable[[Space], bool],
         pause: Callable[[int], bool],
         together: RunParallel,
     ) -> None:
-        self._links = links
+        self._channels = channels
         self._tier = tier
         self._inventory = Inventory(tier)
         self._view = view
@@ -210,10 +210,10 @@ class Rebalance:
                 self._pin([there])
 
     def _ask(self, member: str, op: str, request: Any, namespace: Namespace | None = None) -> Any:
-        def call(link: NodeConnection, limit: Deadline) -> Any:
-            return link.wire.call(op, request, limit)
+        def call(connection: NodeConnection, limit: Deadline) -> Any:
+            return connection.wire.call(op, request, limit)
 
-        return self._links.link(member).run(call, namespace, Deadline(CALL_S))
+        return self._channels.channel(member).run(call, namespace, Deadline(CALL_S))
 
     # ---- fetching ------------------------------------------------------------------------
 
@@ -329,14 +329,16 @@ class Rebalance:
         views = [(self._view(page.offset, nbytes),) for page in pages]
         seeds = key_seeds(namespace, hashes)
 
-        def call(link: NodeConnection, limit: Deadline) -> list[Arrived | None]:
+        def call(connection: NodeConnection, limit: Deadline) -> list[Arrived | None]:
             arrived: list[Arrived | None] = []
-            for part in batches(len(hashes), nbytes, link.limits):
+            for part in batches(len(hashes), nbytes, connection.limits):
                 request = pb.GetRequest(namespace=namespace.digest, prefix_hashes=hashes[part])
-                arrived += cast(BulkWire, link.wire).fetch(request, views[part], seeds[part], limit)
+                arrived += cast(BulkWire, connection.wire).fetch(
+                    request, views[part], seeds[part], limit
+                )
             return arrived
 
-        return self._links.link(member).run(call, namespace, Deadline(FETCH_S))
+        return self._channels.channel(member).run(call, namespace, Deadline(FETCH_S))
 
 
 def _thin(pages: Sequence[Missing], replicas: int) -> int:

@@ -5,7 +5,7 @@
 
 Members are asked without `near`, so that they do not ask others. A get that follows a lookup asks
 the members that the lookup found, at once. No lock of the RAM tier is held here. Each member has
-one connection pool to each other member (`PeerLinks`), over bulk TCP.
+one connection pool to each other member (`PeerChannels`), over bulk TCP.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def peer_credentials(config: NodeConfig) -> dict[str, Any]:
     return known
 
 
-class PeerLinks:
+class PeerChannels:
     """Channels to the other members. Thread-safe.
 
     Channels to former members, or to former addresses, are closed.
@@ -87,12 +87,12 @@ class PeerLinks:
         self._lock = threading.Lock()  # held for microseconds
         self._addresses: dict[str, str] = {}  # of the others, by id
         self._ports: dict[str, int] = {}  # ports of their frames, as far as the view has them
-        self._links: dict[str, NodeChannel] = {}
+        self._channels: dict[str, NodeChannel] = {}
         self._closed = False
         self._cluster = ""
         membership.on_view(self._follow)
 
-    def link(self, member: str) -> NodeChannel:
+    def channel(self, member: str) -> NodeChannel:
         """Return the channel to a member.
 
         Raises Unavailable if it is no other member.
@@ -101,8 +101,8 @@ class PeerLinks:
             address = self._addresses.get(member)
             if address is None or self._closed:
                 raise Unavailable(f"{member} is no other member of the cluster")
-            link = self._links.get(member)
-            if link is None:
+            channel = self._channels.get(member)
+            if channel is None:
                 config = explicit_config(
                     address=address,
                     direct=True,
@@ -113,15 +113,15 @@ class PeerLinks:
                     backoff_s_max=BACKOFF_S_MAX,
                     **self._peer_credentials,
                 )
-                link = self._links[member] = NodeChannel(address, config)
-                link.expect(self._ports[member], member_name(self._cluster, member))
-            return link
+                channel = self._channels[member] = NodeChannel(address, config)
+                channel.expect(self._ports[member], member_name(self._cluster, member))
+            return channel
 
     def failing(self) -> dict[str, bool]:
         """Return, for each other member, whether calls to it fail, so that few are tried."""
         with self._lock:
             return {
-                member: member in self._links and self._links[member].failing
+                member: member in self._channels and self._channels[member].failing
                 for member in self._addresses
             }
 
@@ -130,24 +130,26 @@ class PeerLinks:
         addresses = {member.id: member.address for member in view.members if member.id != own}
         with self._lock:
             left = [
-                name for name, link in self._links.items() if addresses.get(name) != link.address
+                name
+                for name, channel in self._channels.items()
+                if addresses.get(name) != channel.address
             ]
-            links = [self._links.pop(name) for name in left]
+            channels = [self._channels.pop(name) for name in left]
             self._addresses, self._cluster = addresses, view.cluster
             self._ports = {member.id: member.bulk_port for member in view.members}
-            for name, link in self._links.items():
-                link.expect(self._ports[name], member_name(view.cluster, name))
-        for link in links:
-            link.close()
+            for name, channel in self._channels.items():
+                channel.expect(self._ports[name], member_name(view.cluster, name))
+        for channel in channels:
+            channel.close()
 
     def close(self) -> None:
         """Take no more calls; running ones may end."""
         with self._lock:
             self._closed = True
-            links = list(self._links.values())
-            self._links.clear()
-        for link in links:
-            link.close()
+            channels = list(self._channels.values())
+            self._channels.clear()
+        for channel in channels:
+            channel.close()
 
 
 class KnownPages:
@@ -196,12 +198,12 @@ class RemotePages(LowerTier):
     def __init__(
         self,
         membership: Membership,
-        links: PeerLinks,
+        channels: PeerChannels,
         view: Callable[[int, int], memoryview],
         clock_s: Callable[[], int],
     ) -> None:
         self._membership = membership
-        self._links = links
+        self._channels = channels
         self._view = view
         self._clock_s = clock_s
         self._abreast = ParallelTransfer(THREADS_MAX, "kvstore-peers")
@@ -260,10 +262,10 @@ class RemotePages(LowerTier):
         def ask(member: str, places: list[int], limit: Deadline) -> list[str]:
             wanted = [hashes[place] for place in places]
 
-            def call(link: NodeConnection, limit: Deadline) -> list[int]:
-                return look_up(link, query.namespace, wanted, query.touch, limit)
+            def call(connection: NodeConnection, limit: Deadline) -> list[int]:
+                return look_up(connection, query.namespace, wanted, query.touch, limit)
 
-            present = self._links.link(member).run(call, query.namespace, limit)
+            present = self._channels.channel(member).run(call, query.namespace, limit)
             return [member if there else "" for there in present]
 
         return try_owners(others, in_parallel(ask, self._abreast.run), not_, "", query.deadline)
@@ -287,19 +289,19 @@ class RemotePages(LowerTier):
             arrived(loads[place].page)
 
         def ask(member: str, places: list[int], limit: Deadline) -> list[bool]:
-            def call(link: NodeConnection, limit: Deadline) -> None:
+            def call(connection: NodeConnection, limit: Deadline) -> None:
                 # The channel may be a new one
                 left = [place for place in places if place not in done]
-                some = min(step, batch_pages_max(namespace.stored_nbytes, link.limits))
+                some = min(step, batch_pages_max(namespace.stored_nbytes, connection.limits))
                 for start in range(0, len(left), some):
                     if gone():  # no error, which would speak against the member
                         return
                     batch = {place: loads[place].page for place in left[start : start + some]}
-                    self._receive(link, namespace, batch, took, limit)
+                    self._receive(connection, namespace, batch, took, limit)
 
             try:
                 if not gone():
-                    self._links.link(member).run(call, namespace, limit)
+                    self._channels.channel(member).run(call, namespace, limit)
             except KVStoreError as error:
                 log.info("%s: %s", member, error)
                 if not done.intersection(places):
@@ -321,7 +323,7 @@ class RemotePages(LowerTier):
 
     def _receive(
         self,
-        link: NodeConnection,
+        connection: NodeConnection,
         namespace: Namespace,
         pages: Mapping[int, Page],
         took: Callable[[int], None],
@@ -342,7 +344,7 @@ class RemotePages(LowerTier):
                 took(place)
 
         seeds = key_seeds(namespace, hashes)
-        came = cast(BulkWire, link.wire).fetch(request, slots, seeds, limit, took=take)
+        came = cast(BulkWire, connection.wire).fetch(request, slots, seeds, limit, took=take)
         if corrupt := [
             h for h, page in zip(hashes, came, strict=True) if page is not None and not page.leaves
         ]:
@@ -351,7 +353,7 @@ class RemotePages(LowerTier):
             )
             verify = pb.VerifyRequest(namespace=namespace.digest, prefix_hashes=corrupt)
             with contextlib.suppress(KVStoreError):
-                link.wire.call("verify", verify, limit)
+                connection.wire.call("verify", verify, limit)
 
     def _take(self, page: Page, arrived: Arrived) -> bool:
         """Return whether the page may be used.

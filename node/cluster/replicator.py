@@ -16,7 +16,7 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.bulk import BulkWire
 from kvstore.transports.channel import NodeConnection
 from node.cluster.membership import Membership
-from node.cluster.remote_pages import PeerLinks
+from node.cluster.remote_pages import PeerChannels
 from node.cluster.replication_queue import AckWaiter, Batch, Group, ReplicationQueue
 from node.memory.page import Page, State
 from node.memory.tier import RamTier
@@ -41,7 +41,7 @@ class Replicator:
     def __init__(
         self,
         membership: Membership,
-        links: PeerLinks,
+        channels: PeerChannels,
         tier: RamTier,
         view: Callable[[int, int], memoryview],
         queue_nbytes_max: int,
@@ -49,7 +49,7 @@ class Replicator:
     ) -> None:
         """Prepare the replication; `view` returns arena memory at an offset."""
         self._membership = membership
-        self._links = links
+        self._channels = channels
         self._tier = tier
         self._view = view
         lock = threading.RLock()
@@ -279,23 +279,27 @@ class Replicator:
         left_s = HAND_S if self._stop_at is None else self._stop_at - time.monotonic()
         deadline = Deadline(min(HAND_S, max(0.01, left_s)))
         namespace = self._tier.namespace(batch.group.digest).value
-        link = self._links.link(batch.target)
+        channel = self._channels.channel(batch.target)
         damaged: list[Page] = []
         try:
-            return link.run(partial(self._put, batch, damaged), namespace, deadline)
+            return channel.run(partial(self._put, batch, damaged), namespace, deadline)
         finally:
             for page in damaged:
                 self._tier.drop_corrupt(page)
 
     def _put(
-        self, batch: Batch[Page], damaged: list[Page], link: NodeConnection, deadline: Deadline
+        self,
+        batch: Batch[Page],
+        damaged: list[Page],
+        connection: NodeConnection,
+        deadline: Deadline,
     ) -> list[bytes]:
         """Put pages at the target with their original checksums.
 
         A page that was corrupted in this RAM since is not sent. A page that was removed meanwhile
         is not committed: the target must remove it, too.
         """
-        assert isinstance(link.wire, BulkWire)
+        assert isinstance(connection.wire, BulkWire)
         pages = {queued.prefix_hash: queued.page for queued in reversed(batch.queued_pages)}
         group, keys = batch.group, list(pages)
         nbytes = batch.queued_pages[0].page.namespace.page_nbytes
@@ -312,7 +316,7 @@ class Replicator:
 
         taken: list[bytes] = []
         missed = self._queue.missed_by(batch.target)
-        for part in batches(len(keys), nbytes, link.limits):
+        for part in batches(len(keys), nbytes, connection.limits):
             request = pb.PutRequest(
                 namespace=group.digest,
                 prefix_hashes=keys[part],
@@ -325,7 +329,7 @@ class Replicator:
             )
             views = [(self._view(pages[key].offset, nbytes),) for key in keys[part]]
             try:
-                verdicts = link.wire.put(request, views, deadline, good=good)
+                verdicts = connection.wire.put(request, views, deadline, good=good)
             except REFUSED:
                 if not taken and not any(map(_gone, pages.values())):
                     raise

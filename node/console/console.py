@@ -150,7 +150,7 @@ class Console:
         self._reads_at_work = threading.BoundedSemaphore(AT_WORK_MAX)
         self._pool = ThreadPoolExecutor(1, "console-members")
         self._round: Future[Any] | None = None
-        members = Members(peers.membership, peers.links, self._begin_round)
+        members = Members(peers.membership, peers.channels, self._begin_round)
         self._snapshots = Snapshots(
             service, history, service.hot_prefixes, members, service.traffic.slow
         )

@@ -18,7 +18,7 @@ from kvstore.messages import plain
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.channel import NodeConnection
 from node.cluster.membership import Membership
-from node.cluster.remote_pages import PeerLinks
+from node.cluster.remote_pages import PeerChannels
 
 ASKED_S = 5.0  # how often members are asked, at most
 ROUND_S = 10.0  # for all of them; members not asked in it come first in the next
@@ -57,9 +57,9 @@ class Members:
     Used by one thread at a time. `begin` runs work in another.
     """
 
-    def __init__(self, membership: Membership, links: PeerLinks, begin: Begin) -> None:
+    def __init__(self, membership: Membership, channels: PeerChannels, begin: Begin) -> None:
         self._membership = membership
-        self._links = links
+        self._channels = channels
         self._begin = begin
         self._lock = threading.Lock()
         self._statuses: dict[str, dict[str, Any]] = {}  # by member
@@ -124,15 +124,15 @@ class Members:
                 self._asked_s.pop(name, None)
 
     def _request_status(self, member: str, timeout_s: float) -> dict[str, Any]:
-        def call(link: NodeConnection, deadline: Deadline) -> pb.NodeStatusReply:
-            reply: pb.NodeStatusReply = link.wire.call(
+        def call(connection: NodeConnection, deadline: Deadline) -> pb.NodeStatusReply:
+            reply: pb.NodeStatusReply = connection.wire.call(
                 "node_status", pb.NodeStatusRequest(), deadline
             )
             return reply
 
         said: dict[str, Any] = {"status": None, "error": ""}
         try:
-            said |= _answer(self._links.link(member).run(call, None, Deadline(timeout_s)))
+            said |= _answer(self._channels.channel(member).run(call, None, Deadline(timeout_s)))
         except KVStoreError as error:
             said["error"] = str(error)
         return said | {"at_s": time.monotonic()}

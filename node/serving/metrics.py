@@ -221,7 +221,7 @@ class NodeCollector:
         thin = peers.pages_under_replicated
         yield GaugeMetricFamily("kvstore_pages_under_replicated", "", thin)
         failing = GaugeMetricFamily("kvstore_peers_failing", "", labels=["member"])
-        for member, fails in self._service.peers.links.failing().items():
+        for member, fails in self._service.peers.channels.failing().items():
             failing.add_metric([member], fails)
         yield failing
 

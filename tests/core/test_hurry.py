@@ -99,8 +99,8 @@ def test_short_timeouts_open_the_breaker_of_a_hanging_node(
         threading.Event().wait(deadline.remaining())
         raise DeadlineExceeded("no answer")
 
-    assert link._link
-    monkeypatch.setattr(link._link.wire, "call", silent)
+    assert link._connection
+    monkeypatch.setattr(link._connection.wire, "call", silent)
     with pytest.raises(DeadlineExceeded):
         link.run(looked_up, NAMESPACE, Deadline(EVIDENCE_S / 2))
     eventually(lambda: not link._running)
@@ -119,10 +119,10 @@ def test_one_late_answer_to_a_short_call_does_not_open_the_breaker(
     def silent(op: str, request: Any, deadline: Deadline) -> Any:
         raise DeadlineExceeded("no answer")
 
-    assert link._link
+    assert link._connection
     with monkeypatch.context() as patch:
-        patch.setattr(link._link.wire, "call", silent)
-        patch.setattr(NodeChannel, "_beside", lambda *_: None)
+        patch.setattr(link._connection.wire, "call", silent)
+        patch.setattr(NodeChannel, "_in_background", lambda *_: None)
         with pytest.raises(DeadlineExceeded):
             link.run(looked_up, NAMESPACE, Deadline(EVIDENCE_S / 2))
         assert not link.failing

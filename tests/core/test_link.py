@@ -140,16 +140,16 @@ def test_better_wire_is_tried_in_the_background(
             ended.wait(60.0)
 
     monkeypatch.setattr(link._negotiation, "open", slow)
-    old = link._link
+    old = link._connection
     for _ in range(50):
         assert link.run(looked_up, NAMESPACE, Deadline(5)) == 1
-    assert link._link is old
+    assert link._connection is old
     assert (link.failure_count, link.connect_count) == (0, 1)
     assert len(tries) == 1
     assert tries[0] is not threading.current_thread()
     ended.set()
     tries[0].join()
-    assert link._link is old
+    assert link._connection is old
     link.close()
 
 
@@ -165,7 +165,7 @@ def test_call_under_way_ends_on_its_first_wire(
     under_way.start()
     eventually(lambda: "lookup" in fake_node.calls)
     fake_node.bulk_port = bulk_port(scripted()).port
-    old = link._link
+    old = link._connection
     assert old is not None
     clock.now += BETTER_RETRY_S
     link.run(lambda link, deadline: None, None, Deadline(5))
@@ -388,7 +388,7 @@ def test_closed_grpc_channel_is_unavailable(fake_node: FakeNode) -> None:
 def test_threads_that_lose_a_link_share_a_new_one(fake_node: FakeNode) -> None:
     with Client(config(fake_node, wire="grpc")) as client:
         client.lookup(NAMESPACE, KEYS)
-        old = client._fan_out.nodes.only._link
+        old = client._fan_out.nodes.only._connection
         assert old is not None
         barrier = threading.Barrier(8)
         results: list[Any] = []
@@ -400,7 +400,7 @@ def test_threads_that_lose_a_link_share_a_new_one(fake_node: FakeNode) -> None:
         threads = [threading.Thread(target=work) for _ in range(8)]
         for thread in threads:
             thread.start()
-        old.way.close()
+        old.negotiated.close()
         for thread in threads:
             thread.join()
         assert results == [1] * 8

@@ -242,7 +242,7 @@ class SimNode:
 
 
 class SimLinks:
-    """The part of `node.cluster.remote_pages.PeerLinks` that rebalancing uses."""
+    """The part of `node.cluster.remote_pages.PeerChannels` that rebalancing uses."""
 
     def __init__(self, node: SimNode) -> None:
         self._node = node

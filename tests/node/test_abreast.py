@@ -49,7 +49,7 @@ def client(node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> Cli
 
 
 def link_of(client: Client) -> BulkWire:
-    wire = client._fan_out.nodes.only._link.wire
+    wire = client._fan_out.nodes.only._connection.wire
     assert isinstance(wire, BulkWire)
     return wire
 

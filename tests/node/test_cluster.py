@@ -223,8 +223,8 @@ def test_client_learns_new_members_when_it_reconnects(
     pages.put(client, keys)
     tell(cluster, static_view(f"static:fleet/{','.join(named)}"))
     for link in client._fan_out.nodes.all().values():
-        if link._link:  # there is no connection yet to a new member
-            link._drop(link._link)  # as after a restart
+        if link._connection:  # there is no connection yet to a new member
+            link._drop(link._connection)  # as after a restart
     pages.get(client, keys)
     pages.put(client, keys)
     assert cluster[2].tier.visible_count == len(owned(view_of(cluster), pages, NUMBERS, "n2"))

@@ -35,8 +35,8 @@ PATIENT: dict[str, Any] = {"timeout_s": 30.0, "connect_timeout_s": 20.0}
 
 def drop(link: NodeChannel) -> None:
     """Drop the connection of `link`, so that the next call reconnects."""
-    assert link._link is not None
-    link._drop(link._link)
+    assert link._connection is not None
+    link._drop(link._connection)
 
 
 def by_frames(node: Node) -> str:
@@ -310,7 +310,7 @@ def test_member_with_a_known_bulk_port_is_reached_without_grpc(
         assert pages.get(client, keys) == [True] * 40
         assert client.stats.connects == 2
         assert tried == []
-        link = nodes[0].peers.links.link("n1")
+        link = nodes[0].peers.channels.channel("n1")
         link.run(lambda link, limit: None, None, Deadline(30.0))
         assert tried == [], "links between members must not use gRPC either"
 
@@ -320,7 +320,7 @@ def test_other_member_at_a_known_port_is_not_used(start_node: StartNode) -> None
     tell(nodes, view_of(nodes))
     link = NodeChannel(f"127.0.0.1:{nodes[0].grpc.port}", ClientConfig(wire="bulk", **PATIENT))
     link.expect(nodes[1].bulk.port, member_name("fleet", "n0"))
-    hello = link.run(lambda link, limit: link.way.hello, None, Deadline(30.0))
+    hello = link.run(lambda link, limit: link.negotiated.hello, None, Deadline(30.0))
     assert hello.member_id == "n0"
     link.close()
 

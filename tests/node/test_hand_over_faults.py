@@ -60,7 +60,7 @@ def test_returned_member_gets_its_pages(
     tell(pair[:1], view_of(pair, 2, 2, elsewhere={1: "127.0.0.1:9"}))
     client, keys = connect(pair[0], direct=True), pages.keys(*NUMBERS)
     assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
-    wait_until(lambda: pair[0].peers.links.link("n1").failure_count >= 2)
+    wait_until(lambda: pair[0].peers.channels.channel("n1").failure_count >= 2)
     assert counts(pair[0]).queue_pages == len(keys)
     tell(pair, view_of(pair, 2, 3))
     wait_replicated(pair)
@@ -98,7 +98,7 @@ def test_member_killed_during_replication_frees_its_queue(
     pages.put(client, keys)
     process.kill()
     assert pages.get(client, keys) == [True] * len(keys)
-    wait_until(lambda: node.peers.links.link("n1").failure_count >= 2)
+    wait_until(lambda: node.peers.channels.channel("n1").failure_count >= 2)
     node.membership.become(view_of([node], 2, 2), "n0")  # it leaves the cluster
     wait_until(lambda: not counts(node).queue_pages)
     assert counts(node).pages_dropped == len(keys)

@@ -255,7 +255,7 @@ def test_reader_that_left_does_not_make_owners_look_failed(
     came = node.tier.promotion.read(acquired, lambda: True)
     assert came.count(None) == len(acquired.loads)
     node.tier.release([page for page in acquired.pages if page is not None])
-    assert not any(node.peers.links.failing().values())
+    assert not any(node.peers.channels.failing().values())
     assert pages.get(near(cluster), keys) == [True] * len(keys)
 
 

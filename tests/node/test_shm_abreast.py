@@ -110,7 +110,7 @@ def test_small_batches_and_machines_use_one_thread(
     client = connect(node, "shm")
     client.open(namespace)
     content, taken = os.urandom(page_nbytes), []
-    wire = client._fan_out.nodes.only._link.wire
+    wire = client._fan_out.nodes.only._connection.wire
     assert isinstance(wire, shm.ShmWire)
     run = wire._threads.run
     monkeypatch.setattr(wire._threads, "run", lambda calls: taken.append(len(calls)) or run(calls))

@@ -248,7 +248,7 @@ def test_status_reports_socket_and_connections(node: Node, client: Client, pages
 def test_connections_leave_no_arena_descriptor_open(client: Client, pages: Pages) -> None:
     """Each connection receives a descriptor, but all share the map of the first."""
     client.open(pages.namespace)
-    wire = client._fan_out.nodes.only._link.wire
+    wire = client._fan_out.nodes.only._connection.wire
     assert isinstance(wire, ShmWire)
 
     def connected() -> int:

@@ -261,7 +261,7 @@ def test_cluster_members_use_tls_with_each_other(
         start_node(**of_node(ours), cluster=f"static:tls/{members}", member=f"n{number}", port=port)
         for number, port in enumerate(ports)
     ]
-    links = [node.peers.links.link(f"n{1 - number}") for number, node in enumerate(nodes)]
+    links = [node.peers.channels.channel(f"n{1 - number}") for number, node in enumerate(nodes)]
     request = pb.HelloRequest()
     for link, other in zip(links, reversed(nodes), strict=True):
         reply = link.run(

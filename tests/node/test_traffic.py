@@ -186,10 +186,10 @@ def test_gets_from_other_members_are_counted_separately(
 
 
 def test_failing_member_is_reported(cluster: list[Node]) -> None:
-    links = cluster[0].peers.links
+    links = cluster[0].peers.channels
     assert set(links.failing()) == {"n1", "n2"}
     assert not any(links.failing().values())
-    links.link("n1")._breaker.failure(KVStoreError("away"))
+    links.channel("n1")._breaker.failure(KVStoreError("away"))
     assert links.failing() == {"n1": True, "n2": False}
     assert 'kvstore_peers_failing{member="n1"} 1.0' in scraped(cluster[0])
     assert 'kvstore_peers_failing{member="n2"} 0.0' in scraped(cluster[0])

@@ -122,7 +122,7 @@ def test_flipped_byte_is_a_miss(
         namespace = next(
             found
             for found, info in mine.namespaces()
-            if found.digest in client._fan_out.nodes.only._link.opened
+            if found.digest in client._fan_out.nodes.only._connection.opened
         )
         with mine.open_get(namespace, [keys[1].chunk_hash]) as slots:
             slots.arena.memory[slots.offsets[0] + 100] ^= 4

@@ -65,7 +65,7 @@ def test_page_is_copied_once_between_pool_and_node(
                 pool_.planes[0].bits.untyped_storage().data_ptr()
                 == made.host.kv_buffer.untyped_storage().data_ptr()
             )
-            arena = backend._client._fan_out.nodes.only._link.wire.arena
+            arena = backend._client._fan_out.nodes.only._connection.wire.arena
             start = torch.frombuffer(arena.memory, dtype=torch.uint8, count=1).data_ptr()
             assert all(start <= page.data_ptr() < start + arena.memory.nbytes for page in pages)
             moved.append(len(pages))

@@ -17,7 +17,7 @@ from waiting import wait_until
 from kvstore import Client
 from kvstore.deadline import Deadline
 from kvstore.errors import DeadlineExceeded
-from kvstore.transports import abreast
+from kvstore.transports import polled_calls
 from kvstore.transports.bulk import BulkWire
 from kvstore.transports.frames import FrameSocket
 from node.server import Node
@@ -102,7 +102,9 @@ def test_lookups_leave_no_garbage(cluster: Cluster) -> None:
     try:
         for _ in range(10):
             cluster.lookup()
-        assert not [one for one in gc.get_objects() if isinstance(one, abreast.ReplyLink)]
+        assert not [
+            one for one in gc.get_objects() if isinstance(one, polled_calls.PolledConnection)
+        ]
     finally:
         gc.enable()
 
@@ -160,7 +162,7 @@ def test_replies_that_are_there_at_the_deadline_count(
         return 0
 
     with monkeypatch.context() as patch:
-        patch.setattr(abreast, "_left_ms", late)
+        patch.setattr(polled_calls, "_left_ms", late)
         assert cluster.lookup(timeout_s=3.0) == [True] * COUNT
 
 
@@ -175,8 +177,8 @@ def test_deadline_that_ends_at_a_look_at_it_costs_no_answer(
             patch.setattr(Deadline, "passed", False)
             return left_ms(limit)
 
-    left_ms = abreast._left_ms
-    monkeypatch.setattr(abreast, "_left_ms", late)
+    left_ms = polled_calls._left_ms
+    monkeypatch.setattr(polled_calls, "_left_ms", late)
     assert cluster.lookup(timeout_s=3.0) == [True] * COUNT
 
 
@@ -227,7 +229,7 @@ def test_interrupt_leaves_no_connection_out_of_step(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(abreast, "_left_ms", interrupt)
+        patch.setattr(polled_calls, "_left_ms", interrupt)
         with pytest.raises(KeyboardInterrupt):
             cluster.lookup()
     assert cluster.leases() == [0, 0, 0]
@@ -243,7 +245,7 @@ def test_steps_that_an_interrupt_drops_cause_no_warning(cluster: Cluster) -> Non
     ask: Any = lambda link, limit: iter(())  # noqa: E731
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        abreast._connect(channel)(Deadline(1.0))
-        abreast._work(ask)(channel.connection, Deadline(1.0))
+        polled_calls._connect(channel)(Deadline(1.0))
+        polled_calls._work(ask)(channel.connection, Deadline(1.0))
         gc.collect()
     assert not [one for one in shown if issubclass(one.category, RuntimeWarning)]

@@ -24,7 +24,7 @@ from kvstore.transports.connections import NeedsThread
 from kvstore.transports.frames import FrameSocket
 
 Answer = TypeVar("Answer")
-# A call as steps; its `link` is a `ReplyLink`
+# A call as steps; its `connection` is a `PolledConnection`
 AskSteps = Callable[[Any, Deadline], Steps[Answer]]
 # A call at a node: as steps, and as a function for a thread
 NodeCall = tuple[NodeChannel, AskSteps[Answer], Callable[[], Answer]]
@@ -34,15 +34,15 @@ LATE_S = 0.01  # for a reply that is there when the deadline ends
 POLL_S_MAX = 86400.0  # `poll` takes no more than 24 days
 
 
-class ReplyLink:
+class PolledConnection:
     """A node's connection for calls of steps; each I/O waits for the reply only."""
 
-    def __init__(self, link: NodeConnection, wire: BulkWire) -> None:
-        self.limits: pb.Limits = link.limits
+    def __init__(self, connection: NodeConnection, wire: BulkWire) -> None:
+        self.limits: pb.Limits = connection.limits
         self._wire = wire
 
     @property
-    def wire(self) -> "ReplyLink":
+    def wire(self) -> "PolledConnection":
         """Return what makes calls; no attribute, which would leave garbage after each call."""
         return self
 
@@ -53,17 +53,17 @@ class ReplyLink:
 
 def may_ask(channel: NodeChannel, namespace: Namespace) -> bool:
     """Return whether a call to a node waits for nothing but the reply, as far as is known."""
-    link = channel.connection
+    connection = channel.connection
     return (
-        link is not None
+        connection is not None
         and not channel.failing
-        and namespace.digest in link.opened
-        and isinstance(link.wire, BulkWire)
-        and link.wire.is_plain
+        and namespace.digest in connection.opened
+        and isinstance(connection.wire, BulkWire)
+        and connection.wire.is_plain
     )
 
 
-def ask_abreast(
+def call_polled(
     calls: Sequence[NodeCall[Answer]],
     run_parallel: RunParallel[Answer],
     namespace: Namespace,
@@ -73,7 +73,7 @@ def ask_abreast(
 
     Calls that need a thread are made by `run_parallel`, while others wait for their replies.
     """
-    asked = _Asked(calls, namespace, limit)
+    asked = _PolledCalls(calls, namespace, limit)
     try:
         asked.send()
         asked.receive(to_end=False)
@@ -86,10 +86,10 @@ def ask_abreast(
     return [asked.found[number] for number in range(len(calls))]
 
 
-class _Asked(Generic[Answer]):
+class _PolledCalls(Generic[Answer]):
     """Calls of steps, for one thread at a time; `found`: what each returned or raised.
 
-    `waiting`: calls that wait for their replies, by descriptor: number and connection.
+    `waiting`: calls that wait for their replies, by descriptor: number and socket.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class _Asked(Generic[Answer]):
         self._left: list[int] = []
         self._limit = limit
         self._poll = select.poll()
-        self._jobs = [_asked(channel, ask, namespace, limit) for channel, ask, _ in calls]
+        self._jobs = [_polled_call(channel, ask, namespace, limit) for channel, ask, _ in calls]
 
     def send(self) -> None:
         """Send the first request of each call."""
@@ -117,10 +117,10 @@ class _Asked(Generic[Answer]):
             if not ready and not self._limit.passed:
                 continue
             for fd in ready or list(self.waiting):
-                number, connection = self.waiting.pop(fd)
+                number, sock = self.waiting.pop(fd)
                 self._poll.unregister(fd)
                 if ready and self._limit.passed:
-                    connection.arm(LATE_S)
+                    sock.arm(LATE_S)
                 self._go_on(number)
 
     def pop_left(self) -> list[int]:
@@ -135,9 +135,9 @@ class _Asked(Generic[Answer]):
 
     def _go_on(self, number: int) -> None:
         try:
-            connection = self._jobs[number].send(None)
-            fd = connection.fileno()
-            self.waiting[fd] = number, connection
+            sock = self._jobs[number].send(None)
+            fd = sock.fileno()
+            self.waiting[fd] = number, sock
             self._poll.register(fd, select.POLLIN | select.POLLRDHUP)
         except StopIteration as end:
             self.found[number] = end.value
@@ -155,7 +155,7 @@ def _left_ms(limit: Deadline) -> int:
 
 # These are no `async def`: Python warns of one that an interrupt drops before its first step.
 @types.coroutine
-def _asked(
+def _polled_call(
     channel: NodeChannel, ask: AskSteps[Answer], namespace: Namespace, limit: Deadline
 ) -> Generator[FrameSocket, None, Answer]:
     steps = channel.steps(_connect(channel), _open, _work(ask), namespace, limit)
@@ -174,16 +174,20 @@ def _connect(channel: NodeChannel) -> Callable[[Deadline], Any]:
     return connect
 
 
-def _open(link: NodeConnection, namespace: Namespace, deadline: Deadline) -> Awaitable[None]:
+def _open(connection: NodeConnection, namespace: Namespace, deadline: Deadline) -> Awaitable[None]:
     raise NeedsThread
 
 
 def _work(ask: AskSteps[Answer]) -> Callable[[NodeConnection, Deadline], Any]:
     @types.coroutine
-    def work(link: NodeConnection, deadline: Deadline) -> Generator[FrameSocket, None, Answer]:
-        if not isinstance(link.wire, BulkWire):
+    def work(
+        connection: NodeConnection, deadline: Deadline
+    ) -> Generator[FrameSocket, None, Answer]:
+        if not isinstance(connection.wire, BulkWire):
             raise NeedsThread
-        answer: Answer = yield from run_async(ask(ReplyLink(link, link.wire), deadline))
+        answer: Answer = yield from run_async(
+            ask(PolledConnection(connection, connection.wire), deadline)
+        )
         return answer
 
     return work

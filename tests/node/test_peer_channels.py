@@ -8,7 +8,7 @@ from kvstore import ConfigError, Unavailable
 from kvstore.cluster.view import Member, State, View
 from kvstore.deadline import Deadline
 from node.cluster.membership import Membership, advertised, check_address
-from node.cluster.remote_pages import PeerLinks, peer_credentials
+from node.cluster.remote_pages import PeerChannels, peer_credentials
 from node.config import NodeConfig
 
 ELSEWHERE = "192.0.2.1:7440"  # of an address range reserved for documentation
@@ -18,22 +18,22 @@ def test_links_follow_the_view(start_node: StartNode) -> None:
     nodes = [start_node() for _ in range(3)]
     membership = Membership("", "")
     membership.become(view_of(nodes[:2]), "n0")
-    links = PeerLinks(membership)
-    link = links.link("n1")
+    links = PeerChannels(membership)
+    link = links.channel("n1")
     link.run(lambda link, limit: None, None, Deadline(5.0))
     assert link.wire_name == "bulk"
-    assert links.link("n1") is link
+    assert links.channel("n1") is link
     for other in ("n0", "n2"):
         with pytest.raises(Unavailable, match=f"{other} is no other member of the cluster"):
-            links.link(other)
+            links.channel(other)
     membership.become(view_of(nodes[::2], number=2))
-    moved = links.link("n1")
+    moved = links.channel("n1")
     assert moved.address == f"127.0.0.1:{nodes[2].grpc.port}"
     with pytest.raises(Unavailable):
         link.run(lambda link, limit: None, None, Deadline(5.0))
     links.close()
     with pytest.raises(Unavailable):
-        links.link("n1")
+        links.channel("n1")
 
 
 def test_token_crosses_the_network_unencrypted_only_if_insecure() -> None:
@@ -47,9 +47,9 @@ def test_token_crosses_the_network_unencrypted_only_if_insecure() -> None:
         Member("n1", ELSEWHERE, 1.0, "", State.SERVING),
     )
     membership.become(View("fleet", 1, there, 1), "n0")
-    links = PeerLinks(membership, config)
+    links = PeerChannels(membership, config)
     with pytest.raises(ConfigError, match="would cross the network unencrypted"):
-        links.link("n1").run(lambda link, limit: None, None, Deadline(1.0))
+        links.channel("n1").run(lambda link, limit: None, None, Deadline(1.0))
     links.close()
     with pytest.raises(ConfigError, match="would cross the network unencrypted"):
         check_address(ELSEWHERE, b"", lambda: None, peer_credentials(config))
