@@ -76,14 +76,14 @@ class PageHmacs:
             b"".join([self._mac(prefix_hash, number, part) for number, part in parts])
         )
 
-    def verify(self, prefix_hash: bytes, arrived: Pieces, seal: memoryview) -> bool:
+    def verify(self, prefix_hash: bytes, arrived: Pieces, page_hmac: memoryview) -> bool:
         """Return whether the parts carry this key's HMACs for this page; count failures.
 
         `arrived` holds the parts in order.
         """
         sizes = [end - start for start, end in (self._cuts[number] for number in self._numbers)]
         for number, part in zip(self._numbers, chunks(arrived, sizes), strict=True):
-            mac = seal[MAC_NBYTES * number : MAC_NBYTES * (number + 1)]
+            mac = page_hmac[MAC_NBYTES * number : MAC_NBYTES * (number + 1)]
             if not hmac.compare_digest(mac, self._mac(prefix_hash, number, part)):
                 self.forged.append(prefix_hash)
                 return False
@@ -102,14 +102,14 @@ class PageHmacs:
         return running.digest()[:MAC_NBYTES]
 
 
-def with_hmacs(page: Pieces, prefix_hash: bytes, seals: PageHmacs | None) -> Pieces:
+def with_hmacs(page: Pieces, prefix_hash: bytes, hmacs: PageHmacs | None) -> Pieces:
     """Return what is stored of a page: its bytes and, in a keyed namespace, its new HMACs."""
-    return page if seals is None else (*page, seals.sign(prefix_hash, page))
+    return page if hmacs is None else (*page, hmacs.sign(prefix_hash, page))
 
 
-def receive_buffers(page: Pieces, seals: PageHmacs | None) -> Pieces:
+def receive_buffers(page: Pieces, hmacs: PageHmacs | None) -> Pieces:
     """Return the buffers for a stored page: the caller's, and one for the HMACs."""
-    return page if seals is None else (*page, memoryview(bytearray(seals.nbytes)))
+    return page if hmacs is None else (*page, memoryview(bytearray(hmacs.nbytes)))
 
 
 class SignedRanges:

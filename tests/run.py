@@ -348,7 +348,7 @@ def test_oldest() -> None:
     (site,) = (ROOT / ".venv").glob("lib/python*/site-packages")
     (own,) = (ROOT / ".venv-oldest").glob("lib/python*/site-packages")
     (own / "dependencies.pth").write_text(f"{site}\n")
-    names = "client messages frames checksum grpc_wire connections bulk_wire seals package"
+    names = "client messages frames checksum grpc_wire connections bulk_wire page_hmac package"
     files = [f"tests/core/test_{name}.py" for name in names.split()]
     variables = {"PYTHONPATH": "tests/helpers", "KVSTORE_NODE_PYTHON": PYTHON}
     files += ["tests/cli/test_commands.py"]

@@ -216,11 +216,11 @@ class AsyncBulkWire:
         request: pb.PutRequest,
         pages: Sequence[Pieces],
         deadline: Deadline,
-        seals: PageHmacs | None = None,
+        hmacs: PageHmacs | None = None,
     ) -> list[int]:
         """Put pages; return a status per key."""
         found: list[int] = await self._run(
-            lambda connection: run_async(put_steps(connection, request, pages, seals)), deadline
+            lambda connection: run_async(put_steps(connection, request, pages, hmacs)), deadline
         )
         return found
 
@@ -230,12 +230,12 @@ class AsyncBulkWire:
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: PageHmacs | None = None,
+        hmacs: PageHmacs | None = None,
     ) -> tuple[list[bool], list[int]]:
         """Read pages into the buffers and verify them; see `Wire.get`."""
         return hits_of(
             await self._run(
-                lambda connection: run_async(get_steps(connection, request, buffers, seeds, seals)),
+                lambda connection: run_async(get_steps(connection, request, buffers, seeds, hmacs)),
                 deadline,
             )
         )

@@ -227,7 +227,7 @@ def put_pages(
     Raises Exhausted if nothing at all could be kept.
     """
     outcomes: list[PutOutcome] = []
-    seals = None if key is None else PageHmacs(key, namespace.layout.page_nbytes)
+    hmacs = None if key is None else PageHmacs(key, namespace.layout.page_nbytes)
     parts = list(batches(len(pages), namespace.stored_nbytes, connection.limits))
     for part in parts:
         hashes = prefix_hashes[part]
@@ -237,7 +237,7 @@ def put_pages(
             )
         request = put_request(namespace, hashes, keep, deadline)
         try:
-            verdicts = yield connection.wire.put(request, pages[part], deadline, seals)
+            verdicts = yield connection.wire.put(request, pages[part], deadline, hmacs)
         except Exhausted:
             if not outcomes or keep.needs_ack:
                 raise
@@ -305,12 +305,12 @@ def get_pages(
             )
         )
     if whole:
-        asked = _NodeGet((), PageHmacs(options.key, page_nbytes))
+        wanted = _NodeGet((), PageHmacs(options.key, page_nbytes))
         return (
-            yield from _get(connection, namespace, prefix_hashes, pages, asked, options, deadline)
+            yield from _get(connection, namespace, prefix_hashes, pages, wanted, options, deadline)
         )
     return (
-        yield from _get_sealed_ranges(
+        yield from _get_signed_ranges(
             connection, namespace, prefix_hashes, pages, ranges, options, deadline
         )
     )
@@ -320,11 +320,11 @@ def get_pages(
 class _NodeGet:
     """The parts of each page that a node shall send: `ranges`, or all if there are none.
 
-    With `seals`, the last range, or the page, ends with the HMAC.
+    With `hmacs`, the last range, or the page, ends with the HMAC.
     """
 
     ranges: tuple[tuple[int, int], ...]
-    seals: PageHmacs | None = None
+    hmacs: PageHmacs | None = None
 
 
 def _get(
@@ -332,11 +332,11 @@ def _get(
     namespace: Namespace,
     prefix_hashes: Sequence[bytes],
     pages: Sequence[Pieces],
-    asked: _NodeGet,
+    wanted: _NodeGet,
     options: GetOptions,
     deadline: Deadline,
 ) -> Steps[GetResult]:
-    stored_nbytes, ranges = namespace.stored_nbytes, asked.ranges
+    stored_nbytes, ranges = namespace.stored_nbytes, wanted.ranges
     messages = [pb.ByteRange(offset=offset, nbytes=nbytes) for offset, nbytes in ranges]
     # Bytes that the node hashes for the ranges; at least as many as it sends.
     checked = hashed_nbytes(stored_nbytes, ranges or [(0, stored_nbytes)])
@@ -356,7 +356,7 @@ def _get(
         )
         seeds = key_seeds(namespace, hashes)
         found, damaged = yield connection.wire.get(
-            request, pages[part], seeds, deadline, asked.seals
+            request, pages[part], seeds, deadline, wanted.hmacs
         )
         hits.extend(found)
         corrupt.extend(hashes[place] for place in damaged)
@@ -365,11 +365,11 @@ def _get(
     if len(parts) > 1:
         yield from look_up.steps(connection, namespace, prefix_hashes[: len(hits)], True, deadline)
     length = leading(hits) if options.prefix else len(hits)
-    forged = asked.seals.forged if asked.seals else []
+    forged = wanted.hmacs.forged if wanted.hmacs else []
     return GetResult(hits[:length] + [False] * (len(pages) - length), corrupt, forged)
 
 
-def _get_sealed_ranges(
+def _get_signed_ranges(
     connection: NodeConnection,
     namespace: Namespace,
     prefix_hashes: Sequence[bytes],
@@ -382,24 +382,24 @@ def _get_sealed_ranges(
     assert options.key is not None
     page_nbytes = namespace.layout.page_nbytes
     check_ranges(ranges, page_nbytes)
-    sealed = SignedRanges(page_nbytes, ranges)
+    signed = SignedRanges(page_nbytes, ranges)
     behind = (page_nbytes, namespace.stored_nbytes - page_nbytes)
     found = GetResult([], [], [])
-    step = min(len(pages), max(1, SCRATCH_NBYTES // sealed.nbytes))
-    scratch = [(memoryview(bytearray(sealed.nbytes)),) for _ in range(step)]
+    step = min(len(pages), max(1, SCRATCH_NBYTES // signed.nbytes))
+    scratch = [(memoryview(bytearray(signed.nbytes)),) for _ in range(step)]
     for start in range(0, len(pages), step):
         hashes = prefix_hashes[start : start + step]
-        asked = _NodeGet(
-            (*sealed.runs, behind), PageHmacs(options.key, page_nbytes, sealed.numbers)
+        wanted = _NodeGet(
+            (*signed.runs, behind), PageHmacs(options.key, page_nbytes, signed.numbers)
         )
         some = yield from _get(
-            connection, namespace, hashes, scratch[: len(hashes)], asked, options, deadline
+            connection, namespace, hashes, scratch[: len(hashes)], wanted, options, deadline
         )
         for hit, page, (parts,) in zip(
             some.hits, pages[start : start + step], scratch, strict=False
         ):
             if hit:
-                copy_segments(page, sealed.pick(parts))
+                copy_segments(page, signed.pick(parts))
         found = GetResult(
             found.hits + some.hits, found.corrupt + some.corrupt, found.forged + some.forged
         )

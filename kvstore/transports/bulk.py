@@ -36,12 +36,12 @@ from kvstore.transports.view_stream import FrameViews
 
 # Bytes of a page that one system call sends: sixteen calls of 256 KiB cost more than hashing 4 MiB
 # that have left the cache (docs/decisions/0003).
-SENT_NBYTES = 4 << 20
+SEND_NBYTES = 4 << 20
 
 Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
 Result = TypeVar("Result")
-Good = Callable[[bytes, bytes], bool]
-Took = Callable[[int, "Arrived"], None]
+IsUnchanged = Callable[[bytes, bytes], bool]
+OnPage = Callable[[int, "Arrived"], None]
 
 
 class BulkConnector:
@@ -224,21 +224,21 @@ class BulkWire:
         request: pb.PutRequest,
         pages: Sequence[Pieces],
         deadline: Deadline,
-        seals: PageHmacs | None = None,
-        good: Good | None = None,
+        hmacs: PageHmacs | None = None,
+        is_unchanged: IsUnchanged | None = None,
     ) -> list[int]:
         """Send pages; return a PutStatus per key.
 
-        `good` receives the key of each page that was sent and the leaves of the sent bytes. If it
-        returns False, nothing of the batch is committed: InvalidRequest.
+        `is_unchanged` receives the key of each page that was sent and the leaves of the sent bytes.
+        If it returns False, nothing of the batch is committed: InvalidRequest.
         """
         parts = self._streams(pages)
         if len(parts) == 1:
-            return self._put(request, pages, deadline, seals, good)
+            return self._put(request, pages, deadline, hmacs, is_unchanged)
         found = self._parallel(
             request,
             parts,
-            lambda one, part: self._put(one, pages[part], deadline, seals, good),
+            lambda one, part: self._put(one, pages[part], deadline, hmacs, is_unchanged),
             deadline,
         )
         failed = [error for error in found if isinstance(error, KVStoreError)]
@@ -258,12 +258,12 @@ class BulkWire:
         request: pb.PutRequest,
         pages: Sequence[Pieces],
         deadline: Deadline,
-        seals: PageHmacs | None,
-        good: Good | None,
+        hmacs: PageHmacs | None,
+        is_unchanged: IsUnchanged | None,
     ) -> list[int]:
         while True:
             with self._pool.attempt(deadline) as connection:
-                return run(put_steps(PageStream(connection), request, pages, seals, good))
+                return run(put_steps(PageStream(connection), request, pages, hmacs, is_unchanged))
 
     def get(
         self,
@@ -271,10 +271,10 @@ class BulkWire:
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: PageHmacs | None = None,
+        hmacs: PageHmacs | None = None,
     ) -> tuple[list[bool], list[int]]:
         """Read pages into the buffers and verify them; see `Wire.get`."""
-        return hits_of(self.fetch(request, buffers, seeds, deadline, seals))
+        return hits_of(self.fetch(request, buffers, seeds, deadline, hmacs))
 
     def fetch(
         self,
@@ -282,23 +282,23 @@ class BulkWire:
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: PageHmacs | None = None,
-        took: Took | None = None,
+        hmacs: PageHmacs | None = None,
+        on_page: OnPage | None = None,
     ) -> list[Arrived | None]:
         """Read pages and return, for each found one, its leaves and expiry; None for misses.
 
-        `took` is called, by any thread, with the place in the batch of each found one as soon as it
-        is here.
+        `on_page` is called, by any thread, with the index in the batch of each found one as soon as
+        it is here.
         """
         streams = len(self._streams(buffers))
         if streams == 1:
-            return self._get(request, buffers, seeds, deadline, seals, took)
+            return self._get(request, buffers, seeds, deadline, hmacs, on_page)
         # In turns, so that pages arrive in about their order, in which a near client copies them
         parts = [slice(first, None, streams) for first in range(streams)]
 
         def get(one: pb.GetRequest, part: slice) -> list[Arrived | None]:
-            placed = took and (lambda place, page: took(part.start + place * streams, page))
-            return self._get(one, buffers[part], seeds[part], deadline, seals, placed)
+            placed = on_page and (lambda index, page: on_page(part.start + index * streams, page))
+            return self._get(one, buffers[part], seeds[part], deadline, hmacs, placed)
 
         arrived: list[Arrived | None] = [None] * len(buffers)
         for part, said in zip(parts, self._parallel(request, parts, get, deadline), strict=True):
@@ -343,13 +343,13 @@ class BulkWire:
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: PageHmacs | None,
-        took: Took | None,
+        hmacs: PageHmacs | None,
+        on_page: OnPage | None,
     ) -> list[Arrived | None]:
         while True:
             with self._pool.attempt(deadline) as connection:
                 stream = PageStream(connection)
-                return run(get_steps(stream, request, buffers, seeds, seals, took))
+                return run(get_steps(stream, request, buffers, seeds, hmacs, on_page))
 
     def follow(self, number: int, seconds: float, deadline: Deadline) -> FrameViews:
         """Return the cluster's views from now on, for so many seconds.
@@ -422,8 +422,8 @@ def put_steps(
     stream: Any,
     request: pb.PutRequest,
     pages: Sequence[Pieces],
-    seals: PageHmacs | None,
-    good: Good | None = None,
+    hmacs: PageHmacs | None,
+    is_unchanged: IsUnchanged | None = None,
 ) -> Steps[list[int]]:
     """Put pages on one connection; `stream` is a `PageStream`, or one with coroutines."""
     reply, _ = yield stream.exchange("put", request)
@@ -434,13 +434,15 @@ def put_steps(
     if not wanted:
         return verdicts
     # The leaves follow the bytes, in the commit.
-    yield stream.begin_payload(sum(segments_nbytes(pages[i]) + _nbytes(seals) for i in wanted))
+    yield stream.begin_payload(sum(segments_nbytes(pages[i]) + _hmac_nbytes(hmacs) for i in wanted))
     leaves = []
     for i in wanted:
-        page = with_hmacs(pages[i], request.prefix_hashes[i], seals)
+        page = with_hmacs(pages[i], request.prefix_hashes[i], hmacs)
         leaves.append((yield stream.send_page(page)))
     sent = zip(wanted, leaves, strict=True)
-    unchanged = [good(request.prefix_hashes[i], of) for i, of in sent] if good else []
+    unchanged = (
+        [is_unchanged(request.prefix_hashes[i], of) for i, of in sent] if is_unchanged else []
+    )
     if not all(unchanged):
         raise InvalidRequest("a page's bytes changed in memory while it was sent")
     yield stream.exchange("commit", pb.CommitRequest(leaves=leaves))
@@ -452,19 +454,19 @@ def get_steps(
     request: pb.GetRequest,
     buffers: Sequence[Pieces],
     seeds: Sequence[int],
-    seals: PageHmacs | None,
-    took: Took | None = None,
+    hmacs: PageHmacs | None,
+    on_page: OnPage | None = None,
 ) -> Steps[list[Arrived | None]]:
     """Get pages on one connection into the buffers and verify them; `stream` as in `put_steps`.
 
-    `took` as in `BulkWire.fetch`.
+    `on_page` as in `BulkWire.fetch`.
     """
     reply, payload_nbytes = yield stream.exchange("get", request)
     hits = list(reply.hits)
     found = [i for i, hit in enumerate(hits) if hit]
     if (
         len(hits) != len(buffers)
-        or payload_nbytes != sum(segments_nbytes(buffers[i]) + _nbytes(seals) for i in found)
+        or payload_nbytes != sum(segments_nbytes(buffers[i]) + _hmac_nbytes(hmacs) for i in found)
         or len(reply.checksums) != len(found)
         or len(reply.ttls_ms) not in (0, len(found))
     ):
@@ -472,15 +474,15 @@ def get_steps(
     arrived: list[Arrived | None] = [None] * len(hits)
     ttls_ms = reply.ttls_ms or [0] * len(found)
     for i, expected, ttl_ms in zip(found, reply.checksums, ttls_ms, strict=True):
-        target = receive_buffers(buffers[i], seals)
+        target = receive_buffers(buffers[i], hmacs)
         leaves = yield stream.recv_page(target)
         intact = root(leaves, seeds[i]) == expected
-        if not (intact and seals) or seals.verify(
+        if not (intact and hmacs) or hmacs.verify(
             request.prefix_hashes[i], target[:-1], target[-1]
         ):
             page = arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)
-            if took:
-                took(i, page)
+            if on_page:
+                on_page(i, page)
     return arrived
 
 
@@ -499,15 +501,15 @@ def _part_of(request: Request, part: slice) -> Request:
     return share
 
 
-def _nbytes(seals: PageHmacs | None) -> int:
+def _hmac_nbytes(hmacs: PageHmacs | None) -> int:
     """Return the bytes of the HMACs that follow each page."""
-    return seals.nbytes if seals else 0
+    return hmacs.nbytes if hmacs else 0
 
 
 def _send_page(connection: FrameSocket, page: Pieces) -> bytes:
     """Send a page; return the leaves of the sent bytes."""
     running = Leaves(segments_nbytes(page))
-    for chunk in chunks(page, itertools.repeat(SENT_NBYTES)):
+    for chunk in chunks(page, itertools.repeat(SEND_NBYTES)):
         if len(chunk) == 1:  # the usual case, and faster for small pages
             connection.send(chunk[0])
         else:

@@ -206,18 +206,18 @@ class GrpcWire:
         request: pb.PutRequest,
         pages: Sequence[Pieces],
         deadline: Deadline,
-        seals: PageHmacs | None = None,
+        hmacs: PageHmacs | None = None,
     ) -> list[int]:
         """Send pages to the node, few in one message, many as a stream; see `Wire.put`."""
         check_process(self._pid)
         if self._whole and _is_small(len(pages), len(pages) * request.page_nbytes):
-            message = _whole_put(request, pages, seals)
+            message = _whole_put(request, pages, hmacs)
             reply = self._call_whole(self._put_whole, message, deadline)
             if reply is not None:
                 return _verdicts(reply, len(pages))
         stream, told = _Stream(), self._call_metadata
         return self._run(
-            partial(self._put_all, stream, told, request, pages, deadline, seals), stream.stop
+            partial(self._put_all, stream, told, request, pages, deadline, hmacs), stream.stop
         )
 
     def _put_all(
@@ -227,7 +227,7 @@ class GrpcWire:
         request: pb.PutRequest,
         pages: Sequence[Pieces],
         deadline: Deadline,
-        seals: PageHmacs | None,
+        hmacs: PageHmacs | None,
     ) -> list[int]:
         outbox = Outbox()
         try:
@@ -241,7 +241,7 @@ class GrpcWire:
                 chosen = [i for i, verdict in enumerate(verdicts) if verdict == pb.WRITE]
                 if chosen:
                     _send(
-                        (with_hmacs(pages[i], request.prefix_hashes[i], seals) for i in chosen),
+                        (with_hmacs(pages[i], request.prefix_hashes[i], hmacs) for i in chosen),
                         outbox,
                     )
                 outbox.end()
@@ -263,11 +263,11 @@ class GrpcWire:
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: PageHmacs | None = None,
+        hmacs: PageHmacs | None = None,
     ) -> tuple[list[bool], list[int]]:
         """Receive pages from the node, few in one message, many as a stream; see `Wire.get`."""
         check_process(self._pid)
-        each_nbytes = 0 if seals is None else seals.nbytes
+        each_nbytes = 0 if hmacs is None else hmacs.nbytes
         nbytes = sum(map(segments_nbytes, buffers)) + each_nbytes * len(buffers)
         if self._whole and _is_small(len(buffers), nbytes):
             reply = self._call_whole(self._get_whole, request, deadline)
@@ -275,10 +275,10 @@ class GrpcWire:
                 with _complete_get():
                     begin, data = get_parts(reply)
                     chunks = iter([data] if data.nbytes else ())
-                    return _received(request, begin, chunks, buffers, seeds, seals)
+                    return _received(request, begin, chunks, buffers, seeds, hmacs)
         stream, told = _Stream(), self._call_metadata
         return self._run(
-            partial(self._get_all, stream, told, request, buffers, seeds, deadline, seals),
+            partial(self._get_all, stream, told, request, buffers, seeds, deadline, hmacs),
             stream.stop,
         )
 
@@ -290,7 +290,7 @@ class GrpcWire:
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: PageHmacs | None,
+        hmacs: PageHmacs | None,
     ) -> tuple[list[bool], list[int]]:
         try:
             with (
@@ -301,7 +301,7 @@ class GrpcWire:
             ):
                 begin = pb.GetFrame.FromString(next(frames)).begin
                 chunks = map(_page_bytes, frames)
-                return _received(request, begin, chunks, buffers, seeds, seals)
+                return _received(request, begin, chunks, buffers, seeds, hmacs)
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
 
@@ -416,10 +416,10 @@ def _is_small(count: int, nbytes: int) -> bool:
     return 0 < nbytes <= GRPC_CHUNK_NBYTES and count <= WHOLE_PAGES_MAX
 
 
-def _whole_put(request: pb.PutRequest, pages: Sequence[Pieces], seals: PageHmacs | None) -> bytes:
+def _whole_put(request: pb.PutRequest, pages: Sequence[Pieces], hmacs: PageHmacs | None) -> bytes:
     """Build a PutWholeRequest: the frames of the put, one after the other."""
     stored = [
-        with_hmacs(page, key, seals) for page, key in zip(pages, request.prefix_hashes, strict=True)
+        with_hmacs(page, key, hmacs) for page, key in zip(pages, request.prefix_hashes, strict=True)
     ]
     leaves = [joined_leaves(page, segments_nbytes(page)) for page in stored]
     return b"".join(
@@ -454,14 +454,14 @@ def _received(
     chunks: Iterator[memoryview],
     buffers: Sequence[Pieces],
     seeds: Sequence[int],
-    seals: PageHmacs | None,
+    hmacs: PageHmacs | None,
 ) -> tuple[list[bool], list[int]]:
     """Copy the hits into their buffers and verify them; see `Wire.get`."""
     hits = list(begin.hits)
     found = [i for i, hit in enumerate(hits) if hit]
     if len(hits) != len(buffers) or len(begin.checksums) != len(found):
         raise ProtocolError("the reply to a get does not fit its request")
-    targets = [receive_buffers(buffers[i], seals) for i in found]
+    targets = [receive_buffers(buffers[i], hmacs) for i in found]
     made = fill(targets, chunks)
     if next(chunks, None) is not None:
         raise ProtocolError("the node sent more page bytes than it announced")
@@ -470,8 +470,8 @@ def _received(
         if root(of, seeds[i]) != expected:
             hits[i] = False
             corrupt.append(i)
-        elif seals:
-            hits[i] = seals.verify(request.prefix_hashes[i], target[:-1], target[-1])
+        elif hmacs:
+            hits[i] = hmacs.verify(request.prefix_hashes[i], target[:-1], target[-1])
     return hits, corrupt
 
 

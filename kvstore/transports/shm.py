@@ -214,7 +214,7 @@ class ShmWire:
         request: pb.PutRequest,
         pages: Sequence[Pieces],
         deadline: Deadline,
-        seals: PageHmacs | None = None,
+        hmacs: PageHmacs | None = None,
     ) -> list[int]:
         """Reserve slots, write the pages into them and commit; see `Wire.put`."""
         with self.reserving(request, deadline) as reserved:
@@ -223,7 +223,7 @@ class ShmWire:
             def write(number: int) -> bytes:
                 i = chosen[number]
                 return _write_page(
-                    reserved.pages[number], with_hmacs(pages[i], request.prefix_hashes[i], seals)
+                    reserved.pages[number], with_hmacs(pages[i], request.prefix_hashes[i], hmacs)
                 )
 
             leaves = self._each(write, len(chosen), request.page_nbytes, deadline)
@@ -237,13 +237,13 @@ class ShmWire:
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: PageHmacs | None = None,
+        hmacs: PageHmacs | None = None,
     ) -> tuple[list[bool], list[int]]:
         """Copy pages out of the mapped slots and verify the copies; see `Wire.get`.
 
         Pages that the node has are copied while it reads others from the disk or from members.
         """
-        nbytes = (segments_nbytes(buffers[0]) if buffers else 0) + (seals.nbytes if seals else 0)
+        nbytes = (segments_nbytes(buffers[0]) if buffers else 0) + (hmacs.nbytes if hmacs else 0)
         count = max(1, len(request.ranges))  # parts of each hit
         hits: list[bool] = []
         corrupt: list[int] = []
@@ -254,12 +254,12 @@ class ShmWire:
 
             def read(number: int) -> bool:
                 i, parts = found[number], acquired.pages[number * count : (number + 1) * count]
-                target = receive_buffers(buffers[i], seals)
+                target = receive_buffers(buffers[i], hmacs)
                 intact = root(_read_page(target, parts), seeds[i]) == acquired.checksums[number]
                 if (
                     intact
-                    and seals
-                    and not seals.verify(request.prefix_hashes[i], target[:-1], target[-1])
+                    and hmacs
+                    and not hmacs.verify(request.prefix_hashes[i], target[:-1], target[-1])
                 ):
                     hits[i] = False
                 return intact

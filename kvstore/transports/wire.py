@@ -18,7 +18,7 @@ class Wire(Protocol):
     Methods raise the errors of `kvstore.errors` and nothing else.
 
     `seeds[i]` seeds the checksum of key i. The segments of a page are flat byte views, together of
-    the right size. `seals`: for a keyed namespace, the HMACs that follow the pages' bytes: made
+    the right size. `hmacs`: for a keyed namespace, the HMACs that follow the pages' bytes: made
     where a page is sent, verified where it has arrived. No thread touches a page's memory after a
     method has returned or raised.
     """
@@ -33,7 +33,7 @@ class Wire(Protocol):
         request: pb.PutRequest,
         pages: Sequence[Pieces],
         deadline: Deadline,
-        seals: PageHmacs | None = None,
+        hmacs: PageHmacs | None = None,
     ) -> list[int]:
         """Put pages and return one PutStatus per key; WRITE means sent and committed."""
 
@@ -43,12 +43,12 @@ class Wire(Protocol):
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
         deadline: Deadline,
-        seals: PageHmacs | None = None,
+        hmacs: PageHmacs | None = None,
     ) -> tuple[list[bool], list[int]]:
         """Read pages; return a hit per key and the positions whose bytes failed their checksum.
 
         A hit is intact and, in a keyed namespace, has its HMAC. Pages without one are in
-        `seals.forged`.
+        `hmacs.forged`.
         """
 
     def close(self) -> None:

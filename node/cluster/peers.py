@@ -158,10 +158,10 @@ class Peers:
         )
         self.remote_pages = RemotePages(membership, channels, view, tier.clock_s)
         tier.remote = (*tier.remote, self.remote_pages)
-        self._abreast = ParallelTransfer(TOGETHER_MAX, "kvstore-sweep")
+        self._threads = ParallelTransfer(TOGETHER_MAX, "kvstore-sweep")
         self.rebalancer = Rebalancer(
             membership,
-            lambda pause: Rebalance(channels, tier, view, room_below, pause, self._abreast.run),
+            lambda pause: Rebalance(channels, tier, view, room_below, pause, self._threads.run),
             config.sweep_nbytes_per_s,
             config.sweep_s,
         )
@@ -215,7 +215,7 @@ class Peers:
         self.rebalancer.stop()
         self.replicator.stop(max(0.0, end - time.monotonic()))
         self.remote_pages.close()
-        self._abreast.close()
+        self._threads.close()
         self.channels.close()
         self.rebalancer.stop(max(0.0, end - time.monotonic()))
 

@@ -206,7 +206,7 @@ class RemotePages(LowerTier):
         self._channels = channels
         self._view = view
         self._clock_s = clock_s
-        self._abreast = ParallelTransfer(THREADS_MAX, "kvstore-peers")
+        self._threads = ParallelTransfer(THREADS_MAX, "kvstore-peers")
         self._known = KnownPages()
         self._lock = threading.Lock()  # guards the counters
         self.pages_fetched = 0
@@ -238,11 +238,11 @@ class RemotePages(LowerTier):
             members = routes(view, namespace, hashes, query.deadline)
             others = [tuple(member for member in route if member != own) for route in members]
             has = [""] * len(hashes) if query.is_lookup else self._known.take(view, digest, hashes)
-            unknown = [place for place, member in enumerate(has) if not member]
+            unknown = [index for index, member in enumerate(has) if not member]
             with contextlib.suppress(KVStoreError):
-                keys, ways = [hashes[p] for p in unknown], [others[p] for p in unknown]
-                for place, member in zip(unknown, self._ask(query, keys, ways), strict=True):
-                    has[place] = member
+                keys, asked = [hashes[i] for i in unknown], [others[i] for i in unknown]
+                for index, member in zip(unknown, self._ask(query, keys, asked), strict=True):
+                    has[index] = member
             if query.is_lookup:
                 self._known.note(
                     view, digest, {h: m for h, m in zip(hashes, has, strict=True) if m}
@@ -250,8 +250,8 @@ class RemotePages(LowerTier):
             copies = self.copies(digest, hashes)
             for prefix_hash, first, route in zip(hashes, has, others, strict=True):
                 if first:
-                    way = (first, *(member for member in route if member != first))
-                    found[prefix_hash] = Source(self, way, prefix_hash in copies)
+                    order = (first, *(member for member in route if member != first))
+                    found[prefix_hash] = Source(self, order, prefix_hash in copies)
         return found
 
     def _ask(
@@ -259,8 +259,8 @@ class RemotePages(LowerTier):
     ) -> list[str]:
         """Return for each key the first of its members that has the page, or nothing."""
 
-        def ask(member: str, places: list[int], limit: Deadline) -> list[str]:
-            wanted = [hashes[place] for place in places]
+        def ask(member: str, indices: list[int], limit: Deadline) -> list[str]:
+            wanted = [hashes[index] for index in indices]
 
             def call(connection: NodeConnection, limit: Deadline) -> list[int]:
                 return look_up(connection, query.namespace, wanted, query.touch, limit)
@@ -268,7 +268,7 @@ class RemotePages(LowerTier):
             present = self._channels.channel(member).run(call, query.namespace, limit)
             return [member if there else "" for there in present]
 
-        return try_owners(others, in_parallel(ask, self._abreast.run), not_, "", query.deadline)
+        return try_owners(others, in_parallel(ask, self._threads.run), not_, "", query.deadline)
 
     # ---- read ----------------------------------------------------------------------------
 
@@ -284,34 +284,34 @@ class RemotePages(LowerTier):
         step = max(1, FETCHED_NBYTES // namespace.stored_nbytes)
         done: set[int] = set()
 
-        def took(place: int) -> None:
-            done.add(place)
-            arrived(loads[place].page)
+        def on_page(index: int) -> None:
+            done.add(index)
+            arrived(loads[index].page)
 
-        def ask(member: str, places: list[int], limit: Deadline) -> list[bool]:
+        def ask(member: str, indices: list[int], limit: Deadline) -> list[bool]:
             def call(connection: NodeConnection, limit: Deadline) -> None:
                 # The channel may be a new one
-                left = [place for place in places if place not in done]
+                left = [index for index in indices if index not in done]
                 some = min(step, batch_pages_max(namespace.stored_nbytes, connection.limits))
                 for start in range(0, len(left), some):
                     if gone():  # no error, which would speak against the member
                         return
-                    batch = {place: loads[place].page for place in left[start : start + some]}
-                    self._receive(connection, namespace, batch, took, limit)
+                    batch = {index: loads[index].page for index in left[start : start + some]}
+                    self._receive(connection, namespace, batch, on_page, limit)
 
             try:
                 if not gone():
                     self._channels.channel(member).run(call, namespace, limit)
             except KVStoreError as error:
                 log.info("%s: %s", member, error)
-                if not done.intersection(places):
+                if not done.intersection(indices):
                     raise
-            return [place in done for place in places]
+            return [index in done for index in indices]
 
         with contextlib.suppress(KVStoreError):
             try_owners(
                 [load.source.place for load in loads],
-                in_parallel(ask, self._abreast.run),
+                in_parallel(ask, self._threads.run),
                 not_,
                 False,
                 deadline,
@@ -326,25 +326,25 @@ class RemotePages(LowerTier):
         connection: NodeConnection,
         namespace: Namespace,
         pages: Mapping[int, Page],
-        took: Callable[[int], None],
+        on_page: Callable[[int], None],
         limit: Deadline,
     ) -> None:
-        """Call `took` with the place of each page that arrives.
+        """Call `on_page` with the index of each page that arrives.
 
         Corrupt ones are reported to the member.
         """
-        places = list(pages)
+        indices = list(pages)
         hashes = [page.prefix_hash for page in pages.values()]
         slots = [(self._view(page.offset, namespace.stored_nbytes),) for page in pages.values()]
         request = pb.GetRequest(namespace=namespace.digest, prefix_hashes=hashes)
 
         def take(number: int, got: Arrived) -> None:
-            place = places[number]
-            if self._take(pages[place], got):
-                took(place)
+            index = indices[number]
+            if self._take(pages[index], got):
+                on_page(index)
 
         seeds = key_seeds(namespace, hashes)
-        came = cast(BulkWire, connection.wire).fetch(request, slots, seeds, limit, took=take)
+        came = cast(BulkWire, connection.wire).fetch(request, slots, seeds, limit, on_page=take)
         if corrupt := [
             h for h, page in zip(hashes, came, strict=True) if page is not None and not page.leaves
         ]:
@@ -370,4 +370,4 @@ class RemotePages(LowerTier):
 
     def close(self) -> None:
         """Stop; running calls end by their deadline."""
-        self._abreast.close()
+        self._threads.close()

@@ -305,7 +305,7 @@ class Replicator:
         nbytes = batch.queued_pages[0].page.namespace.page_nbytes
         ttl_ms = max(1, 1000 * (group.expiry_s - self._tier.clock_s())) if group.expiry_s else 0
 
-        def good(prefix_hash: bytes, leaves: bytes) -> bool:
+        def is_unchanged(prefix_hash: bytes, leaves: bytes) -> bool:
             page = pages[prefix_hash]
             if _gone(page):
                 return False
@@ -329,7 +329,7 @@ class Replicator:
             )
             views = [(self._view(pages[key].offset, nbytes),) for key in keys[part]]
             try:
-                verdicts = connection.wire.put(request, views, deadline, good=good)
+                verdicts = connection.wire.put(request, views, deadline, is_unchanged=is_unchanged)
             except REFUSED:
                 if not taken and not any(map(_gone, pages.values())):
                     raise

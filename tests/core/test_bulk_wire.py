@@ -290,7 +290,7 @@ def test_connection_with_unexpected_bytes_is_not_reused(
 def test_large_page_is_sent_by_several_calls(
     monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(bulk, "SENT_NBYTES", 1000)
+    monkeypatch.setattr(bulk, "SEND_NBYTES", 1000)
     page, (one, other) = os.urandom(5001), socket.socketpair()
     pieces = [memoryview(page)[a:b] for a, b in itertools.pairwise((0, *cuts, len(page)))]
     with contextlib.closing(FrameSocket(one)) as sender, other:

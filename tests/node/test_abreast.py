@@ -90,7 +90,7 @@ def test_shares_of_a_fetch_take_turns(
     request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=keys)
     slots = [(memoryview(buffer),) for buffer in buffers]
     seeds = key_seeds(pages.namespace, keys)
-    found = link_of(client).fetch(request, slots, seeds, Deadline(60.0), took=take)
+    found = link_of(client).fetch(request, slots, seeds, Deadline(60.0), on_page=take)
     assert sorted(asked) == [keys[first::LANES] for first in range(LANES)]
     assert sorted(took) == [*range(len(keys))]
     assert None not in found

@@ -47,10 +47,10 @@ def test_page_changed_at_one_owner_comes_from_the_other(
     assert present(replicated[1], keyed.namespace, mine) == [False] * len(mine)
 
 
-def test_replicas_of_sealed_pages_are_whole(
+def test_replicas_of_signed_pages_are_whole(
     replicated: list[Node], connect: Connect, keyed: Pages
 ) -> None:
-    """The first owner replicates pages with their seals."""
+    """The first owner replicates pages with their HMACs."""
     client, keys = connect(replicated[0], near="none", page_key=SECRET), keyed.keys(*NUMBERS)
     keyed.put(client, keys)
     wait_replicated(replicated)
@@ -104,7 +104,7 @@ def test_page_forged_by_a_near_node_comes_from_an_owner(
     assert client.stats.forged_pages == len(mine)
 
 
-def test_sweep_copies_pages_with_their_seals(
+def test_sweep_copies_pages_with_their_hmacs(
     cluster: list[Node], connect: Connect, keyed: Pages
 ) -> None:
     """The sweep moves the pages to their new owner."""

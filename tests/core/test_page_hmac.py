@@ -1,4 +1,4 @@
-"""Page HMACs (seals), the secret that makes them, and ranges of sealed pages, without a node."""
+"""Page HMACs, the secret that makes them, and ranges of signed pages, without a node."""
 
 import os
 import random
@@ -25,50 +25,50 @@ def content(nbytes: int) -> memoryview:
 
 
 @pytest.mark.parametrize("nbytes", [1, 255, 256, 511, 512, 1000, 256 * 64, 256 * 65])
-def test_seal_has_a_mac_per_part_and_matches_only_its_page(nbytes: int) -> None:
-    seals, page = PageHmacs(KEY, nbytes), content(nbytes)
-    seal = seals.sign(HASH, (page,))
-    assert seal.nbytes == seals.nbytes == hmac_nbytes(nbytes) == MAC_NBYTES * len(cuts(nbytes))
-    assert seals.verify(HASH, (page,), seal)
-    assert seals.forged == []
+def test_page_has_a_mac_per_part_and_matches_only_its_page(nbytes: int) -> None:
+    hmacs, page = PageHmacs(KEY, nbytes), content(nbytes)
+    mac = hmacs.sign(HASH, (page,))
+    assert mac.nbytes == hmacs.nbytes == hmac_nbytes(nbytes) == MAC_NBYTES * len(cuts(nbytes))
+    assert hmacs.verify(HASH, (page,), mac)
+    assert hmacs.forged == []
     for place in {0, nbytes // 2, nbytes - 1}:
         other = bytearray(page)
         other[place] ^= 1
-        assert not seals.verify(HASH, (memoryview(other),), seal)
-    for place in range(seal.nbytes):
-        other = bytearray(seal)
+        assert not hmacs.verify(HASH, (memoryview(other),), mac)
+    for place in range(mac.nbytes):
+        other = bytearray(mac)
         other[place] ^= 1
-        assert not seals.verify(HASH, (page,), memoryview(other))
-    assert not seals.verify(HASH[:-1], (page,), seal)
-    assert not seals.verify(HASH, (page,), seal[: seal.nbytes - 1])
-    assert not seals.verify(HASH, (page,), memoryview(bytes(seal.nbytes)))
-    assert not PageHmacs(b"l" * 32, nbytes).verify(HASH, (page,), seal)
-    assert set(seals.forged) == {HASH, HASH[:-1]}
+        assert not hmacs.verify(HASH, (page,), memoryview(other))
+    assert not hmacs.verify(HASH[:-1], (page,), mac)
+    assert not hmacs.verify(HASH, (page,), mac[: mac.nbytes - 1])
+    assert not hmacs.verify(HASH, (page,), memoryview(bytes(mac.nbytes)))
+    assert not PageHmacs(b"l" * 32, nbytes).verify(HASH, (page,), mac)
+    assert set(hmacs.forged) == {HASH, HASH[:-1]}
 
 
 def test_parts_swapped_with_their_macs_do_not_match() -> None:
-    seals, page = PageHmacs(KEY, 512), content(512)
-    seal = seals.sign(HASH, (page,))
+    hmacs, page = PageHmacs(KEY, 512), content(512)
+    mac = hmacs.sign(HASH, (page,))
     swapped = memoryview(bytes(page[256:]) + bytes(page[:256]))
-    assert not seals.verify(HASH, (swapped,), memoryview(bytes(seal[16:]) + bytes(seal[:16])))
+    assert not hmacs.verify(HASH, (swapped,), memoryview(bytes(mac[16:]) + bytes(mac[:16])))
     zeros = memoryview(bytes(512))  # equal parts have different MACs
-    made = seals.sign(HASH, (zeros,))
+    made = hmacs.sign(HASH, (zeros,))
     assert made[:16] != made[16:]
 
 
 def test_part_of_a_longer_page_is_no_valid_page() -> None:
     long, page = PageHmacs(KEY, 768), content(768)
-    seal = long.sign(HASH, (page,))
-    assert not PageHmacs(KEY, 256).verify(HASH, (page[:256],), seal[:16])
+    mac = long.sign(HASH, (page,))
+    assert not PageHmacs(KEY, 256).verify(HASH, (page[:256],), mac[:16])
 
 
 def test_parts_are_checked_alone() -> None:
     nbytes = 5 * 256 + 7
-    page, seal = content(nbytes), PageHmacs(KEY, nbytes).sign(HASH, (content(nbytes),))
+    page, mac = content(nbytes), PageHmacs(KEY, nbytes).sign(HASH, (content(nbytes),))
     some = PageHmacs(KEY, nbytes, [1, 4])
-    assert some.verify(HASH, (memoryview(bytes(page[256:512]) + bytes(page[1024:])),), seal)
-    assert not some.verify(HASH, (memoryview(bytes(page[:256]) + bytes(page[1024:])),), seal)
-    assert not some.verify(HASH, (memoryview(bytes(page[256:512]) + bytes(page[1023:-1])),), seal)
+    assert some.verify(HASH, (memoryview(bytes(page[256:512]) + bytes(page[1024:])),), mac)
+    assert not some.verify(HASH, (memoryview(bytes(page[:256]) + bytes(page[1024:])),), mac)
+    assert not some.verify(HASH, (memoryview(bytes(page[256:512]) + bytes(page[1023:-1])),), mac)
 
 
 def test_ranges_are_found_in_received_parts(seed: int) -> None:
@@ -82,24 +82,24 @@ def test_ranges_are_found_in_received_parts(seed: int) -> None:
         )
         ranges = [(start, end - start) for start, end in zip(edges[::2], edges[1::2], strict=True)]
         rng.shuffle(ranges)
-        sealed = SignedRanges(page.nbytes, ranges)
+        signed = SignedRanges(page.nbytes, ranges)
         arrived = memoryview(
-            b"".join(page[offset : offset + nbytes] for offset, nbytes in sealed.runs)
+            b"".join(page[offset : offset + nbytes] for offset, nbytes in signed.runs)
         )
-        assert arrived.nbytes == sealed.nbytes == sum(nbytes for _, nbytes in sealed.runs)
-        assert [bytes(some) for some in sealed.pick(arrived)] == [
+        assert arrived.nbytes == signed.nbytes == sum(nbytes for _, nbytes in signed.runs)
+        assert [bytes(some) for some in signed.pick(arrived)] == [
             bytes(page[a : a + n]) for a, n in ranges
         ]
-        seals = PageHmacs(KEY, page.nbytes, sealed.numbers)
-        assert seals.verify(HASH, (arrived,), PageHmacs(KEY, page.nbytes).sign(HASH, (page,)))
+        hmacs = PageHmacs(KEY, page.nbytes, signed.numbers)
+        assert hmacs.verify(HASH, (arrived,), PageHmacs(KEY, page.nbytes).sign(HASH, (page,)))
 
 
-def test_other_threads_run_while_a_page_is_sealed(
+def test_other_threads_run_while_a_page_is_signed(
     others_run: Callable[[Callable[[], object]], bool],
 ) -> None:
     page = memoryview(bytes(4 << 20))
-    seals = PageHmacs(KEY, page.nbytes)
-    assert others_run(lambda: seals.sign(HASH, (page,)))
+    hmacs = PageHmacs(KEY, page.nbytes)
+    assert others_run(lambda: hmacs.sign(HASH, (page,)))
 
 
 def test_namespace_keys_differ_and_the_key_id_hides_the_secret() -> None:
@@ -114,7 +114,7 @@ def test_namespace_keys_differ_and_the_key_id_hides_the_secret() -> None:
         PageKeys(SECRET[1:])
 
 
-def test_stored_page_includes_its_seal() -> None:
+def test_stored_page_includes_its_hmacs() -> None:
     plain = Namespace("m", opaque_layout(1000))
     keyed = Namespace("m", opaque_layout(1000), key_id=PageKeys(SECRET).key_id)
     other = Namespace("m", opaque_layout(1000), key_id=PageKeys(SECRET[::-1]).key_id)
