@@ -25,7 +25,7 @@ from kvstore.layout import DTYPE_NBYTES, PageLayout, PlaneSlice
 Units: TypeAlias = torch.Tensor | Mapping[str, torch.Tensor]
 
 
-class Space(NamedTuple):
+class IndexSpace(NamedTuple):
     """An index space: tokens per unit, and how many units its smallest tensor has."""
 
     unit_tokens: int
@@ -63,7 +63,7 @@ class UnitTable:
 
 def checked_rows(
     name: str,
-    space: Space,
+    space: IndexSpace,
     indices: torch.Tensor,
     page_count: int,
     page_tokens: int,
@@ -239,15 +239,15 @@ def _check_tensor(piece: PlaneSlice, tensor: torch.Tensor) -> None:
         )
 
 
-def _spaces(planes: tuple[PoolPlane, ...]) -> dict[str, Space]:
-    spaces: dict[str, Space] = {}
+def _spaces(planes: tuple[PoolPlane, ...]) -> dict[str, IndexSpace]:
+    spaces: dict[str, IndexSpace] = {}
     for plane in planes:
         tokens, slots = plane.piece.plane.unit_tokens, plane.bits.shape[0]
-        known = spaces.get(plane.space, Space(tokens, slots))
+        known = spaces.get(plane.space, IndexSpace(tokens, slots))
         if known.unit_tokens != tokens:
             raise InvalidRequest(
                 f"{_where(plane.piece)}: has {tokens} tokens per unit, others in its index space "
                 f"{plane.space!r} have {known.unit_tokens}; name different spaces"
             )
-        spaces[plane.space] = Space(tokens, min(slots, known.slots))
+        spaces[plane.space] = IndexSpace(tokens, min(slots, known.slots))
     return spaces

@@ -304,7 +304,7 @@ class SlotAllocator:
         blocks = self.blocks_in(area)
         return sum(block.used_sum for block in blocks) / sum(block.used_count for block in blocks)
 
-    def loose_areas(self, level: int, count: int) -> list[range]:
+    def sparse_areas(self, level: int, count: int) -> list[range]:
         """Return partly free areas of this level, those with the largest free part first."""
         found: dict[int, range] = {}
         for free in reversed(self._free[:level]):

@@ -54,14 +54,14 @@ def refuse_anonymous() -> Principal:
 class Caller:
     """The caller of a request.
 
-    `peer`: key that limits count it by. `gone`: whether it has left and needs no answer.
+    `peer`: key that limits count it by. `has_left`: whether it has left and needs no answer.
     `may_wait`: whether it may wait for other nodes without delaying other requests. `who` raises
     Unauthenticated, also if its credential is no longer valid. `at`: its address, where `peer` is a
     tenant. `wire`: the transport of the request.
     """
 
     peer: str
-    gone: Callable[[], bool] = lambda: False
+    has_left: Callable[[], bool] = lambda: False
     may_wait: bool = True
     who: Callable[[], Principal] = refuse_anonymous
     at: str = ""

@@ -17,7 +17,7 @@ from node.cluster.remote_pages import CONNECTIONS_MAX, PeerChannels, RemotePages
 from node.cluster.replicator import Replicator
 from node.config import NodeConfig
 from node.events import EventLog, Kind
-from node.memory.page import Space
+from node.memory.page import PageNamespace
 from node.memory.tier import RamTier
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class Peers:
         membership: Membership,
         tier: RamTier,
         view: Callable[[int, int], memoryview],
-        room_below: Callable[[Space], bool],
+        room_below: Callable[[PageNamespace], bool],
         events: EventLog,
     ) -> None:
         self.membership = membership

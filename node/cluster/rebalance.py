@@ -28,7 +28,7 @@ from kvstore.transports.channel import NodeConnection
 from node.cluster.membership import Membership
 from node.cluster.remote_pages import PeerChannels
 from node.memory.inventory import Inventory
-from node.memory.page import Page, PutStatus, Space
+from node.memory.page import Page, PageNamespace, PutStatus
 from node.memory.page import State as PageState
 from node.memory.tier import RamTier
 
@@ -96,7 +96,7 @@ class Rebalance:
         channels: PeerChannels,
         tier: RamTier,
         view: Callable[[int, int], memoryview],
-        room_below: Callable[[Space], bool],
+        room_below: Callable[[PageNamespace], bool],
         pause: Callable[[int], bool],
         together: RunParallel,
     ) -> None:

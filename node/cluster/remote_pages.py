@@ -276,7 +276,7 @@ class RemotePages(LowerTier):
         self,
         loads: Sequence[Load],
         arrived: Callable[[Page], None],
-        gone: Callable[[], bool],
+        has_left: Callable[[], bool],
         deadline: Deadline,
     ) -> None:
         """Fetch pages from their members into the given slots."""
@@ -294,13 +294,13 @@ class RemotePages(LowerTier):
                 left = [index for index in indices if index not in done]
                 some = min(step, batch_pages_max(namespace.stored_nbytes, connection.limits))
                 for start in range(0, len(left), some):
-                    if gone():  # no error, which would speak against the member
+                    if has_left():  # no error, which would speak against the member
                         return
                     batch = {index: loads[index].page for index in left[start : start + some]}
                     self._receive(connection, namespace, batch, on_page, limit)
 
             try:
-                if not gone():
+                if not has_left():
                     self._channels.channel(member).run(call, namespace, limit)
             except KVStoreError as error:
                 log.info("%s: %s", member, error)

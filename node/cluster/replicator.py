@@ -104,7 +104,7 @@ class Replicator:
         return waiter
 
     def wait(
-        self, waiter: AckWaiter, end: float, gone: Callable[[], bool], patient: bool = True
+        self, waiter: AckWaiter, end: float, has_left: Callable[[], bool], patient: bool = True
     ) -> bool:
         """Wait for an AckWaiter; return False if pages were lost, late or the caller has left.
 
@@ -114,13 +114,13 @@ class Replicator:
             while (
                 waiter.open_count
                 and time.monotonic() < end
-                and not gone()
+                and not has_left()
                 and (patient or not waiter.failed)
             ):
                 self._changed.wait(max(0.0, min(LOOK_S, end - time.monotonic())))
             return not (waiter.open_count or waiter.lost_count)
 
-    def settle_copies(self, end: float, gone: Callable[[], bool]) -> int:
+    def settle_copies(self, end: float, has_left: Callable[[], bool]) -> int:
         """Wait until an owner has the pages that are queued now and are copies here.
 
         Those that have reached no owner by `end`, in monotonic seconds, or when the caller has
@@ -129,7 +129,7 @@ class Replicator:
         with self._changed:
             copies = [queued for queued in self._queue.queued_pages if queued.page.is_copy]
             waiting = [queued for queued in copies if not queued.arrived]
-            while waiting and time.monotonic() < end and not gone():
+            while waiting and time.monotonic() < end and not has_left():
                 self._changed.wait(max(0.0, min(LOOK_S, end - time.monotonic())))
                 left = self._queue.queued_pages
                 waiting = [queued for queued in waiting if queued in left and not queued.arrived]

@@ -199,8 +199,10 @@ class Console:
         who = partial(gate.access.of_headers, request.headers.get("authorization", ""), asker.names)
         principal = gate.authenticate("console", asker.peer, who)
         peer = gate.access.share(principal) or asker.peer
-        gone = request.connection.gone
-        caller = Caller(peer, who=who, at=asker.peer, may_wait=False, wire="console", gone=gone)
+        has_left = request.connection.has_left
+        caller = Caller(
+            peer, who=who, at=asker.peer, may_wait=False, wire="console", has_left=has_left
+        )
         if request.path == PREFIX + "events":
             self._watch(request, principal, caller)
             return None
@@ -213,7 +215,7 @@ class Console:
         )
         values = fields(request)
         with calls.lent(caller.peer), at_work:
-            if request.connection.gone():  # it waited for others, and the node may be stopping
+            if request.connection.has_left():  # it waited for others, and the node may be stopping
                 raise Unavailable("the client has left")
             return self._work[request.path](values, caller)
 

@@ -20,7 +20,7 @@ class Wait(NamedTuple):
     """A wait for the disk: until `end` in monotonic time, or until the caller leaves."""
 
     end: float
-    gone: Callable[[], bool]
+    has_left: Callable[[], bool]
 
     @property
     def left_s(self) -> float:
@@ -47,9 +47,11 @@ class Durability:
             raise InvalidRequest("this node has no disk tier; start it with --data-dir")
         return self._disk
 
-    def begin_wait(self, wait_ms: int = 0, gone: Callable[[], bool] = lambda: False) -> Wait:
+    def begin_wait(self, wait_ms: int = 0, has_left: Callable[[], bool] = lambda: False) -> Wait:
         """Begin a wait of at most flush_s, or less if the caller says so."""
-        return Wait(time.monotonic() + min(self._flush_s, wait_ms / 1000 or self._flush_s), gone)
+        return Wait(
+            time.monotonic() + min(self._flush_s, wait_ms / 1000 or self._flush_s), has_left
+        )
 
     def keep(self, digest: bytes, prefix_hashes: Sequence[bytes], wait: Wait) -> None:
         """Return when these pages are durable.
@@ -139,7 +141,7 @@ class Durability:
             return
 
     def _barrier(self, wait: Wait) -> None:
-        if not self.disk.writer.flush(wait.left_s, wait.gone):
+        if not self.disk.writer.flush(wait.left_s, wait.has_left):
             self._check(wait)
             raise Exhausted(
                 "the disk tier stopped, its file system is full, or the node ran out of memory or "
@@ -152,7 +154,7 @@ class Durability:
                 "pages are visible but not durable, the disk tier is stopped: "
                 f"{self.disk.stop_reason}"
             )
-        if wait.gone():
+        if wait.has_left():
             raise Exhausted("pages are visible but not durable: the caller has left")
         if not wait.left_s:
             raise Exhausted(

@@ -84,7 +84,7 @@ class Read:
             at += end - start
         for number in parts.numbers:
             start, end = cuts(parts.page_nbytes)[number]
-            at = parts.place(start)
+            at = parts.slot_offset(start)
             part = slot[at : at + end - start]
             found[LEAF_SUM_NBYTES * number : LEAF_SUM_NBYTES * (number + 1)] = leaf(part)
         return bytes(found)

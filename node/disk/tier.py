@@ -32,7 +32,7 @@ from node.disk.space import SpaceLimit
 from node.disk.writer import DiskWriter
 from node.memory.changes import ChangeRing
 from node.memory.lower_tier import Load, LocalTier, LowerTierInfo, Query, Source
-from node.memory.page import Page, Space, State
+from node.memory.page import Page, PageNamespace, State
 from node.memory.promotion import PartialPage
 from node.memory.tenant_usage import Limits, Use
 
@@ -219,7 +219,7 @@ class DiskTier(LocalTier):
         self,
         loads: Sequence[Load],
         arrived: Callable[[Page], None],
-        gone: Callable[[], bool],
+        has_left: Callable[[], bool],
         deadline: Deadline,
     ) -> None:
         """Read one page after the other, a chain's tail first, so that its head ends up newest.
@@ -229,7 +229,7 @@ class DiskTier(LocalTier):
         """
         left = list(loads)
         try:
-            while left and not (isinstance(left[-1].page.namespace, PartialPage) and gone()):
+            while left and not (isinstance(left[-1].page.namespace, PartialPage) and has_left()):
                 page, source = left.pop()
                 if self.reading.read(source.place, page):
                     arrived(page)
@@ -301,7 +301,7 @@ class DiskTier(LocalTier):
                 return [False] * len(prefix_hashes)
             return self._index.pin(digest, prefix_hashes, ttl_s, self._clock_s())
 
-    def has_room(self, space: Space) -> bool:
+    def has_room(self, space: PageNamespace) -> bool:
         """Return whether a page of this namespace can be stored without evicting another."""
         with self._lock:
             if self.records.accounts.of(space.value.tenant).full_for(space.slot_nbytes):

@@ -23,7 +23,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from node.disk.page_table import DiskCounters
-from node.memory.page import Page, Space, State
+from node.memory.page import Page, PageNamespace, State
 from node.memory.tier import RamTier
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class DiskWriter:
     def __init__(
         self,
         counters: DiskCounters,
-        has_room: Callable[[Space], bool],
+        has_room: Callable[[PageNamespace], bool],
         write: Callable[[Sequence[Page], bool], bool],
         on_error: Callable[[str, BaseException], None],
         is_stopped: Callable[[], bool],
@@ -167,7 +167,7 @@ class DiskWriter:
         self._counters.pages_refused += 0 if urgent else len(pages) - taken
         return taken
 
-    def _fits(self, space: Space) -> bool:
+    def _fits(self, space: PageNamespace) -> bool:
         """Return whether a page fits.
 
         An empty queue takes any page, or a large one would never be stored.
@@ -185,21 +185,21 @@ class DiskWriter:
         if not self._queued[tenant]:
             del self._queued[tenant]
 
-    def wait_room(self, space: Space, timeout_s: float) -> bool:
+    def wait_room(self, space: PageNamespace, timeout_s: float) -> bool:
         """Wait until the queue takes a page of this namespace."""
         with self._changed:
             return self._changed.wait_for(lambda: self._fits(space), timeout_s)
 
-    def flush(self, timeout_s: float, gone: Callable[[], bool] = lambda: False) -> bool:
+    def flush(self, timeout_s: float, has_left: Callable[[], bool] = lambda: False) -> bool:
         """Wait until all pages offered before are on the medium.
 
-        Return False if it took longer, failed, or the caller is `gone`.
+        Return False if it took longer, failed, or `has_left` says that the caller has left.
         """
         end = time.monotonic() + timeout_s
         barrier = self._join()
         try:
             while not barrier.done.wait(max(0.0, min(GONE_S, end - time.monotonic()))):
-                if time.monotonic() >= end or gone():
+                if time.monotonic() >= end or has_left():
                     return False
             return barrier.safe
         finally:

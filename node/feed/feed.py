@@ -53,7 +53,7 @@ class Caller(Protocol):
         """Return whose share it counts to."""
 
     @property
-    def gone(self) -> Callable[[], bool]:
+    def has_left(self) -> Callable[[], bool]:
         """Return a function that tells whether the caller has gone."""
 
 
@@ -177,7 +177,7 @@ class Feed:
             time.sleep(min(GATHER_S, request.wait_ms / 1000))
         begins = False
         while True:
-            if caller.gone() or self._stops():
+            if caller.has_left() or self._stops():
                 raise Unavailable("the caller has left, or the node stops")
             self._read_ahead(cursor)
             with self._lock:

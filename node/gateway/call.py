@@ -27,13 +27,13 @@ class Call:
     stops the timers.
     """
 
-    def __init__(self, context: Any, places: ConnectionLimiter, stall_s: float) -> None:
+    def __init__(self, context: Any, limiter: ConnectionLimiter, stall_s: float) -> None:
         self.context = context
         self.address, self.peer = _address_and_peer(context.peer())
         self.ended_because = ""
         # the caller does not take a reply: gRPC keeps it until the connection ends
         self.untaken = False
-        self._places = places
+        self._limiter = limiter
         self._stall_s = stall_s
         self._writing = False
         self._loop = asyncio.get_running_loop()
@@ -47,13 +47,13 @@ class Call:
 
         Raises Exhausted if all are busy.
         """
-        self._place = self._places.enter(
+        self._slot = self._limiter.enter(
             self.peer, lambda: self._end("it was evicted for another call of its peer")
         )
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._place.close()
+        self._slot.close()
         self.untimed()
 
     @functools.cached_property
@@ -157,12 +157,12 @@ class Call:
         waiting = self._loop.call_later(
             REQUEST_S_MAX, self._end, f"no request came in {REQUEST_S_MAX:g} s"
         )
-        self._place.idle()
+        self._slot.idle()
         try:
             message = await anext(messages, None)
         finally:
             waiting.cancel()
-        if not self._place.busy():
+        if not self._slot.busy():
             await asyncio.sleep(REQUEST_S_MAX)  # the cancellation is on its way
         if message is None:
             raise InvalidRequest("the call ended where a request was expected")
@@ -170,7 +170,7 @@ class Call:
 
     def stay_idle(self) -> None:
         """Mark the call as idle for all its life: it may be evicted at any time."""
-        self._place.idle()
+        self._slot.idle()
 
 
 @functools.lru_cache(1024)

@@ -202,7 +202,7 @@ class Servicer:
         self._reflections = ConnectionLimiter(
             make_limit("reflection streams", REFLECTION_STREAMS_MAX, remedy)
         )
-        self.places = (
+        self.limiters = (
             *(self._calls, self._health_calls, self._followers, self._feeds),
             self._reflections,
         )
@@ -214,12 +214,12 @@ class Servicer:
     @property
     def call_count(self) -> int:
         """Return how many calls have a running handler."""
-        return sum(places.count for places in self.places)
+        return sum(limiter.count for limiter in self.limiters)
 
     def end_idle(self) -> None:
         """End calls that wait for a request or a change, so that a stop is quick."""
-        for places in self.places:
-            places.close()
+        for limiter in self.limiters:
+            limiter.close()
 
     # ---- how methods are called ----------------------------------------------------------
 
@@ -261,7 +261,7 @@ class Servicer:
         return (*known, _Others(self._handler(self._unknown, self._health_calls)))
 
     def _handler(
-        self, behaviour: Behaviour, places: ConnectionLimiter, read: Any = None, write: Any = None
+        self, behaviour: Behaviour, limiter: ConnectionLimiter, read: Any = None, write: Any = None
     ) -> grpc.RpcMethodHandler:
         """Return a handler for a method that is registered as streaming.
 
@@ -270,7 +270,7 @@ class Servicer:
 
         async def run(messages: Messages, context: Any) -> None:
             await self._served(
-                Call(context, places, self._stall_s), lambda call: behaviour(call, messages)
+                Call(context, limiter, self._stall_s), lambda call: behaviour(call, messages)
             )
 
         return grpc.stream_stream_rpc_method_handler(run, read, write)

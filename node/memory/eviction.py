@@ -24,7 +24,7 @@ from typing import Any
 from kvstore.keys import short
 from node.memory.lock_slices import SlicedWork, StepBudget, Work
 from node.memory.lru import rank_ms
-from node.memory.page import Page, Space, State
+from node.memory.page import Page, PageNamespace, State
 from node.memory.pins import Pins
 from node.memory.pools import EvictionPool, UseOrder
 from node.memory.tenant_usage import TenantAccount
@@ -46,10 +46,10 @@ LOOKED_AT_LEAST = 64
 
 
 class Compaction:
-    """Clears blocks, as a part of eviction.
+    """Clear blocks for other slot sizes.
 
     `forget(page, reason, None)` removes a page from its namespace, `hold(pages)` keeps them until
-    they are moved, `zero(offset, nbytes)` clears a slot. `make_place(size, pool)` frees a slot of
+    they are moved, `zero(offset, nbytes)` clears a slot. `free_slot(size, pool)` frees a slot of
     this size elsewhere without moving a page, by evicting from other sizes in this pool.
     """
 
@@ -60,14 +60,14 @@ class Compaction:
         forget: Callable[[Page, str, Page | None], None],
         hold: Callable[[Sequence[Page]], None],
         zero: Callable[[int, int], None],
-        make_place: Callable[[int, EvictionPool], Work[bool]],
+        free_slot: Callable[[int, EvictionPool], Work[bool]],
     ) -> None:
         self._slots = slots
         self._budget = budget
         self._forget = forget
         self._hold = hold
         self._zero = zero
-        self._make_place = make_place
+        self._free_slot = free_slot
         self.watchers: list[list[Page]] = []  # lists that receive the pages that are moved
 
     def clear(
@@ -79,14 +79,14 @@ class Compaction:
         """
         blocks = self._slots.blocks_in(area)
         staying: list[Page] = []
-        loose: dict[int, int] = {}  # by slot size: evictable pages in the area
+        evictable: dict[int, int] = {}  # by slot size: evictable pages in the area
         for block in blocks:
             if self._budget.over:
                 yield None
             self._budget.left -= 1 + len(block.owners) // 16
             if (
-                not _look(block, pool, staying, loose)
-                or (loose and not may_evict)
+                not _sort_pages(block, pool, staying, evictable)
+                or (evictable and not may_evict)
                 or (staying and not may_move)
             ):
                 return False
@@ -95,19 +95,23 @@ class Compaction:
         if not self._slots.close(area):
             return False
         try:
-            emptied = yield from self._empty(self._slots.blocks_in(area), pool, staying, loose)
+            emptied = yield from self._empty(self._slots.blocks_in(area), pool, staying, evictable)
             return emptied and not self._slots.blocks_in(area)
         finally:
             self._slots.reopen(area)
 
     def _empty(
-        self, blocks: list[Block], pool: EvictionPool, staying: list[Page], loose: dict[int, int]
+        self,
+        blocks: list[Block],
+        pool: EvictionPool,
+        staying: list[Page],
+        evictable: dict[int, int],
     ) -> Work[bool]:
         targets: dict[Page, int] = {}
         waiting: list[Page] = []  # waiting for slots of pages elsewhere that are evicted for them
         wanted = Counter(page.namespace.slot_nbytes for page in staying)
         elsewhere = {
-            size: self._count_elsewhere(size, pool, count, loose.get(size, 0))
+            size: self._count_elsewhere(size, pool, count, evictable.get(size, 0))
             for size, count in wanted.items()
         }
         try:
@@ -118,7 +122,7 @@ class Compaction:
                     elsewhere[size] -= 1
                     waiting.append(page)
                     continue
-                if target is None and (yield from self._make_place(size, pool)):
+                if target is None and (yield from self._free_slot(size, pool)):
                     target = self._target(page)
                 if target is None:
                     return False
@@ -137,10 +141,10 @@ class Compaction:
             for target in targets.values():
                 self._slots.free(target)
 
-    def _count_elsewhere(self, size: int, pool: EvictionPool, wanted: int, loose: int) -> int:
+    def _count_elsewhere(self, size: int, pool: EvictionPool, wanted: int, evictable: int) -> int:
         """Count evictable pages of this size outside the area, up to `wanted`."""
         looked_at = islice(
-            pool.oldest_first(size), min(loose + 2 * wanted, LOOKED_AT) + LOOKED_AT_LEAST
+            pool.oldest_first(size), min(evictable + 2 * wanted, LOOKED_AT) + LOOKED_AT_LEAST
         )
         free = (
             page
@@ -174,7 +178,7 @@ class Compaction:
                 page: Any = block.owners[slot]
                 if page is None or (page.state is State.VISIBLE and _stays(page, pool)):
                     continue
-                if not _may_go(page):
+                if not _is_evictable(page):
                     return False
                 self._forget(page, "evicted", None)
                 self._budget.left -= 1
@@ -189,7 +193,7 @@ class Compaction:
                 return False
             self._hold([page])
             yield SlicedWork(page, targets[page])
-            if not _may_go(page):
+            if not _is_evictable(page):
                 self._zero_copy(page, targets[page])
                 return False
             target = targets.pop(page)
@@ -207,19 +211,21 @@ class Compaction:
             self._zero(target, page.namespace.slot_nbytes)
 
 
-def _look(block: Block, pool: EvictionPool, staying: list[Page], loose: dict[int, int]) -> bool:
+def _sort_pages(
+    block: Block, pool: EvictionPool, staying: list[Page], evictable: dict[int, int]
+) -> bool:
     """Return whether no page in a block is read or written; count staying and movable pages."""
     if block.closed:
         return False
     for page in block.owners:
         if page is None:
             continue
-        if not _may_go(page):
+        if not _is_evictable(page):
             return False
         if _stays(page, pool):
             staying.append(page)
         else:
-            loose[block.kind.slot_nbytes] = loose.get(block.kind.slot_nbytes, 0) + 1
+            evictable[block.kind.slot_nbytes] = evictable.get(block.kind.slot_nbytes, 0) + 1
     return True
 
 
@@ -227,7 +233,7 @@ def _stays(page: Page, pool: EvictionPool) -> bool:
     return page.order is None or page.order.pool is not pool
 
 
-def _may_go(page: Page) -> bool:
+def _is_evictable(page: Page) -> bool:
     return page.state is State.VISIBLE and not page.holds
 
 
@@ -260,7 +266,7 @@ class Eviction:
         self.budget = StepBudget()
         self.order = UseOrder(slots, self.budget)
         self._accounts = self.order.accounts
-        self._clearing = Compaction(slots, self.budget, forget, hold, zero, self._make_place)
+        self._clearing = Compaction(slots, self.budget, forget, hold, zero, self._free_slot)
         self.watchers = self._clearing.watchers
         self.copy_count = self.copy_nbytes = 0  # copies with a slot
         self.copy_nbytes_max = slots.region_nbytes
@@ -274,13 +280,13 @@ class Eviction:
         """Return the pins."""
         return self.order.pins
 
-    def place(self, pages: Sequence[Page], for_a_while: bool = False) -> int:
+    def allocate(self, pages: Sequence[Page], temporary: bool = False) -> int:
         """Give new pages of a namespace slots, from the first on.
 
         Return how many got one: `make_room` may help the next one.
 
         The slots are free ones, or those of the oldest pages of the same size. All pages are
-        copies, or none is. `for_a_while`: the slots are returned after a read, so RAM does not turn
+        copies, or none is. `temporary`: the slots are returned after a read, so RAM does not turn
         over by it.
         """
         if not pages:
@@ -308,7 +314,7 @@ class Eviction:
             for page in pages[:count]:
                 self._free(page)
             raise
-        if not for_a_while:
+        if not temporary:
             self.placed_nbytes += size * count
         if is_copy:
             self._count_copies(size, count)
@@ -376,7 +382,7 @@ class Eviction:
         self._forget(ours, "evicted", page)
         return True
 
-    def make_room(self, space: Space, now_ms: int, for_copy: bool = False) -> Work[bool]:
+    def make_room(self, space: PageNamespace, now_ms: int, for_copy: bool = False) -> Work[bool]:
         """Free a slot for a page of this namespace, in slices; False if nothing may be evicted.
 
         Another thread may take the slot first: place the page, or call again.
@@ -388,7 +394,7 @@ class Eviction:
             return (yield from self._drop_copy(size, account))
         if account.full_for(size):
             return (yield from self._shrink(size, account, now_ms))
-        for area in self._loose_areas(size):
+        for area in self._sparse_areas(size):
             if (
                 yield from self._clearing.clear(
                     area, self._accounts.first(account), may_evict=False
@@ -478,7 +484,7 @@ class Eviction:
             yield None
         return sizes
 
-    def _make_place(self, size: int, pool: EvictionPool) -> Work[bool]:
+    def _free_slot(self, size: int, pool: EvictionPool) -> Work[bool]:
         """Free a slot for a page that has to move, without moving another one."""
         for other in (yield from self._older_sizes(None, size, pool)):
             for area in self._areas(other, size, pool):
@@ -497,12 +503,12 @@ class Eviction:
                 break
         return sorted(areas.values(), key=self._slots.mean_use)
 
-    def _loose_areas(self, size: int) -> Iterator[range]:
+    def _sparse_areas(self, size: int) -> Iterator[range]:
         """Yield areas that hold only a few movable pages: packing them closer evicts nothing."""
         if not (self.order.pins.nbytes or self._accounts.any_limited):
             return
         level = self._slots.level(size)
-        yield from self._slots.loose_areas(level, AREAS_TRIED)
+        yield from self._slots.sparse_areas(level, AREAS_TRIED)
         sizes = self.order.pins.some_sizes(SIZES_TRIED)
         if self._accounts.any_limited:
             kinds = self._slots.kinds()
@@ -516,7 +522,7 @@ class Eviction:
             if other != size and (offset := self._slots.sparse(other)) is not None:
                 yield self._slots.area(offset, level)
 
-    def refusal(self, space: Space, held_count: int, writing_count: int) -> str:
+    def refusal(self, space: PageNamespace, held_count: int, writing_count: int) -> str:
         """Return why `make_room` found nothing, for the tenant of this namespace."""
         return space.account.refusal(space.slot_nbytes, "ram") or (
             f"no slot of {space.slot_nbytes} bytes can be freed: all pages are pinned or in use "

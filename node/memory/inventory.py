@@ -154,7 +154,7 @@ class Inventory:
                 if account.full_for(slot_nbytes)
                 else tier.eviction.order.accounts.first(account)
             )
-            loose = (
+            evictable = (
                 page
                 for layer in tier.eviction.order.layers(pool, slot_nbytes)
                 for page in layer.oldest_first(slot_nbytes)
@@ -162,7 +162,7 @@ class Inventory:
             )
             now_ms = tier.clock_ms()
             return [math.inf] * free_count + [
-                now_ms - page.used_ms for page in islice(loose, count - free_count)
+                now_ms - page.used_ms for page in islice(evictable, count - free_count)
             ]
 
     def unsaved(self, until_ms: float = math.inf) -> list[tuple[bytes, list[bytes]]]:

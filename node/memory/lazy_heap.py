@@ -111,8 +111,6 @@ class LazyHeap(Generic[T]):
         return len(self._heap) + len(self._swept)
 
 
-# Order slot sizes by their oldest page.
-
 LOOKED_AT = 64  # sizes checked for the oldest page; results stay known
 
 

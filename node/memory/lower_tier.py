@@ -83,7 +83,7 @@ class LowerTier(abc.ABC):
         self,
         loads: Sequence[Load],
         arrived: Callable[[Page], None],
-        gone: Callable[[], bool],
+        has_left: Callable[[], bool],
         deadline: Deadline,
     ) -> None:
         """Fill the pages' slots, and their `checksum`, `leaves` and `expiry_s`.
@@ -91,7 +91,7 @@ class LowerTier(abc.ABC):
         No lock is held.
 
         `arrived` is called, by any thread, for each page whose bytes are intact; the others are
-        misses. `gone` tells that the caller has left. After this returns or raises, no thread
+        misses. `has_left` tells that the caller has left. After this returns or raises, no thread
         writes to a slot and all sources are released.
         """
 
@@ -153,7 +153,7 @@ class LocalTier(LowerTier):
         self,
         loads: Sequence[Load],
         arrived: Callable[[Page], None],
-        gone: Callable[[], bool],
+        has_left: Callable[[], bool],
         deadline: Deadline,
     ) -> None:
         """Read nothing."""

@@ -153,7 +153,7 @@ class LruList:
 
     def oldest(self, budget: StepBudget) -> Page | None:
         """Return the oldest page that is not held; None if there is none, or the slice is over."""
-        if self._aside and (page := self._aside.oldest(_may_go, budget.take)) is not None:
+        if self._aside and (page := self._aside.oldest(_is_evictable, budget.take)) is not None:
             return page
         root = self._root
         while budget.left > 0 and (first := root.newer) is not root:
@@ -196,10 +196,10 @@ class LruList:
         """Return violations of what must always hold; empty if all is well."""
         pages = self.pages()
         wrong = [] if len(pages) == self.count else [f"{len(pages)} pages, {self.count} counted"]
-        return wrong + self._aside.check(_may_go)
+        return wrong + self._aside.check(_is_evictable)
 
 
-def _may_go(page: Page) -> bool:
+def _is_evictable(page: Page) -> bool:
     return not page.holds
 
 

@@ -14,15 +14,14 @@ from kvstore.layout import slot_nbytes
 from kvstore.messages import namespace_message
 from node.memory.tenant_usage import TenantAccount
 
-# Why a page was removed: remembered for a while, to explain a miss.
-
-# Pages remembered, in two generations of this many; about 80 bytes each, so 10 MB when full.
+# Removed pages remembered, in two generations of this many; about 80 bytes each, so 10 MB when
+# full.
 GENERATION_COUNT_MAX = 65_536
 FREED = 2  # entries of an older generation freed with each new one
 
 
 class MissReasons:
-    """Reasons by key, newest generation first.
+    """Remember for a while why pages were removed, to explain misses.
 
     A hash collision only mislabels a counter.
     """
@@ -52,9 +51,6 @@ class MissReasons:
         keys = [salt ^ hash(prefix_hash) for prefix_hash in prefix_hashes]
         found = [new(key) or old(key, "absent") for key in keys]
         return {reason: found.count(reason) for reason in set(found)}
-
-
-# Counters of a namespace.
 
 
 @dataclass(slots=True)
@@ -105,8 +101,8 @@ class Counters:
         self.pages_get_missed += misses
 
 
-class Space(Protocol):
-    """The properties of a namespace that a page needs (`node.memory.page.NamespaceIndex`)."""
+class PageNamespace(Protocol):
+    """What a page needs of its namespace: a `NamespaceIndex`, or a `PartialPage` for parts only."""
 
     value: Namespace
     digest: bytes
@@ -168,7 +164,7 @@ class Page:
     )
 
     def __init__(
-        self, namespace: Space, prefix_hash: bytes, now_ms: int, is_copy: bool = False
+        self, namespace: PageNamespace, prefix_hash: bytes, now_ms: int, is_copy: bool = False
     ) -> None:
         self.namespace = namespace
         self.prefix_hash = prefix_hash
@@ -187,10 +183,9 @@ class Page:
         self.newer: Page | None = None
 
 
-# Namespaces of a node: their pages, and counters of lookups.
-
-# All descriptions together. So NodeStatus and ListNamespaces describe every namespace in one
-# message: 1 MiB + namespaces_max (at most 2,048) x 230 bytes of digest and counters < 2 MiB.
+# Limit of all namespaces' descriptions together. So NodeStatus and ListNamespaces describe every
+# namespace in one message: 1 MiB + namespaces_max (at most 2,048) x 230 bytes of digest and
+# counters < 2 MiB.
 DESCRIPTIONS_NBYTES_MAX = 1 << 20
 SHRUNK = 8  # a namespace with an eighth of its former pages frees memory
 PAGES_SMALL = 512  # smaller ones only when they are empty
@@ -405,9 +400,6 @@ class Namespaces:
         return list(self._by_digest.values())
 
 
-# State of a put between its request and its commit, and of a get until its release.
-
-
 class PutStatus(enum.IntEnum):
     """Answer to a writer, per key; values as in the PutVerdict message."""
 
@@ -419,7 +411,10 @@ class PutStatus(enum.IntEnum):
 
 @dataclass
 class Reservation:
-    """`pages` are to be written, head first; `chain` also has those that exist already."""
+    """A put between its request and its commit.
+
+    `pages` are to be written, head first; `chain` also has those that exist already.
+    """
 
     namespace: NamespaceIndex
     prefix_hashes: Sequence[bytes]

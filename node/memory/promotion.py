@@ -22,7 +22,7 @@ from kvstore.deadline import Deadline
 from kvstore.keys import Namespace
 from kvstore.layout import SLOT_ALIGN_NBYTES
 from node.memory.lower_tier import Load, LocalTier, LowerTier, Query, Source
-from node.memory.page import Counters, NamespaceIndex, Page, Space, State
+from node.memory.page import Counters, NamespaceIndex, Page, PageNamespace, State
 
 # Parts of a page, in a slot of their size.
 #
@@ -39,12 +39,12 @@ Range = tuple[int, int]
 
 
 class PartialPage:
-    """A `Space` for pages of which only the parts with certain ranges are read.
+    """A `PageNamespace` for pages of which only the parts with certain ranges are read.
 
     `ranges` are (offset, nbytes).
     """
 
-    def __init__(self, space: Space, ranges: Sequence[Range]) -> None:
+    def __init__(self, space: PageNamespace, ranges: Sequence[Range]) -> None:
         self.value = space.value
         self.digest = space.digest
         self.account = space.account
@@ -71,7 +71,7 @@ class PartialPage:
             start = self.runs.pop()[0]
         self.runs.append((start, end))
 
-    def place(self, offset: int) -> int:
+    def slot_offset(self, offset: int) -> int:
         """Return the position of a byte of these parts in the slot."""
         run = bisect.bisect_right(self._starts, offset) - 1
         assert offset < self.runs[run][1], f"byte {offset} of the page is not in these parts"
@@ -81,7 +81,7 @@ class PartialPage:
         """Do nothing: such a page is in no index."""
 
 
-def parts_wanted(space: Space, ranges: Sequence[Range]) -> PartialPage | None:
+def parts_wanted(space: PageNamespace, ranges: Sequence[Range]) -> PartialPage | None:
     """Return the parts to read for these ranges; None to read all of a page."""
     if not ranges or hashed_nbytes(space.page_nbytes, ranges) > SHARE_MAX * space.page_nbytes:
         return None
@@ -123,9 +123,9 @@ class Promotion:
     """The promoting part of the RAM tier.
 
     `lower` returns the tiers below it, in order. Takes the RAM tier's `lock` where documented.
-    `place` makes pages with slots, as far as possible; `lend` gives pages temporary slots.
-    `finish_load` makes a page visible if it has arrived, and removes it if not. `offer` offers
-    pages to the lower tiers.
+    `place` makes pages with slots, as far as possible; `allocate_temporary` gives pages temporary
+    slots. `finish_load` makes a page visible if it has arrived, and removes it if not. `offer`
+    offers pages to the lower tiers.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Promotion:
         lock: threading.Lock,
         lower: Callable[[], Sequence[LowerTier]],
         place: Callable[[NamespaceIndex, Sequence[bytes], int, bool], list[Page]],
-        lend: Callable[[Sequence[Page]], int],
+        allocate_temporary: Callable[[Sequence[Page]], int],
         finish_load: Callable[[Page, bool], None],
         offer: Callable[[list[Page]], object],
         clock_ms: Callable[[], int],
@@ -142,7 +142,7 @@ class Promotion:
         self._over = threading.Condition(lock)
         self._lower = lower
         self._place = place
-        self._lend = lend
+        self._allocate_temporary = allocate_temporary
         self._clock_ms = clock_ms
         self._finish_load = finish_load
         self._offer = offer
@@ -190,7 +190,7 @@ class Promotion:
     def read(
         self,
         acquired: Acquired,
-        gone: Callable[[], bool],
+        has_left: Callable[[], bool],
         some_ready: SomeReady | None = None,
     ) -> list[Page | None]:
         """Read the pages that this caller must read, and wait for those that others read.
@@ -203,7 +203,7 @@ class Promotion:
 
         def unwanted() -> bool:
             """Return whether the caller has left, and nobody else waits for a page."""
-            if not gone():
+            if not has_left():
                 return False
             own = Counter(acquired.pages)  # more than one hold if a key was asked for twice
             return not any(
@@ -238,7 +238,7 @@ class Promotion:
                 self.end(page, intact=False)
         end = time.monotonic() + min(LOAD_S_MAX, _left_s(near) if near else LOAD_S_MAX)
         return [
-            page if page is not None and self._ready(page, end, gone) else None
+            page if page is not None and self._ready(page, end, has_left) else None
             for page in acquired.pages
         ]
 
@@ -262,7 +262,7 @@ class Promotion:
             }
         return loads
 
-    def _ready(self, page: Page, end: float, gone: Callable[[], bool]) -> bool:
+    def _ready(self, page: Page, end: float, has_left: Callable[[], bool]) -> bool:
         """Wait for a page until `end`, unless the caller left or the tier stalls.
 
         Only a page that is being loaded, or whose load failed, has no checksum.
@@ -274,7 +274,7 @@ class Promotion:
             if (
                 page.state is not State.LOADING
                 or wait_s <= 0
-                or gone()
+                or has_left()
                 or (tier is not None and tier.stalled)
             ):
                 return bool(page.checksum) and page.state is not State.LOADING
@@ -306,7 +306,7 @@ class Promotion:
     # ---- with the lock held --------------------------------------------------------------
 
     def begin(
-        self, acquired: Acquired, space: Space, prefix_hash: bytes, is_private: bool
+        self, acquired: Acquired, space: PageNamespace, prefix_hash: bytes, is_private: bool
     ) -> Page | None:
         """Give a found page a slot and queue it for the caller's read; None without a slot.
 
@@ -316,7 +316,7 @@ class Promotion:
         if is_private:
             page = Page(space, prefix_hash, now_ms)
             page.state = State.DOOMED
-            if not self._lend([page]):
+            if not self._allocate_temporary([page]):
                 return None
             acquired.private[prefix_hash] = page
         else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvstore.keys import short
-from node.memory.page import NamespaceIndex, Page, Space, State
+from node.memory.page import NamespaceIndex, Page, PageNamespace, State
 from node.slab import SlotAllocator
 
 SLOTS = 256  # visited under one lock
@@ -19,7 +19,7 @@ class SlotScan:
     The tier's lock guards `next`.
     """
 
-    def __init__(self, slots: SlotAllocator, space: Space | None) -> None:
+    def __init__(self, slots: SlotAllocator, space: PageNamespace | None) -> None:
         self._slots = slots
         self._space = space
         self._unit = self._slot = 0

@@ -70,13 +70,13 @@ class RamTier:
         self._copy = copy
         self.miss_reasons = MissReasons()
         self.eviction = Eviction(slots, self.forget, self.hold_all, zero)
-        lend = partial(self.eviction.place, for_a_while=True)
+        allocate_temporary = partial(self.eviction.allocate, temporary=True)
 
         def lower() -> Sequence[LowerTier]:
             return (self.below, *self.remote)
 
         self.promotion = Promotion(
-            self.lock, lower, self._place, lend, self._end_load, self._offer, clock_ms
+            self.lock, lower, self._place, allocate_temporary, self._end_load, self._offer, clock_ms
         )
         self._order = self.eviction.order  # evictable pages, and pins
         namespaces.account_of = self._order.accounts.of
@@ -122,11 +122,11 @@ class RamTier:
         digest: bytes,
         prefix_hashes: Sequence[bytes],
         touch: bool,
-        below: list[int] | None = None,
+        in_local_tier: list[int] | None = None,
     ) -> list[bool]:
         """Return presence per key. `touch`: it is a use, and counts as neither hit nor miss.
 
-        Otherwise `below` gets the positions of pages that are not in RAM.
+        Otherwise `in_local_tier` gets the positions of pages that only the local tier has.
         """
         if touch:  # the tail first, with other threads in between
 
@@ -135,23 +135,23 @@ class RamTier:
 
             return split_in_slices(self.lock, look_up, prefix_hashes[::-1])[::-1]
         with self.lock:
-            return self._lookup(digest, prefix_hashes, touch, below)
+            return self._lookup(digest, prefix_hashes, touch, in_local_tier)
 
     def _lookup(
         self,
         digest: bytes,
         prefix_hashes: Sequence[bytes],
         touch: bool,
-        below: list[int] | None = None,
+        in_local_tier: list[int] | None = None,
     ) -> list[bool]:
         index, visible = self.namespaces.find(digest), State.VISIBLE
         pages = list(map(index.pages.get, prefix_hashes))
         present = [p is not None and p.state is visible and not p.expiry_s for p in pages]
         if False in present:
-            only_below = add_below(self.below, self.live, index, prefix_hashes, pages, present)
-            if below is not None:
-                below += only_below
-                index.counters.pages_hit_disk += len(only_below)
+            found = add_below(self.below, self.live, index, prefix_hashes, pages, present)
+            if in_local_tier is not None:
+                in_local_tier += found
+                index.counters.pages_hit_disk += len(found)
         if touch:
             self._order.touch(reversed(pages), self.clock_ms())
             self.below.touch(digest, prefix_hashes)
@@ -289,7 +289,7 @@ class RamTier:
     ) -> list[Page]:
         """Make pages for the keys, from the first on, as far as there are slots for them."""
         pages = [Page(index, prefix_hash, now_ms, is_copy) for prefix_hash in prefix_hashes]
-        placed = pages[: self.eviction.place(pages)]
+        placed = pages[: self.eviction.allocate(pages)]
         index.add(placed)
         self.writing_count += len(placed)
         return placed

@@ -18,8 +18,8 @@ from kvstore.pb import kvstore_pb2 as pb
 from kvstore.transports.frames import pack_fixed
 from node.serving.connection import (
     OUT_OF_DESCRIPTORS,
+    Acceptor,
     Connection,
-    Door,
     SpareDescriptor,
     few_left,
     message_of,
@@ -61,7 +61,7 @@ class ConnectionServer(abc.ABC):
         self._stall_s = stall_s
         self._changed = threading.Condition()
         self._connections: set[Connection] = set()
-        self._places = ConnectionLimiter(cap, quoted)
+        self._limiter = ConnectionLimiter(cap, quoted)
         self._spare = SpareDescriptor()
         self._stopping = False
         self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
@@ -133,18 +133,18 @@ class ConnectionServer(abc.ABC):
     def _accept_failed(self, error: OSError) -> None:
         log.warning("%s: accept failed: %s", self._name, error)
         if error.errno in OUT_OF_DESCRIPTORS:
-            self._places.drop_idle()
+            self._limiter.drop_idle()
             self._spare.shed(self._listener)
         threading.Event().wait(0.05)  # an evicted connection needs a moment
 
     def _admit(self, sock: socket.socket, address: Any) -> None:
-        if few_left(sock.fileno(), DESCRIPTORS_LEFT_MIN) and not self._places.drop_idle():
+        if few_left(sock.fileno(), DESCRIPTORS_LEFT_MIN) and not self._limiter.drop_idle():
             raise Exhausted(
                 f"this node has fewer than {DESCRIPTORS_LEFT_MIN} descriptors left; raise ulimit -n"
             )
         connection = self.connection(sock, address)
-        connection.place = place = self._places.enter(connection.peer, connection.socket.shutdown)
-        place.idle()  # it has sent nothing yet
+        connection.slot = slot = self._limiter.enter(connection.peer, connection.socket.shutdown)
+        slot.idle()  # it has sent nothing yet
         self._begin(connection)
 
     def _begin(self, connection: Connection) -> None:
@@ -152,7 +152,7 @@ class ConnectionServer(abc.ABC):
         with self._changed:
             # New connections wait for evicted ones to end, or threads would accumulate.
             self._changed.wait_for(
-                lambda: len(self._connections) < self._places.cap.total + LEAVING_MAX, 1.0
+                lambda: len(self._connections) < self._limiter.cap.total + LEAVING_MAX, 1.0
             )
             self._connections.add(connection)
         try:
@@ -163,7 +163,7 @@ class ConnectionServer(abc.ABC):
                 "this node can start no more threads; raise its limit of processes"
             ) from error
 
-    def _start_thread(self, connection: Connection, serve: Callable[[Door], bool]) -> None:
+    def _start_thread(self, connection: Connection, serve: Callable[[Acceptor], bool]) -> None:
         """Serve a connection on a new thread. Raises RuntimeError."""
         threading.Thread(
             target=self._serve,
@@ -174,19 +174,19 @@ class ConnectionServer(abc.ABC):
 
     def change_share(self, connection: Connection) -> None:
         """Count an authenticated connection to another share. Raises Exhausted."""
-        if connection.place is not None:
-            connection.place.change(connection.peer)
+        if connection.slot is not None:
+            connection.slot.change(connection.peer)
 
     def _forget(self, connection: Connection) -> None:
-        if connection.place is not None:
-            connection.place.close()
+        if connection.slot is not None:
+            connection.slot.close()
         with self._changed:
             self._connections.discard(connection)
             self._changed.notify_all()
 
     # ---- serve ---------------------------------------------------------------------------
 
-    def _serve(self, connection: Connection, serve: Callable[[Door], bool]) -> None:
+    def _serve(self, connection: Connection, serve: Callable[[Acceptor], bool]) -> None:
         loop_goes_on = False
         try:
             loop_goes_on = serve(self)
@@ -229,7 +229,7 @@ class ConnectionServer(abc.ABC):
             return True
         # without the lock: a stop sets its flag first, then checks which are busy
         connection.busy = True
-        return not self._stopping and (connection.place is None or connection.place.busy())
+        return not self._stopping and (connection.slot is None or connection.slot.busy())
 
     def done(self, connection: Connection) -> bool:
         """Note that a request has ended; return False if the server stops."""
@@ -238,8 +238,8 @@ class ConnectionServer(abc.ABC):
         if stopping:
             with self._changed:
                 self._changed.notify_all()
-        if connection.place is not None:
-            connection.place.idle()
+        if connection.slot is not None:
+            connection.slot.idle()
         return not stopping
 
     def stop(self, drain_s: float) -> None:

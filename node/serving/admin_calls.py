@@ -76,11 +76,8 @@ class Verifying:
         return on_disk if in_ram is None else in_ram and on_disk is not False
 
 
-# Calls about the cluster: which pages a member owns, rebalance, drain.
-
-
 class ClusterCalls:
-    """Serve calls about the cluster. Thread-safe.
+    """Serve calls about owners, rebalancing and draining. Thread-safe.
 
     Each but `list_events` raises InvalidRequest at a node without a cluster.
     """
@@ -232,10 +229,10 @@ def _message(info: PageInfo) -> pb.PageStat:
 
 
 class Waiting(Protocol):
-    """A caller; `gone`: it has left."""
+    """A caller; `has_left`: it has left."""
 
     @property
-    def gone(self) -> Callable[[], bool]:
+    def has_left(self) -> Callable[[], bool]:
         """Return a function that tells whether the caller has gone."""
 
 
@@ -255,10 +252,10 @@ class DiskCalls:
 
     def flush(self, request: pb.FlushRequest, caller: Waiting) -> pb.FlushReply:
         """Make all pages durable: here, or at their owners if they are copies."""
-        wait = self._durability.begin_wait(request.wait_ms, caller.gone)
+        wait = self._durability.begin_wait(request.wait_ms, caller.has_left)
         disk = self._durability.disk
         end = time.monotonic() + REPLICATED_SHARE * wait.left_s
-        replicated = self._replicator.settle_copies(end, wait.gone)
+        replicated = self._replicator.settle_copies(end, wait.has_left)
         self._durability.flush(wait)
         return pb.FlushReply(pages_on_disk=disk.records.count, pages_replicated=replicated)
 
@@ -268,7 +265,7 @@ class DiskCalls:
         end = time.monotonic() + SCRUB_S_MAX
 
         def enough() -> bool:
-            return time.monotonic() >= end or caller.gone() or self._stops()
+            return time.monotonic() >= end or caller.has_left() or self._stops()
 
         try:
             result = scrub(self._durability.disk, request.cursor, nbytes_max, enough)

@@ -24,8 +24,6 @@ from node.tls import Certificates, Shown, describe_certificate
 
 SOCKET_STEP_S = 0.005  # shorter transfers are no step of a slow call
 
-# Time limits of a transfer.
-
 
 class Pace:
     """Two time limits of a transfer.
@@ -145,12 +143,12 @@ class BulkConnection(Connection):
         try:
             return self._receive(slots, pace)
         except TimeoutError as error:
-            self.say_last(
+            self.send_last_error(
                 Exhausted(f"a put of {len(slots)} pages took too long and is aborted: {error}")
             )
             raise
         except (KVStoreError, OSError) as error:
-            raise self.told(error) from error
+            raise self.report_error(error) from error
 
     def _receive(self, slots: Sequence[memoryview], pace: Pace) -> Any:
         """Receive the page bytes into the slots, and the commit."""

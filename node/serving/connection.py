@@ -50,8 +50,6 @@ from node.serving.service import Service
 from node.serving.session import Session
 from node.tls import Shown
 
-# A reserve descriptor, so that a node without free descriptors can still answer.
-
 log = logging.getLogger(__name__)
 
 PLENTY = 1 << 13
@@ -80,7 +78,7 @@ def few_left(fd: int, count: int) -> bool:
 
 
 class SpareDescriptor:
-    """A descriptor in reserve. Thread-safe.
+    """A descriptor in reserve, so that a node without free ones can still answer. Thread-safe.
 
     While it is lent, there is none in reserve.
     """
@@ -136,7 +134,7 @@ def allow_descriptors(count: int) -> None:
         )
 
 
-SAY_LAST_S = 0.1
+LAST_ERROR_S = 0.1
 HELLO_NBYTES_MAX = 4 << 10
 GATEWAYS_OPS = ("admit", "on_behalf")
 # Requests that never wait, of at most a few thousand bytes: a connection with so many in a row is
@@ -156,8 +154,11 @@ class Ready(enum.Enum):
     ENDED = enum.auto()
 
 
-class Door(Protocol):
-    """The server that accepted a connection; connections report to it when they are busy."""
+class Acceptor(Protocol):
+    """The server that accepted a connection (`ConnectionServer`); told when requests begin and end.
+
+    A protocol, because that file imports this one.
+    """
 
     @property
     def has_loop(self) -> bool:
@@ -201,8 +202,8 @@ class Connection(abc.ABC):
         self.service = service
         self.stall_s = stall_s
         self.caller = caller
-        self.place: ConnectionSlot | None = None
-        self._edge = service.traffic.of_wire(caller.wire)
+        self.slot: ConnectionSlot | None = None
+        self._wire_metrics = service.traffic.of_wire(caller.wire)
         self._trace: Trace | None = None  # of the last request
         self._request_nbytes = 0  # taken from the budget for large requests
         # peer whose budget it was; the caller may have another one by the time it is returned
@@ -241,7 +242,7 @@ class Connection(abc.ABC):
         """Return why an authenticated client is refused here; empty if it is not."""
         return ""
 
-    def _identify(self, server: Door, op: str, request: Any) -> None:
+    def _identify(self, server: Acceptor, op: str, request: Any) -> None:
         """Authenticate the client by the token of its hello, or its certificate.
 
         Raises Unauthenticated.
@@ -249,16 +250,16 @@ class Connection(abc.ABC):
         gate = self.service.authorizer
         if gate.access.open:
             return
-        who = gate.access.credential(
+        principal_now = gate.access.credential(
             request.token if op == "hello" else "",
             self.client_certificate.names if self.client_certificate else (),
         )
-        principal = gate.authenticate(op, self.peer, who)
+        principal = gate.authenticate(op, self.peer, principal_now)
         if why := self.refusal(principal):
             raise gate.refuse_connection(op, self.peer, principal, why)
 
-        def still() -> Principal:
-            now = who()
+        def same_principal() -> Principal:
+            now = principal_now()
             if now is principal:
                 return now
             if now.tenant != principal.tenant or self.refusal(now):
@@ -269,7 +270,9 @@ class Connection(abc.ABC):
 
         # A process has its own share
         share = "" if self.maps_arena else gate.access.share(principal)
-        self.caller = replace(self.caller, peer=share or self.peer, who=still, at=self.peer)
+        self.caller = replace(
+            self.caller, peer=share or self.peer, who=same_principal, at=self.peer
+        )
         if share:
             self.peer = share
             server.change_share(self)
@@ -292,11 +295,11 @@ class Connection(abc.ABC):
     def close(self) -> None:
         """Close the socket and return everything that the connection has taken."""
         self.socket.close()
-        self._give_back()
+        self._return_request_bytes()
 
     # ---- the loop ------------------------------------------------------------------------
 
-    def serve(self, server: Door) -> bool:
+    def serve(self, server: Acceptor) -> bool:
         """Greet the client and serve it; see `proceed`."""
         with self.refusing():
             self.socket.arm(REQUEST_S_MAX)
@@ -305,7 +308,7 @@ class Connection(abc.ABC):
         self._session = self.service.sessions.open(self.caller, self.maps_arena)
         return self.proceed(server, first)
 
-    def proceed(self, server: Door, request: Request | None = None) -> bool:
+    def proceed(self, server: Acceptor, request: Request | None = None) -> bool:
         """Serve from this request on, or from the next one; return whether the loop goes on.
 
         Otherwise the session has ended, because the client has closed (ConnectionError), stalled
@@ -346,7 +349,7 @@ class Connection(abc.ABC):
             if not loop_goes_on:
                 self.finish(server)
 
-    def serve_ready(self, server: Door) -> "Ready":
+    def serve_ready(self, server: Acceptor) -> "Ready":
         """Serve the small requests that have arrived, without a wait: for the request loop.
 
         Raises ConnectionError if the client has closed.
@@ -376,12 +379,12 @@ class Connection(abc.ABC):
             if not self.socket.has_early:
                 return Ready.SERVED
 
-    def finish(self, server: Door) -> None:
+    def finish(self, server: Acceptor) -> None:
         """End the session."""
         server.done(self)
-        if self.place is not None:
+        if self.slot is not None:
             # the slot stays taken while the session is cleaned up
-            self.place.busy()
+            self.slot.busy()
         if self._session is not None:
             self.end(self._session)
 
@@ -391,15 +394,15 @@ class Connection(abc.ABC):
         try:
             yield
         except (KVStoreError, OSError) as error:
-            raise self.told(error) from error
+            raise self.report_error(error) from error
 
-    def told(self, error: KVStoreError | OSError) -> OSError:
-        """Return the error to close the connection with, after reporting it to the client."""
+    def report_error(self, error: KVStoreError | OSError) -> OSError:
+        """Report an error to the client, and return the one to close the connection with."""
         if isinstance(error, KVStoreError):
             self.send_error(error, last=True)
             return ConnectionAbortedError(str(error))
         if error.errno in OUT_OF_DESCRIPTORS:
-            self.say_last(
+            self.send_last_error(
                 Exhausted("this node has no descriptor left; raise its limit (ulimit -n)")
             )
         return error
@@ -411,11 +414,11 @@ class Connection(abc.ABC):
             frame = self.socket.wait_frame(self.header_nbytes_max, self.stall_s)
             return None if frame is None else self.parse(*frame)
         except InvalidRequest as error:  # all of it was received: the next frame begins behind it
-            self._give_back()
+            self._return_request_bytes()
             self.send_error(error)
             return None
         except (KVStoreError, OSError) as error:
-            raise self.told(error) from error
+            raise self.report_error(error) from error
 
     def serve_request(self, session: Any, op: str, request: Any) -> None:
         """Answer a request, or send its error, within the trace that it carries."""
@@ -429,19 +432,19 @@ class Connection(abc.ABC):
                 else:
                     self.send(op, self._answer(op, request))
                 if op in TIMED and op != "release":  # it has no reply
-                    self._edge.answered(op, began_ns, session, request)
+                    self._wire_metrics.answered(op, began_ns, session, request)
             except KVStoreError as error:
-                self._edge.failed(op, error, began_ns, session, request)
+                self._wire_metrics.failed(op, error, began_ns, session, request)
                 self.send_error(error, last=isinstance(error, ProtocolError))
                 if isinstance(error, ProtocolError):
                     raise
             except BaseException as error:
-                self._edge.failed(op, error, began_ns, session, request)
+                self._wire_metrics.failed(op, error, began_ns, session, request)
                 raise
         if self._request_nbytes:
-            self._give_back()
+            self._return_request_bytes()
 
-    def _serve_follow(self, server: Door, session: Session, request: pb.FollowRequest) -> bool:
+    def _serve_follow(self, server: Acceptor, session: Session, request: pb.FollowRequest) -> bool:
         """Serve a follow request; return False if the connection was evicted or the server stops.
 
         While it waits for a view the connection counts as idle, so it may be evicted, and a stop
@@ -464,7 +467,7 @@ class Connection(abc.ABC):
                     return False
             self.send("follow", view or pb.View())
         except KVStoreError as error:
-            self._edge.failed("follow", error)
+            self._wire_metrics.failed("follow", error)
             self.send_error(error)
         return True
 
@@ -489,7 +492,7 @@ class Connection(abc.ABC):
             taken = self.service.request_parser.take(self.peer, header_nbytes)
             self._request_peer, self._request_nbytes = self.peer, self._request_nbytes + taken
 
-    def _give_back(self) -> None:
+    def _return_request_bytes(self) -> None:
         if self._request_nbytes:
             self.service.requests.give(self._request_peer, self._request_nbytes)
             self._request_nbytes = 0
@@ -553,10 +556,10 @@ class Connection(abc.ABC):
         """
         self.send("error", message_of(error, last))
 
-    def say_last(self, error: KVStoreError) -> None:
+    def send_last_error(self, error: KVStoreError) -> None:
         """Send the reason of the end to a client that may not listen any more."""
         with contextlib.suppress(OSError):
-            self.socket.arm(SAY_LAST_S)
+            self.socket.arm(LAST_ERROR_S)
             self.socket.send_frame(
                 pb.BulkReply(error=message_of(error, last=True)).SerializeToString()
             )

@@ -80,7 +80,7 @@ class Erasure:
         reply = pb.ForgetReply(namespaces=len(digests), pages=pages)
         self._replicator.drop_gone()
         if not request.remove_only:
-            self._erase(digests, reply, end, caller.gone)
+            self._erase(digests, reply, end, caller.has_left)
         reply.ram_nbytes = self._tier.eviction.zeroed_nbytes - zeroed_nbytes
         return reply
 
@@ -90,13 +90,17 @@ class Erasure:
         self._erase(digests, pb.ForgetReply(namespaces=len(digests)), math.inf, lambda: False)
 
     def _erase(
-        self, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]
+        self,
+        digests: Sequence[bytes],
+        reply: pb.ForgetReply,
+        end: float,
+        has_left: Callable[[], bool],
     ) -> None:
         """Finish the removal, and count the rest."""
         try:
             self._durability.settle()  # releases pages that waited to be written
         finally:  # also with a stopped disk
-            self._wait_for_slots(digests, reply, end, gone)
+            self._wait_for_slots(digests, reply, end, has_left)
         if self._disk is not None:
             self._erase_rows(self._disk, digests, reply)
         if open_count := self._close_namespaces(digests):
@@ -127,14 +131,18 @@ class Erasure:
             return self._tier.below.remove_namespace(digest)
 
     def _wait_for_slots(
-        self, digests: Sequence[bytes], reply: pb.ForgetReply, end: float, gone: Callable[[], bool]
+        self,
+        digests: Sequence[bytes],
+        reply: pb.ForgetReply,
+        end: float,
+        has_left: Callable[[], bool],
     ) -> None:
         """Wait a while for readers and writers of removed pages, which zero their slots."""
         erased = frozenset(digests)
         zero_leftovers(self._tier, erased)
         end = min(end, time.monotonic() + BUSY_S)
         while left := to_zero_count(self._tier, erased):
-            if time.monotonic() >= end or gone() or self._stops():
+            if time.monotonic() >= end or has_left() or self._stops():
                 reply.left += left
                 reply.why.append(f"{left} slots of RAM are still being read or written")
                 return

@@ -147,7 +147,7 @@ class GatewayConnection(BulkConnection):
         unknown = caller_at(sock, "gateway", WIRE)
         super().__init__(FrameSocket(sock), "gateway", unknown, service, stall_s + STALL_MORE_S)
         self._calls = calls
-        self._gone = unknown.gone
+        self._has_left = unknown.has_left
         self._access: Access = service.authorizer.access
         self._identities = self._access.identities  # those in force when the caller was set
         self._told: pb.OnBehalfRequest | None = None
@@ -198,7 +198,7 @@ class GatewayConnection(BulkConnection):
         if not self._access.open:
             with contextlib.suppress(KVStoreError):  # each request repeats the error
                 peer = self._access.share(who()) or at
-        self.caller = Caller(peer, self._gone, who=who, at=at, wire=WIRE)
+        self.caller = Caller(peer, self._has_left, who=who, at=at, wire=WIRE)
         self.peer = peer
 
     def _admit(self, header_nbytes: int) -> None:

@@ -125,7 +125,7 @@ class HttpConnection:
         self.peer = peer
         self.hurried = hurried
         self.end = time.monotonic() + seconds
-        self.place: ConnectionSlot | None = None
+        self.slot: ConnectionSlot | None = None
         self._lock = threading.Lock()
         self._closed = False
 
@@ -144,10 +144,10 @@ class HttpConnection:
         with self._lock:
             self._closed = True
             self.sock.close()
-        if self.place is not None:
-            self.place.close()
+        if self.slot is not None:
+            self.slot.close()
             # it refers to this object: a cycle would live until a garbage collection
-            self.place = None
+            self.slot = None
 
     def has_head(self) -> bool:
         """Return whether a whole head has arrived already, without waiting."""
@@ -210,7 +210,7 @@ class HttpConnection:
         poll.register(self.sock, select.POLLIN | select.POLLRDHUP)
         return not poll.poll(seconds * 1000)
 
-    def gone(self) -> bool:
+    def has_left(self) -> bool:
         """Return whether the client has gone."""
         return not self.wait(0.0)
 
@@ -283,11 +283,11 @@ class _Handler(BaseHTTPRequestHandler):
             body += connection.receive_more()
         headers = {name.lower(): value.strip() for name, value in self.headers.items()}
         request = Request(self.command, self.path, headers, body[:length], client, connection)
-        if connection.place is not None:
-            connection.place.busy()
+        if connection.slot is not None:
+            connection.slot.busy()
         response = self.server.answer(request)
-        if connection.place is not None:
-            connection.place.idle()  # a client that receives its reply slowly may be evicted
+        if connection.slot is not None:
+            connection.slot.idle()  # a client that receives its reply slowly may be evicted
         if response is not None:
             connection.send(_message(response, self.command != "HEAD"), HTTP_REPLY_S_MAX)
 
@@ -372,7 +372,7 @@ class HttpServer:
         self.parsing = threading.Lock()
         self._respond = respond
         self._certificates = certificates
-        self._places = ConnectionLimiter(
+        self._limiter = ConnectionLimiter(
             make_limit(
                 "HTTP connections", HTTP_CONNECTIONS_MAX, "close some pages, or scrape less often"
             )
@@ -459,14 +459,14 @@ class HttpServer:
 
     def _admit(self, connection: HttpConnection) -> None:
         try:
-            connection.place = self._places.enter(connection.peer, connection.hang_up)
+            connection.slot = self._limiter.enter(connection.peer, connection.hang_up)
         except Exhausted:
             connection.close()
             return
         # Idle connections are evicted, the oldest first. One whose head has arrived is answered
         # first.
         if not connection.has_head():
-            connection.place.idle()
+            connection.slot.idle()
         thread = threading.Thread(
             target=self._serve, args=(connection,), name="http-request", daemon=True
         )

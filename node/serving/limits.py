@@ -296,8 +296,8 @@ class ConnectionSlot:
     An idle one may be evicted: `leave` is called then, once, and its user must end.
     """
 
-    def __init__(self, places: "ConnectionLimiter", peer: str, leave: Callable[[], None]) -> None:
-        self._places = places
+    def __init__(self, limiter: "ConnectionLimiter", peer: str, leave: Callable[[], None]) -> None:
+        self._limiter = limiter
         self.peer = peer
         self.leave = leave
         self.taken_away = False
@@ -308,22 +308,22 @@ class ConnectionSlot:
 
         Unused connections are closed first, then the longest idle ones.
         """
-        self._places.set_idle(self)
+        self._limiter.set_idle(self)
 
     def busy(self) -> bool:
         """Mark the connection as busy; return False if it was evicted meanwhile."""
-        return self._places.set_busy(self)
+        return self._limiter.set_busy(self)
 
     def change(self, peer: str) -> None:
         """Count the connection to another peer.
 
         Raises Exhausted, and changes nothing, if that peer has its share of busy ones.
         """
-        self._places.change(self, peer)
+        self._limiter.change(self, peer)
 
     def close(self) -> None:
         """Free the slot."""
-        self._places.remove(self)
+        self._limiter.remove(self)
 
 
 class ConnectionLimiter:

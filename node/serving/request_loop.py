@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from kvstore.errors import KVStoreError
-from node.serving.connection import Connection, Door, Ready
+from node.serving.connection import Acceptor, Connection, Ready
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class RequestLoop:
     def __init__(
         self,
         name: str,
-        server: Door,
+        server: Acceptor,
         to_thread: Callable[[Connection], None],
         end: Callable[[Connection], None],
         look_s: float,

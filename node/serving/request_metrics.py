@@ -166,8 +166,8 @@ class Histogram:
 
     def add(self, ns: int) -> None:
         """Add a duration."""
-        place = bisect_left(_BOUNDS_NS, ns)
-        self.counts[place] += 1
+        bucket = bisect_left(_BOUNDS_NS, ns)
+        self.counts[bucket] += 1
         self.sum_ns += ns
 
 
@@ -229,26 +229,26 @@ class RequestMetrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the waiting gets
         self.slow = SlowCalls()
-        self._edges: dict[str, WireMetrics] = {}
+        self._by_wire: dict[str, WireMetrics] = {}
         self._gets = {tier: Histogram() for tier in (RAM, DISK, PEER)}
         self._waiting = dict.fromkeys((DISK, PEER), 0)
-        self._taken: defaultdict[str, int] = defaultdict(int)  # bytes by transport
-        self._given: defaultdict[str, int] = defaultdict(int)
+        self._received: defaultdict[str, int] = defaultdict(int)  # bytes by transport
+        self._sent: defaultdict[str, int] = defaultdict(int)
 
     # ---- counting ------------------------------------------------------------------------------
 
     def of_wire(self, wire: str) -> WireMetrics:
         """Return the metrics of a transport."""
-        return self._edges.setdefault(wire, WireMetrics(wire, self.slow))
+        return self._by_wire.setdefault(wire, WireMetrics(wire, self.slow))
 
     def count_get(self, tier: str, wire: str, nbytes: int, began_ns: int) -> None:
         """Count a get whose pages are in RAM now; `tier` is the farthest that had one."""
-        self._given[wire] += nbytes
+        self._sent[wire] += nbytes
         self._gets[tier].add(monotonic_ns() - began_ns)
 
-    def took(self, wire: str, nbytes: int) -> None:
+    def count_put(self, wire: str, nbytes: int) -> None:
         """Count page bytes that a client wrote."""
-        self._taken[wire] += nbytes
+        self._received[wire] += nbytes
 
     @contextmanager
     def waiting(self, tier: str) -> Iterator[None]:
@@ -267,7 +267,7 @@ class RequestMetrics:
 
     def requests(self) -> dict[tuple[str, str], Histogram]:
         """Return answered requests by operation and transport."""
-        edges = self._edges.copy()
+        edges = self._by_wire.copy()
         return {
             (op, wire): times for wire, edge in edges.items() for op, times in edge.times().items()
         }
@@ -288,7 +288,7 @@ class RequestMetrics:
 
     def errors(self) -> dict[tuple[str, str, str], int]:
         """Return failed requests by operation, transport and code."""
-        edges = self._edges.copy()
+        edges = self._by_wire.copy()
         return {
             (op, wire, code): count
             for wire, edge in edges.items()
@@ -297,7 +297,7 @@ class RequestMetrics:
 
     def moved(self) -> dict[tuple[str, str], int]:
         """Return page bytes by transport and direction."""
-        ways = (("in", self._taken), ("out", self._given))
+        ways = (("in", self._received), ("out", self._sent))
         return {(wire, way): nbytes for way, moved in ways for wire, nbytes in moved.copy().items()}
 
     def waiting_gets(self) -> dict[str, int]:

@@ -157,7 +157,7 @@ class Service:
 
         `op` is its field's name in BulkRequest.
         """
-        try:  # as `_Edge`, which costs half a microsecond
+        try:  # as `_ErrorBoundary`, which costs half a microsecond
             principal = self.authorizer.admit(op, request, caller)
             if op != "hello":
                 self.tenants.begin(principal, request)
@@ -186,7 +186,7 @@ class Service:
 
         Return statuses and, for each WRITE, the memory that takes the page.
         """
-        with _Edge("put", session.abort):
+        with _ErrorBoundary("put", session.abort):
             principal = self.authorizer.admit("put", request, session.caller)
             self.tenants.begin(principal, request)
             if self.draining:
@@ -219,7 +219,7 @@ class Service:
 
         An invalid commit aborts the put.
         """
-        with _Edge("commit", session.abort):
+        with _ErrorBoundary("commit", session.abort):
             pages, put, leaves = session.reserved, session.put_request, request.leaves[:]
             wanted = len(pages)
             nbytes = LEAF_SUM_NBYTES * len(cuts(put.page_nbytes))
@@ -229,7 +229,7 @@ class Service:
                     f"send {nbytes} bytes for each"
                 )
             stored = session.commit(leaves, -(-put.ttl_ms // 1000))
-            self.traffic.took(session.caller.wire, wanted * put.page_nbytes)
+            self.traffic.count_put(session.caller.wire, wanted * put.page_nbytes)
             self.write_acks.wait_for(session, pages)
             return pb.CommitReply(stored=stored)
 
@@ -245,7 +245,7 @@ class Service:
         with replies about the first keys while pages of others are read; the last reply is about
         the rest.
         """
-        with _Edge("get", session.release):
+        with _ErrorBoundary("get", session.release):
             began_ns = monotonic_ns()
             principal = self.authorizer.admit("get", request, session.caller)
             self.tenants.begin(principal, request)
@@ -360,9 +360,9 @@ class Service:
         digest, touch = request.namespace, request.touch
         prefix_hashes = request.prefix_hashes[:]  # a list is faster to iterate
         check_prefix_hashes(prefix_hashes, self._config.batch_keys_max, distinct=False)
-        below: list[int] = []
-        present = self._tier.lookup(digest, prefix_hashes, touch, below)
-        tiers = _tiers(present, below, Tier.DISK) if below else b""
+        on_disk: list[int] = []
+        present = self._tier.lookup(digest, prefix_hashes, touch, on_disk)
+        tiers = _tiers(present, on_disk, Tier.DISK) if on_disk else b""
         if self.recorder.on:
             self.recorder.note(digest, prefix_hashes, touch)
         if request.near and caller.may_wait and False in present:
@@ -387,12 +387,12 @@ class Service:
             namespace, missing, request.touch, _near_deadline(request)
         )
         further = [
-            place
-            for place, prefix_hash in enumerate(prefix_hashes)
-            if not present[place] and prefix_hash in found
+            index
+            for index, prefix_hash in enumerate(prefix_hashes)
+            if not present[index] and prefix_hash in found
         ]
-        for place in further:
-            present[place] = True
+        for index in further:
+            present[index] = True
         return further
 
     def _feed(self, request: pb.FeedRequest, caller: Caller) -> FeedReply:
@@ -423,7 +423,7 @@ class Service:
             raise Unavailable("this node is draining")
 
     def _check_there(self, caller: Caller | Session) -> None:
-        if caller.gone():
+        if caller.has_left():
             raise Unavailable("the caller has left")
 
     def _remove(self, request: pb.RemoveRequest, caller: Caller) -> pb.RemoveReply:
@@ -520,12 +520,12 @@ def _limits(config: NodeConfig) -> pb.Limits:
     )
 
 
-def _tiers(known: Sequence[int], places: Sequence[int], tier: Tier) -> bytes:
-    """Return the tier of each key, with `tier` at these places."""
-    told = bytearray(known)
-    for place in places:
-        told[place] = tier
-    return bytes(told)
+def _tiers(known: Sequence[int], indices: Sequence[int], tier: Tier) -> bytes:
+    """Return the tier of each key, with `tier` at these indices."""
+    tiers = bytearray(known)
+    for index in indices:
+        tiers[index] = tier
+    return bytes(tiers)
 
 
 def _near_deadline(request: pb.GetRequest | pb.LookupRequest) -> Deadline:
@@ -533,11 +533,11 @@ def _near_deadline(request: pb.GetRequest | pb.LookupRequest) -> Deadline:
     return Deadline(min(request.wait_ms / 1000 or NEAR_S_MAX, NEAR_S_MAX))
 
 
-class _Edge:
-    """The outermost step of every request, on every transport.
+class _ErrorBoundary:
+    """Release what a failed request holds, and turn unexpected errors into one for the caller.
 
-    An error ends the request, not the connection. Unexpected errors are logged here and answered
-    INTERNAL. `undo` releases what the session holds for it.
+    It surrounds every request, on every transport: an error ends the request, not the connection.
+    Unexpected errors are logged here and answered INTERNAL. `undo` releases what the session holds.
     """
 
     __slots__ = ("_op", "_undo")

@@ -57,9 +57,9 @@ class Content:
                 self._arena.views([page.offset for page in pages], pages[0].namespace.page_nbytes)
             )
         return (
-            self._arena.view(place, nbytes)
+            self._arena.view(offset, nbytes)
             for page in pages
-            for place, (_, nbytes) in zip(places(page, ranges), ranges, strict=True)
+            for offset, (_, nbytes) in zip(arena_offsets(page, ranges), ranges, strict=True)
         )
 
     def checksum(self, page: Page, ranges: Sequence[Range]) -> bytes:
@@ -117,18 +117,18 @@ def _checked_nbytes(page: Page, ranges: Sequence[Range]) -> int:
     return hashed_nbytes(page_nbytes, ranges) if page.leaves else page_nbytes
 
 
-def places(page: Page, ranges: Sequence[Range]) -> list[int]:
+def arena_offsets(page: Page, ranges: Sequence[Range]) -> list[int]:
     """Return the position in the arena of each range."""
     space = page.namespace
     if isinstance(space, PartialPage):
-        return [page.offset + space.place(offset) for offset, _ in ranges]
+        return [page.offset + space.slot_offset(offset) for offset, _ in ranges]
     return [page.offset + offset for offset, _ in ranges]
 
 
 def offsets_of(pages: Sequence[Page], ranges: Sequence[Range]) -> list[int]:
     """Return the arena offset of each range of each page; without ranges, of each page."""
     return (
-        [place for page in pages for place in places(page, ranges)]
+        [offset for page in pages for offset in arena_offsets(page, ranges)]
         if ranges
         else [page.offset for page in pages]
     )
@@ -210,7 +210,7 @@ class Session:
     ) -> None:
         self.caller = caller
         self.peer = caller.peer
-        self.gone = caller.gone
+        self.has_left = caller.has_left
         self.maps_arena = maps_arena
         self._tier = tier
         self._sessions = sessions
@@ -223,8 +223,8 @@ class Session:
         self.put_charge = NO_CHARGE  # of the current put
         self.tier = RAM  # the farthest tier that had one of them
         self.put_request = pb.PutRequest()  # of the reservation
-        self.promised: list[bytes] = []  # of its pages, those that must be durable at the commit
-        self.wait = Wait(0.0, caller.gone)  # for that
+        self.must_ack: list[bytes] = []  # of its pages, those that must be durable at the commit
+        self.wait = Wait(0.0, caller.has_left)  # for that
         # Context around waits for the disk
         self.loading: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
@@ -355,7 +355,7 @@ class Session:
             except BaseException:  # otherwise others would wait for these pages
                 promotion.cancel(acquired)
                 raise
-            pages = promotion.read(acquired, self.gone, some_ready)
+            pages = promotion.read(acquired, self.has_left, some_ready)
         # They arrived in any order: the chain's end must be evicted before its head
         if self.tier == PEER and acquired.loads:
             self._tier.lookup(acquired.digest, acquired.prefix_hashes, touch=True)

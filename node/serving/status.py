@@ -20,7 +20,7 @@ from node.memory.tier import RamTier
 # Reduce a status to what a tenant may see: what it needs to use the node, and its own pages.
 
 # Fields about the node that everybody may see.
-_SAID = (
+_PUBLIC_FIELDS = (
     "version",
     "instance_id",
     "state",
@@ -42,7 +42,7 @@ def redact_for_tenant(
     own = pb.NodeStatusReply(
         namespaces=namespaces, tenants=[use for use in status.tenants if use.tenant == tenant]
     )
-    for name in _SAID:
+    for name in _PUBLIC_FIELDS:
         if status.DESCRIPTOR.fields_by_name[name].message_type:
             getattr(own, name).CopyFrom(getattr(status, name))
         else:

@@ -66,14 +66,14 @@ class WriteAcks:
     def begin(self, session: Session, request: pb.PutRequest, result: Reservation) -> None:
         """Begin a checked put; if all pages are stored already, acknowledge it now."""
         session.put_request = request
-        session.promised = []
+        session.must_ack = []
         if request.forwarded_by and request.pages_missed:
             self._rebalancer.expect(request.pages_missed)
         # Pages that are or will be stored; not another writer's, or refused ones
         if request.durable or request.ack_all:
-            session.wait = self._durability.begin_wait(request.wait_ms, session.gone)
+            session.wait = self._durability.begin_wait(request.wait_ms, session.has_left)
             verdicts = zip(request.prefix_hashes, result.verdicts, strict=True)
-            session.promised = [
+            session.must_ack = [
                 h for h, verdict in verdicts if verdict in (PutStatus.WRITE, PutStatus.EXISTS)
             ]
             if not result.pages:
@@ -84,7 +84,7 @@ class WriteAcks:
 
         Raises Exhausted if they are visible but not that safe.
         """
-        began_ns = monotonic_ns() if session.promised else 0
+        began_ns = monotonic_ns() if session.must_ack else 0
         try:
             self._wait_for(session, pages)
         finally:
@@ -95,7 +95,7 @@ class WriteAcks:
         put, wait = session.put_request, session.wait
         if self._membership.view is None or put.forwarded_by:
             if put.durable:
-                self._durability.keep(put.namespace, session.promised, wait)
+                self._durability.keep(put.namespace, session.must_ack, wait)
             return
         owners = self._owners(put)
         recipients = self._recipients(put, [page.prefix_hash for page in pages], owners)
@@ -103,14 +103,14 @@ class WriteAcks:
         waiters = self._awaited(session, pages, recipients, owners)
         own = [
             prefix_hash
-            for prefix_hash in session.promised
+            for prefix_hash in session.must_ack
             if self._membership.member in owners[prefix_hash]
         ]
         try:
             if put.durable and own:
                 self._durability.keep(put.namespace, own, wait)
-            promised = all(
-                self._replicator.wait(some, wait.end, wait.gone, patient=put.ack_all)
+            must_ack = all(
+                self._replicator.wait(some, wait.end, wait.has_left, patient=put.ack_all)
                 for some in waiters
             )
         finally:
@@ -118,7 +118,7 @@ class WriteAcks:
             # already, it would answer EXISTS, and nobody would replicate it further.
             if not any(some.failed for some in waiters):
                 self._replicator.offer(pages, recipients.after)
-        if not promised:
+        if not must_ack:
             raise Exhausted(
                 "pages are visible but not "
                 f"{'at all owners' if put.ack_all else 'durable at their owners'}: one of them is "
@@ -129,11 +129,11 @@ class WriteAcks:
         self, session: Session, pages: Sequence[Page], recipients: _Recipients, owners: Owners
     ) -> list[AckWaiter]:
         put, keys = session.put_request, [page.prefix_hash for page in pages]
-        if not session.promised:
+        if not session.must_ack:
             return []
         waiters = [self._replicator.offer(pages, recipients.awaited, put.durable, whole=True)]
-        if stored := set(session.promised).difference(keys):
-            known = [prefix_hash for prefix_hash in session.promised if prefix_hash in stored]
+        if stored := set(session.must_ack).difference(keys):
+            known = [prefix_hash for prefix_hash in session.must_ack if prefix_hash in stored]
             waiters.append(
                 self.replicate(
                     put.namespace,

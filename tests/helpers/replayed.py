@@ -15,7 +15,7 @@ class Caller:
     peer = "reader"
 
     @staticmethod
-    def gone() -> bool:
+    def has_left() -> bool:
         return False
 
 

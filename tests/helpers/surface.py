@@ -220,7 +220,7 @@ def metrics() -> Tree:
     status.gateway_ends.add(why="memory")
     status.tls.certificates.add(setting="tls_cert")
     traffic = RequestMetrics()
-    traffic.took("bulk", 1)
+    traffic.count_put("bulk", 1)
     traffic.count_get("ram", "bulk", 1, 0)
     traffic.of_wire("bulk").answered("get", 0)
     traffic.of_wire("bulk").failed("get", errors.Exhausted(""))

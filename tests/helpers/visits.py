@@ -40,7 +40,7 @@ def nothing_is_left_at_the_console(node: Node) -> Iterator[None]:
     wait_until(
         lambda: (
             not (
-                metrics._threads or any(budget.used for budget in budgets) or metrics._places.count
+                metrics._threads or any(budget.used for budget in budgets) or metrics._limiter.count
             )
         )
     )

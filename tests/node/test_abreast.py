@@ -404,7 +404,7 @@ def test_evicted_idle_connections_are_no_failure(client: Client, pages: Pages, n
     for _ in range(3):
         idle = len(known._pool._idle)
         assert idle
-        while node.bulk._places.drop_idle():
+        while node.bulk._limiter.drop_idle():
             pass
         assert pages.get(client, keys) == [True] * 9
     assert (

@@ -133,7 +133,7 @@ def test_silent_connections_are_evicted_and_metrics_still_work(node: Node) -> No
     for _ in range(HTTP_CONNECTIONS_MAX):
         silent.append(socket.create_connection(("127.0.0.1", node.metrics.port), 20.0))
         silent[-1].sendall(b"GET /console/ HTTP/1.1\r\n")
-    wait_until(lambda: node.metrics._places.count == HTTP_CONNECTIONS_MAX // 2)
+    wait_until(lambda: node.metrics._limiter.count == HTTP_CONNECTIONS_MAX // 2)
     assert visit(node, "/console/")[0] == 200
     assert b"kvstore_serving" in visit(node, "/metrics")[2]
     wait_until(

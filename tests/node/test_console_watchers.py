@@ -172,7 +172,7 @@ def test_watcher_is_not_evicted_by_other_connections(node: Node) -> None:
     def is_full() -> bool:
         silent.append(socket.create_connection(("127.0.0.1", node.metrics.port), 20.0))
         silent[-1].sendall(b"GET /console/ HTTP/1.1\r\n")
-        return node.metrics._places.count == HTTP_CONNECTIONS_MAX // 2
+        return node.metrics._limiter.count == HTTP_CONNECTIONS_MAX // 2
 
     with watching(node) as events:
         next(events)

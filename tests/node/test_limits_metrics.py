@@ -104,7 +104,7 @@ def test_every_http_request_returns_its_connection_slot(node: Node) -> None:
             f"http://127.0.0.1:{node.metrics.port}{path}", timeout=20.0
         ) as reply:
             reply.read()
-    wait_until(lambda: not node.metrics._places.count)
+    wait_until(lambda: not node.metrics._limiter.count)
 
 
 def test_cached_texts_are_limited_and_head_has_no_body(node: Node) -> None:

@@ -199,10 +199,10 @@ def test_caller_with_unread_input_is_seen_to_hang_up(
     asked, seen = threading.Event(), threading.Event()
 
     def wait(request: Any, caller: Caller) -> pb.VerifyReply:
-        assert not caller.gone()
+        assert not caller.has_left()
         asked.set()
         for _ in range(500):
-            if caller.gone():
+            if caller.has_left():
                 seen.set()
                 break
             threading.Event().wait(0.01)

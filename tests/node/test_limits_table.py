@@ -26,11 +26,11 @@ def test_every_limit_has_its_row(node: Node, monkeypatch: pytest.MonkeyPatch) ->
     ]
     budgets += node.service._long_calls.values()
     budgets += [calls.calls, calls.transfers, calls.durable, calls.loads]
-    places = [node.bulk._places, node.shm._places, node.metrics._places, *servicer.places]
+    places = [node.bulk._limiter, node.shm._limiter, node.metrics._limiter, *servicer.limiters]
     with socket.socket() as unused:
         door = node.grpc.open_door("one more", unused)
     door._spare.close()
-    places += [door._places]
+    places += [door._limiter]
     assert node.console is not None
     budgets += [node.console.watchers, node.console.calls, node.console.reads]
     caps = [one.cap for one in budgets] + [one.cap for one in places]

@@ -57,7 +57,7 @@ class Shelf(LocalTier):
         self,
         loads: Sequence[Load],
         arrived: Callable[[Page], None],
-        gone: Callable[[], bool],
+        has_left: Callable[[], bool],
         deadline: Deadline,
     ) -> None:
         assert not self._box.tier.lock.locked(), "bytes were read under the lock"
@@ -178,12 +178,12 @@ def test_pages_behind_the_first_miss_are_not_held_or_read(shelves: Any) -> None:
 def left_between_pages(far: "Far", monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a tier ask before each page whether it is still wanted."""
 
-    def read(loads: Any, arrived: Any, gone: Callable[[], bool], deadline: Deadline) -> None:
+    def read(loads: Any, arrived: Any, has_left: Callable[[], bool], deadline: Deadline) -> None:
         for load in loads:
-            if gone():
+            if has_left():
                 far.open.remove(load.source.place)
             else:
-                Far.read(far, [load], arrived, gone, deadline)
+                Far.read(far, [load], arrived, has_left, deadline)
 
     monkeypatch.setattr(far, "read", read)
 

@@ -38,7 +38,10 @@ def test_partial_page_has_all_bytes_of_its_ranges_and_leaves(
         assert len(slot) == parts.slot_nbytes <= -(-page_nbytes // ALIGN) * ALIGN
         covered = [checksum.cuts(page_nbytes)[number] for number in parts.numbers]
         for start, end in [*covered, *((start, start + nbytes) for start, nbytes in ranges)]:
-            assert slot[parts.place(start) : parts.place(start) + end - start] == page[start:end]
+            assert (
+                slot[parts.slot_offset(start) : parts.slot_offset(start) + end - start]
+                == page[start:end]
+            )
         assert parts.slot_nbytes <= sum(end - start + 2 * ALIGN for start, end in covered)
     checksum.cuts.cache_clear()
 

@@ -16,7 +16,7 @@ def test_evicted_idle_connections_are_no_failure(
     pages.put(client, pages.keys(1))
     connects = client._fan_out.nodes.only.connect_count
     for _ in range(3):
-        wait_until(shm._places.drop_idle)  # once the connection is idle
+        wait_until(shm._limiter.drop_idle)  # once the connection is idle
         wait_until(lambda: not shm.count)
         assert pages.get(client, pages.keys(1)) == [True]
     assert (client._fan_out.nodes.only.connect_count, client._fan_out.nodes.only.failure_count) == (

@@ -259,7 +259,7 @@ def test_full_node_refuses_before_the_handshake(
     node = start_node(**of_node(ours), sessions_max=2)
     pages = Pages("full")
     client = connect(node, "bulk", **of_client(ours))
-    busy = node.bulk._places.enter("127.0.0.1", lambda: None)
+    busy = node.bulk._limiter.enter("127.0.0.1", lambda: None)
     for _ in range(3):
         with pytest.raises(
             Exhausted, match=r"refuses one more connection; most likely .* raise its sessions_max"

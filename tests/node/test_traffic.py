@@ -59,7 +59,7 @@ def test_wire_metrics_count_as_a_histogram(monkeypatch: pytest.MonkeyPatch) -> N
 def test_bytes_and_errors_add_up_with_zero_internal_errors() -> None:
     traffic = RequestMetrics()
     for nbytes in (3, 4):
-        traffic.took("bulk", nbytes)
+        traffic.count_put("bulk", nbytes)
         traffic.of_wire("bulk").failed("get", InvalidRequest("no"))
     traffic.of_wire("bulk").answered("get", 0)
     assert traffic.moved() == {("bulk", "in"): 7}
