@@ -224,7 +224,7 @@ def metrics() -> Tree:
     traffic.count_get("ram", "bulk", 1, 0)
     traffic.of_wire("bulk").answered("get", 0)
     traffic.of_wire("bulk").failed("get", errors.Exhausted(""))
-    peers = SimpleNamespace(links=SimpleNamespace(failing=lambda: {"n1": False}))
+    peers = SimpleNamespace(channels=SimpleNamespace(failing=lambda: {"n1": False}))
     queue = SimpleNamespace(waiting_count=0)
     service: Any = SimpleNamespace(
         call=lambda *_: status, traffic=traffic, peers=peers, peer_queue=queue
