@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import not_
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from kvstore.checksum import stored_leaves
 from kvstore.cluster.calls import batch_pages_max, key_seeds, look_up
@@ -39,6 +39,7 @@ from node.memory.page import Page
 
 log = logging.getLogger(__name__)
 log.addFilter(LogRate())
+Result = TypeVar("Result")
 
 THREADS_MAX = 32  # besides the calling threads
 # Bytes per request to one member. If a later request fails, the earlier pages are kept.
@@ -265,7 +266,7 @@ class RemotePages(LowerTier):
             def call(connection: NodeConnection, limit: Deadline) -> list[int]:
                 return look_up(connection, query.namespace, wanted, query.touch, limit)
 
-            present = self._channels.channel(member).run(call, query.namespace, limit)
+            present = self._call(member, call, query.namespace, limit)
             return [member if there else "" for there in present]
 
         return try_owners(others, in_parallel(ask, self._threads.run), not_, "", query.deadline)
@@ -301,9 +302,8 @@ class RemotePages(LowerTier):
 
             try:
                 if not has_left():
-                    self._channels.channel(member).run(call, namespace, limit)
-            except KVStoreError as error:
-                log.info("%s: %s", member, error)
+                    self._call(member, call, namespace, limit)
+            except Unavailable:
                 if not done.intersection(indices):
                     raise
             return [index in done for index in indices]
@@ -320,6 +320,20 @@ class RemotePages(LowerTier):
             self.pages_fetched += len(done)
             self.nbytes_fetched += len(done) * namespace.stored_nbytes
             self.pages_fetch_failed += len(loads) - len(done)
+
+    def _call(
+        self,
+        member: str,
+        call: Callable[[NodeConnection, Deadline], Result],
+        namespace: Namespace,
+        limit: Deadline,
+    ) -> Result:
+        """Call a member. Raises Unavailable, whatever its error: others may have the pages."""
+        try:
+            return self._channels.channel(member).run(call, namespace, limit)
+        except KVStoreError as error:
+            log.info("%s: %s", member, error)
+            raise Unavailable(f"{member}: {error}") from error
 
     def _receive(
         self,

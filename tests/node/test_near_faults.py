@@ -14,12 +14,13 @@ from known_pages import Pages
 from local_nodes import ClusterClient, Connect, StartNode, settle
 from waiting import wait_until
 
-from kvstore import DeadlineExceeded, PutOutcome
+from kvstore import DeadlineExceeded, Forbidden, KVStoreError, PutOutcome, Unauthenticated
 from kvstore.checksum import leaves
 from kvstore.deadline import Deadline
 from kvstore.transports.bulk import Arrived, BulkWire
 from node.config import NodeConfig
 from node.server import Node
+from node.serving.connection import Connection
 
 
 def test_get_works_after_the_near_node_died(
@@ -177,6 +178,61 @@ def test_damaged_pages_are_fetched_from_the_other_replica(
     for key in keys[:10]:
         pages.flip(cluster[1], key)
     assert pages.get(connect(cluster[0], "shm", near="n0"), keys) == [True] * len(keys)
+
+
+class Refusing:
+    """A member that answers some operations with an error."""
+
+    def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ops: tuple[str, ...] = ()
+        self.error: KVStoreError = Unauthenticated("a token that this member does not know")
+        serve = Connection.serve_request
+
+        def refusing(one: Connection, session: Any, op: str, request: Any) -> None:
+            if one.service is node.service and op in self.ops:
+                one.send_error(self.error)
+            else:
+                serve(one, session, op, request)
+
+        monkeypatch.setattr(Connection, "serve_request", refusing)
+
+
+@pytest.mark.parametrize("error", [Unauthenticated("other token"), Forbidden("no right")])
+def test_member_that_refuses_costs_only_its_pages(
+    cluster: list[Node],
+    far: ClusterClient,
+    near: ClusterClient,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
+    error: KVStoreError,
+) -> None:
+    """Regression: the pages of all other members were misses, too."""
+    keys, client, refusing = pages.keys(*NUMBERS), near(cluster), Refusing(cluster[1], monkeypatch)
+    pages.put(far(cluster), keys)
+    refusing.ops, refusing.error = ("lookup", "get"), error
+    theirs = owned(view_of(cluster), pages, keys, "n1")
+    expected = [key not in theirs for key in keys]
+    assert list(client.lookup(pages.namespace, keys).present) == expected
+    assert pages.get(client, keys) == expected
+
+
+def test_pages_of_a_member_that_refuses_come_from_the_other_replica(
+    cluster: list[Node], near: ClusterClient, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view, client, refusing = (
+        view_of(cluster, 2, 2),
+        near(cluster),
+        Refusing(cluster[1], monkeypatch),
+    )
+    tell(cluster, view)
+    every = pages.keys(*NUMBERS)
+    both = zip(every, owners(view, pages.namespace, every), strict=True)
+    keys = [key for key, some in both if "n0" not in some]
+    for node in cluster[1:]:
+        plant(node, pages, keys)
+    assert client.lookup(pages.namespace, keys).prefix_pages == len(keys)
+    refusing.ops = ("lookup", "get")
+    assert pages.get(client, keys) == [True] * len(keys)
 
 
 class Slow:
