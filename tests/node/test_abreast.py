@@ -146,6 +146,32 @@ def test_failed_share_fails_the_call_after_all_ended(
     assert ended == [2, 2]
 
 
+def test_failed_share_of_a_get_leaves_no_thread_in_its_buffers(
+    client: Client, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller reuses them, perhaps for the same pages of another owner."""
+    keys, get, failed = pages.keys(*range(9)), BulkWire._get, threading.Event()
+    pages.put(client, keys)
+    ended = list[int]()
+
+    def failing(wire: BulkWire, request: pb.GetRequest, *more: Any) -> list[Arrived | None]:
+        if keys[1] in request.prefix_hashes:
+            failed.set()
+            raise DeadlineExceeded("late")
+        assert failed.wait(60.0)
+        time.sleep(0.05)  # so that the call could return first
+        found = get(wire, request, *more)
+        ended.append(len(found))
+        return found
+
+    monkeypatch.setattr(BulkWire, "_get", failing)
+    request = pb.GetRequest(namespace=pages.namespace.digest, prefix_hashes=keys)
+    buffers = [(memoryview(bytearray(pages.nbytes)),) for _ in keys]
+    with pytest.raises(DeadlineExceeded):
+        link_of(client).get(request, buffers, key_seeds(pages.namespace, keys), Deadline(60.0))
+    assert ended == [3, 3]
+
+
 def link_of_opened(client: Client, pages: Pages) -> BulkWire:
     client.open(pages.namespace)
     return link_of(client)

@@ -14,7 +14,14 @@ from known_pages import Pages
 from local_nodes import ClusterClient, Connect, StartNode, settle
 from waiting import wait_until
 
-from kvstore import DeadlineExceeded, Forbidden, KVStoreError, PutOutcome, Unauthenticated
+from kvstore import (
+    DeadlineExceeded,
+    Forbidden,
+    KVStoreError,
+    PutOutcome,
+    Unauthenticated,
+    Unavailable,
+)
 from kvstore.checksum import leaves
 from kvstore.deadline import Deadline
 from kvstore.transports.bulk import Arrived, BulkWire
@@ -233,6 +240,32 @@ def test_pages_of_a_member_that_refuses_come_from_the_other_replica(
     assert client.lookup(pages.namespace, keys).prefix_pages == len(keys)
     refusing.ops = ("lookup", "get")
     assert pages.get(client, keys) == [True] * len(keys)
+
+
+def test_share_of_a_fetch_that_fails_is_asked_for_again_alone(
+    cluster: list[Node],
+    far: ClusterClient,
+    near: ClusterClient,
+    pages: Pages,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What came over the other connections may be evicted, and its slots reused, by then."""
+    keys = owned(view_of(cluster), pages, pages.keys(*NUMBERS), "n1")
+    pages.put(far(cluster), keys)
+    client, get, asked = near(cluster), BulkWire._get, list[list[bytes]]()
+    assert client.lookup(pages.namespace, keys).prefix_pages == len(keys)
+
+    def failing(wire: BulkWire, request: Any, *more: Any) -> list[Arrived | None]:
+        asked.append(request.prefix_hashes[:])
+        if keys[1] in asked[-1] and len(asked) <= 3:
+            raise Unavailable("the connection is cut")
+        return get(wire, request, *more)
+
+    monkeypatch.setattr("kvstore.transports.bulk.stream_count", lambda count, _: min(count, 3))
+    monkeypatch.setattr(BulkWire, "_get", failing)
+    assert pages.get(client, keys) == [True] * len(keys)
+    assert sorted(key for some in asked[3:] for key in some) == keys[1::3]
+    assert cluster[0].peers.remote_pages.pages_fetched == len(keys)
 
 
 class Slow:
