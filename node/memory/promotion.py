@@ -326,8 +326,15 @@ class Promotion:
             page = placed[0]
             page.state = State.LOADING
             page.is_fetched = True
-            self._tiers[page] = source.tier
-        acquired.loads.append(Load(page, acquired.sources.pop(prefix_hash)))
+        try:
+            if not is_private:
+                self._tiers[page] = source.tier
+            acquired.loads.append(Load(page, source))
+        except BaseException:  # otherwise all who want it would wait for a read that nobody makes
+            if not is_private:
+                self.forget(page)
+            raise
+        del acquired.sources[prefix_hash]
         return page
 
     def forget(self, page: Page) -> None:

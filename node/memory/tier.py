@@ -2,10 +2,8 @@
 
 It works with offsets, never with bytes (`copy` moves a slot for it, `zero` clears one), and takes
 its clock as an argument, so the same code runs in a simulation. One lock, held for the bookkeeping
-of a batch and never for a transfer: between `reserve` and `commit` only the writer may touch a
-slot, between `acquire` and `release` the slot can not change or be freed. Long work (making room,
-visiting all pages) is done in slices (`lock_slices`): docs/decisions/0015 has the longest hold of
-each.
+of a batch, never for a transfer: between `reserve` and `commit` only the writer may touch a slot,
+between `acquire` and `release` it can not change or be freed. Long work: docs/decisions/0015.
 
     put    reserve (slots, WRITING) -> bytes -> commit (VISIBLE) or abort
     get    acquire (held) -> `promotion.read`, if a lower tier has it -> bytes -> release
@@ -295,7 +293,7 @@ class RamTier:
         return placed
 
     def _end_load(self, page: Page, visible: bool) -> None:
-        """Make a loaded page visible, or forget it and leave its slot to its readers."""
+        """Make a loaded page visible, or forget it and leave its slot to its readers, if any."""
         self.writing_count -= 1
         if visible:
             page.state = State.VISIBLE
@@ -306,6 +304,8 @@ class RamTier:
         else:
             page.state = State.DOOMED
             page.namespace.drop(page)
+            if not page.holds:
+                self.eviction.release(page)
 
     def commit(self, reservation: Reservation, checksums: Sequence[bytes], ttl_s: int = 0) -> int:
         """Make the reserved pages visible, for `ttl_s` seconds, 0: no limit.

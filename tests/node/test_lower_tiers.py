@@ -256,6 +256,30 @@ def test_failing_tier_leaves_no_page_behind(shelves: Any, monkeypatch: pytest.Mo
     assert box.tier.check() == []
 
 
+@pytest.mark.parametrize("near", [False, True])
+def test_page_whose_read_could_not_be_noted_is_no_longer_loading(
+    shelves: Any, monkeypatch: pytest.MonkeyPatch, near: bool
+) -> None:
+    """Regression: each later get of the page waited ten seconds for a read that nobody made."""
+    box, pages, keys, below, far = shelves
+    (far if near else below).keys, made = set(keys), list[Load]()
+
+    def failing(page: Page, source: Source) -> Load:
+        if len(made) == 3:
+            raise MemoryError("this node is in trouble")
+        made.append(Load(page, source))
+        return made[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("node.memory.promotion.Load", failing)
+        with pytest.raises(MemoryError):
+            get(box, pages, keys, near)
+    tier = box.tier
+    assert (tier.held_count, tier.writing_count, tier.slots.used_nbytes) == (0, 0, 0)
+    assert tier.check() == []
+    assert get(box, pages, keys, near) == [True] * len(keys)
+
+
 def test_lookup_asks_each_remote_tier_for_missing_pages(shelves: Any) -> None:
     box, pages, keys, _, far = shelves
     farther = Far(box, pages, keys[4:8])
