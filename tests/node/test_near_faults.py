@@ -211,9 +211,10 @@ def test_member_that_refuses_costs_only_its_pages(
     near: ClusterClient,
     pages: Pages,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     error: KVStoreError,
 ) -> None:
-    """Regression: the pages of all other members were misses, too."""
+    """Regression: the pages of all other members were misses, too, and no log said why."""
     keys, client, refusing = pages.keys(*NUMBERS), near(cluster), Refusing(cluster[1], monkeypatch)
     pages.put(far(cluster), keys)
     refusing.ops, refusing.error = ("lookup", "get"), error
@@ -221,6 +222,7 @@ def test_member_that_refuses_costs_only_its_pages(
     expected = [key not in theirs for key in keys]
     assert list(client.lookup(pages.namespace, keys).present) == expected
     assert pages.get(client, keys) == expected
+    assert f"n1: {error}" in caplog.text
 
 
 def test_pages_of_a_member_that_refuses_come_from_the_other_replica(
