@@ -2,12 +2,14 @@
 
 import concurrent.futures
 import os
+import random
 import signal
 import threading
 import time
 from typing import Any
 
 import pytest
+from forging import SECRET, key_id
 from known_pages import Pages
 from local_nodes import Connect, StartNode
 
@@ -94,6 +96,28 @@ def test_shares_of_a_fetch_take_turns(
     assert sorted(asked) == [keys[first::LANES] for first in range(LANES)]
     assert sorted(took) == [*range(len(keys))]
     assert None not in found
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_any_number_of_shares_and_misses_keeps_bytes_and_places(
+    node: Node, connect: Connect, monkeypatch: pytest.MonkeyPatch, seed: int, keyed: bool
+) -> None:
+    rng, lanes = random.Random(seed), 1
+    client = connect(node, "bulk", page_key=SECRET)
+    monkeypatch.setattr("kvstore.transports.bulk.stream_count", lambda pages, _: min(lanes, pages))
+    for turn in range(20):
+        lanes, nbytes = rng.randint(1, 8), rng.choice((1, 77, 4096, 9001))
+        own = {"key_id": key_id()} if keyed else {}
+        pages = Pages(f"shares {seed} {turn} {keyed}", nbytes, **own)
+        keys = pages.keys(*rng.sample(range(100), rng.randint(1, 20)))
+        there = {key for key in keys if rng.random() < 0.8}
+        if there:
+            pages.put(client, list(there))
+        hits = [key in there for key in keys]
+        assert pages.get(client, keys) == hits
+        count = [*hits, False].index(False)
+        assert pages.get(client, keys, prefix=True) == [i < count for i in range(len(keys))]
+        client.remove_namespace(pages.namespace)
 
 
 def test_prefix_ends_at_first_miss_of_any_share(client: Client, pages: Pages) -> None:
