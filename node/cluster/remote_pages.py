@@ -299,6 +299,10 @@ class RemotePages(LowerTier):
                         return
                     batch = {index: loads[index].page for index in left[start : start + some]}
                     self._receive(connection, namespace, batch, on_page, limit)
+                if len(left) > some:  # the member must evict a chain's end before its head
+                    hashes = [loads[index].page.prefix_hash for index in left]
+                    with contextlib.suppress(KVStoreError):
+                        look_up(connection, namespace, hashes, True, limit)
 
             try:
                 if not has_left():

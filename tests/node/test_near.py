@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import KB16, MB, NUMBERS, copies, owned, plant, tell, view_of
+from fleet import KB16, MB, NUMBERS, copies, owned, plant, present, tell, view_of
 from known_pages import Pages
 from local_nodes import ClusterClient, Connect, StartNode
 from waiting import wait_until
@@ -49,6 +49,22 @@ def test_near_miss_is_fetched_once(
 
 def counters_of(node: Node) -> Any:
     return node.service.call("node_status", pb.NodeStatusRequest(), THE_NODE).totals
+
+
+def test_chain_fetched_in_batches_loses_its_end_first(
+    pair: list[Node], near: ClusterClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: its owner evicted the head, without which the rest is of no use."""
+    monkeypatch.setattr("node.cluster.remote_pages.FETCHED_NBYTES", 4 * KB16)
+    chain, others, owner = Pages("a chain", KB16), Pages("others", KB16), pair[1]
+    keys = owned(view_of(pair), chain, chain.keys(*range(100)), "n1")[:24]
+    plant(owner, chain, keys)
+    assert chain.get(near(pair), keys) == [True] * 24
+    room = owner.tier.slots.region_nbytes // KB16
+    plant(owner, others, others.keys(*range(room - 12)))
+    left = present(owner, chain.namespace, keys)
+    assert left == [True] * left.count(True) + [False] * left.count(False)
+    assert 0 < left.count(True) < 24
 
 
 def test_page_missing_everywhere_is_a_miss_and_ends_a_prefix(
