@@ -112,8 +112,9 @@ class Prefetcher:
             return chain
 
     def _fetch(self, chain: _Chain) -> None:
-        tier, hashes = self._tier, chain.prefix_hashes
-        page_nbytes = tier.namespace(chain.digest).page_nbytes
+        tier, hashes, from_others = self._tier, chain.prefix_hashes, False
+        space = tier.namespace(chain.digest)
+        page_nbytes = space.page_nbytes
         step = max(1, min(PART_PAGES, PART_NBYTES // page_nbytes))
         for start in range(0, len(hashes), step):
             some = hashes[start : start + step]
@@ -121,6 +122,7 @@ class Prefetcher:
             held = [page for page in acquired.pages if page is not None]
             try:
                 loads = len(acquired.loads)
+                from_others |= any(load.source.tier in tier.remote for load in acquired.loads)
                 pages = tier.promotion.read(acquired, lambda: self._closed)
             finally:
                 tier.release(held)
@@ -130,4 +132,7 @@ class Prefetcher:
             chain.charge(loads * page_nbytes)
             if None in pages or self._closed:
                 break
-        tier.lookup(chain.digest, hashes, touch=True)  # the end of the chain is evicted first
+        # The end of the chain is evicted first, here and where its parts came from
+        tier.lookup(chain.digest, hashes, touch=True)
+        if from_others and len(hashes) > step and not self._closed:
+            tier.promotion.lookup(space.value, hashes, True, Deadline(PART_S_MAX))

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from fleet import NUMBERS, copies, owned, view_of
+import pytest
+from fleet import KB16, NUMBERS, copies, owned, plant, present, view_of
 from known_pages import Pages
 from local_nodes import ClusterClient, Connect
 from sweeping import fleet as fleet
@@ -27,6 +28,27 @@ def test_prefetch_brings_a_chain_to_the_near_node(
     )
     wait_until(lambda: copies(cluster[0])[0] == len(keys) - len(mine))
     assert pages.get(client, keys) == [True] * len(keys)
+
+
+def test_chain_that_is_prefetched_in_parts_loses_its_end_first_at_its_owner(
+    pair: list[Node], near: ClusterClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: its owner evicted the head, without which the rest is of no use."""
+    monkeypatch.setattr("node.hints.prefetch.PART_PAGES", 4)
+    monkeypatch.setattr("node.hints.prefetch.IDLE_S", 0.0)
+    chain, others, owner = Pages("prefetched", KB16), Pages("others", KB16), pair[1]
+    keys = owned(view_of(pair), chain, chain.keys(*range(100)), "n1")[:24]
+    plant(owner, chain, keys)
+    client = near(pair)
+    client.open(chain.namespace)
+    client.hint(chain.namespace, keys, Hint(HintAction.PREFETCH))
+    wait_until(lambda: not pair[0].service.hints.prefetcher._running)
+    assert copies(pair[0])[0] == 24
+    room = owner.tier.slots.region_nbytes // KB16
+    plant(owner, others, others.keys(*range(room - 12)))
+    left = present(owner, chain.namespace, keys)
+    assert left == [True] * left.count(True) + [False] * left.count(False)
+    assert 0 < left.count(True) < 24
 
 
 def test_owners_retain_and_a_deleted_session_goes_everywhere(
