@@ -244,7 +244,7 @@ class RemotePages(LowerTier):
                 keys, asked = [hashes[i] for i in unknown], [others[i] for i in unknown]
                 for index, member in zip(unknown, self._ask(query, keys, asked), strict=True):
                     has[index] = member
-            if query.is_lookup:
+            if query.is_lookup and not query.touch:  # no get follows a touch
                 self._known.note(
                     view, digest, {h: m for h, m in zip(hashes, has, strict=True) if m}
                 )

@@ -365,7 +365,7 @@ class Service:
         tiers = _tiers(present, on_disk, Tier.DISK) if on_disk else b""
         if self.recorder.on:
             self.recorder.note(digest, prefix_hashes, touch)
-        if request.near and caller.may_wait and False in present:
+        if request.near and caller.may_wait and (touch or False in present):
             further = self._look_further(request, prefix_hashes, present)
             if further and not touch:
                 tiers = _tiers(tiers or present, further, Tier.PEER)
@@ -378,14 +378,18 @@ class Service:
     def _look_further(
         self, request: pb.LookupRequest, prefix_hashes: Sequence[bytes], present: list[bool]
     ) -> list[int]:
-        """Add the pages that other members have; return their positions."""
-        missing = list(
-            dict.fromkeys(h for h, there in zip(prefix_hashes, present, strict=True) if not there)
+        """Add the pages that other members have; return their positions.
+
+        A use of a copy counts at its owners, too: those of a chain that came here in parts, its end
+        last, would evict its head first.
+        """
+        digest, deadline = request.namespace, _near_deadline(request)
+        copies = self.peers.remote_pages.copies(digest, prefix_hashes) if request.touch else ()
+        asked = dict.fromkeys(
+            h for h, there in zip(prefix_hashes, present, strict=True) if not there or h in copies
         )
-        namespace = self._tier.namespace(request.namespace).value
-        found = self._tier.promotion.lookup(
-            namespace, missing, request.touch, _near_deadline(request)
-        )
+        namespace = self._tier.namespace(digest).value
+        found = self._tier.promotion.lookup(namespace, list(asked), request.touch, deadline)
         further = [
             index
             for index, prefix_hash in enumerate(prefix_hashes)

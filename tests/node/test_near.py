@@ -67,6 +67,23 @@ def test_chain_fetched_in_batches_loses_its_end_first(
     assert 0 < left.count(True) < 24
 
 
+def test_use_of_a_chain_that_came_in_parts_restores_its_order_at_its_owner(
+    pair: list[Node], near: ClusterClient
+) -> None:
+    """Regression: the near node had copies of all pages, and told nobody of their use."""
+    chain, others, owner, client = Pages("used", KB16), Pages("others", KB16), pair[1], near(pair)
+    keys = owned(view_of(pair), chain, chain.keys(*range(100)), "n1")[:24]
+    plant(owner, chain, keys)
+    for start in range(0, 24, 4):  # as an engine's agent loads them
+        assert chain.get(client, keys[start : start + 4]) == [True] * 4
+    assert client.lookup(chain.namespace, keys, touch=True).prefix_pages == 24
+    room = owner.tier.slots.region_nbytes // KB16
+    plant(owner, others, others.keys(*range(room - 12)))
+    left = present(owner, chain.namespace, keys)
+    assert left == [True] * left.count(True) + [False] * left.count(False)
+    assert 0 < left.count(True) < 24
+
+
 def test_page_missing_everywhere_is_a_miss_and_ends_a_prefix(
     cluster: list[Node], far: ClusterClient, near: ClusterClient, pages: Pages
 ) -> None:
