@@ -19,6 +19,7 @@ from kvstore.errors import InvalidRequest
 Event = dict[str, Any]
 _NOT_IN_TOPICS = re.compile(r"[@\s\x00-\x1f]")
 _BITS, _HIGH = 64, 1 << 63
+GROUP = "sglang-hicache:"  # what Dynamo puts before the first part of an object's name
 
 
 def _signed(number: int) -> int:
@@ -111,12 +112,15 @@ class MooncakeWire:
     gap_clears = True  # Dynamo reads no `cleared`
 
     def __init__(
-        self, pool: str, model: str, tenant: str, objects: Sequence[str], group: str
+        self, pool: str, model: str, tenant: str, objects: Sequence[str], group: str = ""
     ) -> None:
         """Prepare the stream. Raises InvalidRequest for a template without {hash}.
 
-        `objects`: names of the objects of a block. `group`: name of the block.
+        `objects`: names of the objects of a block. `group`: name of the block; empty: Dynamo's for
+        such objects. By it Dynamo finds a block at once that it found by its objects before.
         """
+        head, _, _ = objects[0].partition("{hash}")
+        group = group or f"{GROUP}{head}{{hash}}"
         for template in (*objects, group):
             if template.count("{hash}") != 1:
                 raise InvalidRequest(f"{template[:60]!r} must contain {{hash}} once")

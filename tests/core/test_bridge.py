@@ -96,6 +96,17 @@ def test_events_of_mooncake() -> None:
     assert [event["event_id"] for event in events] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("prefix", ["", "tag_org-m_"])
+def test_block_has_the_name_that_dynamo_looks_up(prefix: str) -> None:
+    """By another name Dynamo would look for each object in each lookup."""
+    suffixes = ("_0_k", "_0_v")
+    wire = MooncakeWire("p", "m", "default", [f"{prefix}{{hash}}{end}" for end in suffixes])
+    index = DynamoSharedIndex()
+    index.apply(1, wire.stored(4, [A, B]))
+    assert index.hits([A, C], suffixes, prefix) == [True, False]
+    assert index.groups_found == {f"sglang-hicache:{prefix}{A.hex()}"}
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -104,7 +115,7 @@ def test_events_of_mooncake() -> None:
         lambda: VllmWire("p", "m m"),
         lambda: VllmWire("p", "m", "md5"),
         lambda: MooncakeWire("p", "m", "default", ["no place"], "{hash}"),
-        lambda: MooncakeWire("p", "m", "default", ["{hash}"], ""),
+        lambda: MooncakeWire("p", "m", "default", ["{hash}"], "no place"),
         lambda: check_endpoint("*:5557"),
         lambda: check_endpoint("tcp://*:5557x"),
         lambda: check_endpoint("tcp://*:65536"),

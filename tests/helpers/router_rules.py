@@ -12,8 +12,9 @@ wire. Both attribute an event to its publisher, and differ in what they do with 
     STORAGE, REMOTE        weight 1.0: locality is not read  dropped
     unknown                weight 1.0                        dropped
 
-Dynamo reads a store of its own kind, too: the stream of Mooncake's master (`lib/llm/src/kv_router/
-shared_cache.rs`, November 2026).
+Dynamo 1.6.1 drops blocks with an ownership, too, and those whose hashes are no numbers. It reads a
+store of its own kind: the stream of Mooncake's master (`lib/llm/src/kv_router/shared_cache.rs`).
+`make test-dynamo` asks the real one.
 """
 
 import hashlib
@@ -150,7 +151,8 @@ class DynamoIndex:
                 self.tiers["device"].clear()
                 continue
             tier = DYNAMO_TIERS.get(event.get("medium"))
-            if tier is None or event.get("locality") not in (None, "LOCAL"):
+            local = event.get("locality") in (None, "LOCAL") and event.get("ownership") is None
+            if tier is None or not local:
                 self.dropped += 1
                 continue
             group = event.get("group_idx")
@@ -207,13 +209,21 @@ class DynamoSharedIndex:
         if len(self.present) + len(self._groups) > self._entries_max:
             self.connect()
 
-    def hits(self, hashes: Iterable[bytes], suffixes: Sequence[str]) -> list[bool]:
-        """Return which blocks are there; `suffixes`: of the objects of a block."""
+    @property
+    def groups_found(self) -> set[str]:
+        """Return the names of blocks whose objects are not looked for again."""
+        return {group for group, found in self._groups.items() if found}
+
+    def hits(
+        self, hashes: Iterable[bytes], suffixes: Sequence[str], prefix: str = ""
+    ) -> list[bool]:
+        """Return which blocks are there; `suffixes`, `prefix`: of the objects of a block."""
         found = []
         for key in hashes:
-            group = f"sglang-hicache:{key.hex()}"
+            name = f"{prefix}{key.hex()}"
+            group = f"sglang-hicache:{name}"
             hit = self._groups.get(group, False) or all(
-                f"{key.hex()}{suffix}" in self.present for suffix in suffixes
+                f"{name}{suffix}" in self.present for suffix in suffixes
             )
             if hit and group in self._groups:
                 self._groups[group] = True

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 NONE = "none"
 INTERRUPT_S = 0.1
 OBJECTS = ("{hash}_0_k", "{hash}_0_v")  # SGLang's, of one rank
-GROUP = "sglang-hicache:{hash}"
 
 
 def _option(flag: str, metavar: str, text: str) -> Any:
@@ -42,7 +41,8 @@ Http = Annotated[
 Pool = Annotated[str, _option("--pool", "NAME", "The store's name for routers.")]
 Hashes = Annotated[str, _option("--hashes", "bytes|low64|sglang", "Form of block hashes.")]
 Medium = Annotated[str, _option("--medium", "NAME", "Medium of vLLM's events.")]
-GroupId = Annotated[str, _option("--group-id", "TEXT", "Name of a block for Dynamo.")]
+_GROUP_HELP = "Name of a block for Dynamo. [default: sglang-hicache: and that of its first object]"
+GroupId = Annotated[str, _option("--group-id", "TEXT", _GROUP_HELP)]
 _OBJECTS_HELP = f"Objects of a block for Dynamo; repeat it. [default: {', '.join(OBJECTS)}]"
 Objects = Annotated[
     list[str] | None, typer.Option("--object-key", metavar="TEXT", help=_OBJECTS_HELP)
@@ -64,7 +64,7 @@ def events(
     hashes: Hashes = "bytes",
     medium: Medium = "STORAGE",
     objects: Objects = None,
-    group: GroupId = GROUP,
+    group: GroupId = "",
     refresh_s: Refresh = 300.0,
     hash_name: Hash = HASHES[0],
     hash_seed: Seed = None,
