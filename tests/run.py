@@ -267,18 +267,7 @@ def test_image() -> None:
 @target_in_venv
 def fuzz() -> None:
     """a million guided inputs for each parser of untrusted bytes (INPUTS=10000, TARGET=bulk)"""
-    if subprocess.run(
-        [PYTHON, "-c", "import atheris"], cwd=ROOT, stderr=subprocess.DEVNULL, check=False
-    ).returncode:
-        install = (PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        found = subprocess.run(
-            [*install, "--only-binary", ":all:", *CONSTRAINED, "atheris"], cwd=ROOT, check=False
-        )
-        if found.returncode:
-            fail(
-                "needs atheris, which has wheels for Linux on x86-64 and Python 3.11 to 3.14; "
-                "'make test' has a short run without it"
-            )
+    run("bash", "tests/fuzz/install.sh", PYTHON)
     inputs = os.environ.get("INPUTS") or "1000000"
     chosen = (*flags("TARGET", "--target"), *words("ARGS"))
     run(PYTHON, "tests/fuzz/guided.py", "--inputs", inputs, *chosen, PYTHONPATH=str(ROOT))
@@ -393,21 +382,7 @@ def test_dist() -> None:
 def audit() -> None:
     """the image's licences, dist/sbom.json, known vulnerabilities (network; status 3: unknown)"""
     run(MAKE, "--no-print-directory", "dist")
-    image = environment(".venv-image", "--clear", "--without-pip")
-    tools = environment(".venv-audit")
-    pip(tools, *CONSTRAINED, "pip-audit", "cyclonedx-bom")
-    hashed = ("--only-binary", ":all:", "--require-hashes")
-    for what in (
-        (*hashed, "--requirement", "docker/requirements.txt"),
-        ("--no-deps", "--no-index", *map(str, (ROOT / "dist").glob("*.whl"))),
-    ):
-        install = ("install", "--quiet", "--disable-pip-version-check", *what)
-        run(tools, "-m", "pip", "--python", image, *install)
-    for path in (ROOT / ".venv-image").glob(
-        "lib/python*/site-packages/kvstore_llm-*.dist-info/direct_url.json"
-    ):
-        path.unlink()  # it would put the build path into the SBOM
-    run(tools, "docker/audit.py", image, "dist/sbom.json", "constraints.txt")
+    run("bash", "docker/audit.sh", PYTHON=sys.executable)
 
 
 def helm_and_kubectl() -> list[str]:
