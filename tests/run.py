@@ -481,6 +481,13 @@ def test_lightllm() -> None:
 
 
 @target
+def test_dynamo() -> None:
+    """Dynamo's own router and frontend on the bridge's events (Python 3.11, 0.4 GB; 2 minutes)"""
+    python = engine("dynamo", "tests/dynamo/install.sh")
+    pytest("tests/dynamo", KVSTORE_DYNAMO_PYTHON=str(ROOT / python))
+
+
+@target
 def test_lmcache() -> None:
     """LMCache's contract suite, bench and server (LMCACHE_VERSIONS=0.5.6 for one; 1.6 GB each)"""
     for version in words("LMCACHE_VERSIONS", LMCACHES):

@@ -60,6 +60,7 @@ OWN = {
         "KVSTORE_DIST_PYTHON",
         "KVSTORE_NODE_PYTHON",
         "KVSTORE_CHROMIUM",
+        "KVSTORE_DYNAMO_PYTHON",
         "KVSTORE_AXE",
         "KVSTORE_PICTURES",
         "KVSTORE_PROMTOOL",
