@@ -103,6 +103,8 @@ class Publisher:
     def cleared(self) -> None:
         """Tell that nothing is stored."""
         self._begin()
+        if self._wire.gap_clears:
+            self._sequence += 1
         self._send(self._wire.cleared())
 
     def stored(self, block_tokens: int, hashes: Sequence[bytes]) -> None:
@@ -116,7 +118,11 @@ class Publisher:
             self._send(self._wire.removed(some))
 
     def snapshot(self, blocks: StoredBlocks) -> None:
-        """Send all stored blocks again."""
+        """Send all stored blocks again.
+
+        Readers that clear by a gap get none: who has lost nothing knows these, and finds them
+        meanwhile.
+        """
         self._begin()
         events = self._wire.cleared()
         for block_tokens, hashes in blocks.all(HASHES_AT_ONCE):
@@ -139,8 +145,6 @@ class Publisher:
         """Forget what is kept: what follows begins with the event that clears."""
         self._kept.clear()
         self._since_snapshot, self._asked, self._snapshot_s = 0, False, time.monotonic()
-        if self._wire.gap_clears:
-            self._sequence += 1
 
     def _send(self, events: Sequence[Event]) -> None:
         number = self._sequence.to_bytes(8, "big")

@@ -130,7 +130,7 @@ class MooncakeWire:
         self.packed(self.stored(1, [b""]))  # raises now for a text that can not be encoded
 
     def cleared(self) -> list[Event]:
-        """Return RFC 1527's `cleared`, beside which a sequence number is left out."""
+        """Return RFC 1527's `cleared`, which Dynamo does not read."""
         return [self._event("cleared")]
 
     def stored(self, block_tokens: int, hashes: Sequence[bytes]) -> list[Event]:

@@ -249,3 +249,39 @@ def test_bridge_that_starts_again_is_another_stream() -> None:
                 index.apply(int.from_bytes(number, "big"), msgpack.unpackb(batch)[1])
                 publisher.close()
     assert index.hits([A, B], ("_0_k", "_0_v")) == [False, True]
+
+
+def test_snapshot_takes_nothing_from_readers_that_lost_nothing(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One may be sent every few seconds, because some reader comes and goes, and takes seconds."""
+    monkeypatch.setattr(module, "HASHES_AT_ONCE", 1)
+    publisher = Publisher(
+        context, MooncakeWire("p", "m", "default", ["{hash}_0_k"]), "tcp://127.0.0.1:*"
+    )
+    index, told = DynamoSharedIndex(), StoredBlocks()
+    told.stored(b"x", 16, [A, B])
+    with context.socket(zmq.SUB) as reader:
+        reader.connect(publisher.addresses[0])
+        reader.subscribe(b"")
+
+        def known(frames: list[bytes]) -> list[bool]:
+            index.apply(int.from_bytes(frames[1], "big"), msgpack.unpackb(frames[2])[1])
+            return index.hits([A, B], ["_0_k"])
+
+        def next_known() -> list[bool]:
+            assert reader.poll(60_000)
+            return known(reader.recv_multipart())
+
+        assert known(told_again(publisher, told, reader)) == [True, False]
+        assert next_known() == [True, True]
+        publisher.snapshot(told)
+        assert [next_known() for _ in range(2)] == [[True, True]] * 2
+        publisher.removed([B])
+        assert reader.recv_multipart(), "this batch is lost"
+        told.removed(b"x", [B])
+        publisher.snapshot(told)
+        assert next_known() == [True, False]
+        publisher.cleared()
+        assert next_known() == [False, False]
+    publisher.close()

@@ -130,6 +130,9 @@ def test_lost_batches_are_forgotten_and_told_again(
         wait_until(lambda: relay.lost == 1)
         pages.put(client, KEYS[4:5])
         wait_for(router, {0, 2, 3, 4})
+        relay.lose = 1
+        client.remove(pages.namespace, [KEYS[0]])  # nothing follows but the next snapshot
+        wait_for(router, {2, 3, 4})
     finally:
         context.term()
         relay.join()
