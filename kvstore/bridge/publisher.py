@@ -32,7 +32,8 @@ HASHES_AT_ONCE = 1024  # of a batch
 BATCHES_MAX = 10_000  # kept since the last snapshot
 HWM = 10_000  # batches that wait for a slow subscriber; then some are lost, which it notices
 UNREAD_S = 30.0
-SNAPSHOT_EVERY_S = 5.0  # at most so often for new subscribers
+SNAPSHOT_EVERY_S = 5.0  # at most so often for new subscribers, and for readers with a limit
+KEPT = 0.75  # of such a limit
 ASKED_AT_ONCE = 256  # subscriptions that one visit reads
 REQUESTS_AT_ONCE = 4  # replays that one visit serves
 ASKED_NBYTES_MAX = 64 << 10
@@ -61,6 +62,9 @@ class Publisher:
         self._since_snapshot = 0
         self._snapshot_s = -SNAPSHOT_EVERY_S
         self._asked = False
+        self._told = 0  # blocks that readers know, at most
+        self._crowded = False  # whether that was beyond their limit: they forgot all
+        self._left_out = False  # whether they do not know all
         # Higher than those of a bridge before this one: readers may not notice that it ended
         self._sequence = time.time_ns() // 1000
         self.sockets: list[Any] = []
@@ -103,29 +107,39 @@ class Publisher:
     def cleared(self) -> None:
         """Tell that nothing is stored."""
         self._begin()
+        self._told, self._crowded, self._left_out = 0, False, False
         if self._wire.gap_clears:
             self._sequence += 1
         self._send(self._wire.cleared())
 
     def stored(self, block_tokens: int, hashes: Sequence[bytes]) -> None:
         """Tell that these blocks are stored."""
+        self._told += len(hashes)
+        self._crowded |= 0 < self._wire.blocks_max < self._told
         for some in _some(hashes):
             self._send(self._wire.stored(block_tokens, some))
 
     def removed(self, hashes: Sequence[bytes]) -> None:
         """Tell that these blocks are stored no longer."""
+        self._told -= 0 if self._left_out else len(hashes)
         for some in _some(hashes):
             self._send(self._wire.removed(some))
 
     def snapshot(self, blocks: StoredBlocks) -> None:
-        """Send all stored blocks again.
+        """Send all stored blocks again, or so many of the newest that more can follow.
 
-        Readers that clear by a gap get none: who has lost nothing knows these, and finds them
-        meanwhile.
+        Readers that clear by a gap get none if all are sent: who has lost nothing knows these, and
+        finds them meanwhile.
         """
         self._begin()
+        most = self._wire.blocks_max or len(blocks)
+        if self._crowded or len(blocks) > most:
+            most = round(most * KEPT)
+            self._sequence += 1
+        self._told, self._crowded = min(most, len(blocks)), False
+        self._left_out = self._told < len(blocks)
         events = self._wire.cleared()
-        for block_tokens, hashes in blocks.all(HASHES_AT_ONCE):
+        for block_tokens, hashes in blocks.newest(most, HASHES_AT_ONCE):
             self._send(events + self._wire.stored(block_tokens, hashes))
             events = []
         if events:
@@ -133,10 +147,10 @@ class Publisher:
         self._since_snapshot = 0
 
     def wants_snapshot(self) -> bool:
-        """Return whether a reader came, the buffer is full, or it is time."""
+        """Return whether a reader came or forgot all, the buffer is full, or it is time."""
         age_s = time.monotonic() - self._snapshot_s
         return (
-            (self._asked and age_s >= SNAPSHOT_EVERY_S)
+            ((self._asked or self._crowded) and age_s >= SNAPSHOT_EVERY_S)
             or self._since_snapshot >= BATCHES_MAX
             or (self._refresh_s > 0 and age_s >= self._refresh_s)
         )

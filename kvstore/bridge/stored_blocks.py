@@ -5,6 +5,7 @@ revision or with other settings. Routers get one stream, in which a block is sto
 as one KV has it.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 Sized = dict[int, list[bytes]]  # hashes by the tokens of a block
@@ -65,11 +66,12 @@ class StoredBlocks:
             del self._kvs[kv]
         return gone
 
-    def all(self, at_once: int) -> Iterator[tuple[int, Sequence[bytes]]]:
-        """Yield the tokens of a block and so many hashes, of all that is stored now."""
+    def newest(self, most: int, at_once: int) -> Iterator[tuple[int, Sequence[bytes]]]:
+        """Yield the tokens of a block and so many hashes, of the newest blocks, oldest first."""
         tokens_of = {kv.bit: kv.block_tokens for kv in self._kvs.values()}
         by_tokens: Sized = {}
-        for key, bits in self._holders.items():
+        oldest = max(0, len(self._holders) - most)
+        for key, bits in itertools.islice(self._holders.items(), oldest, None):
             by_tokens.setdefault(tokens_of[bits & -bits], []).append(key)
         for tokens, hashes in by_tokens.items():
             for start in range(0, len(hashes), at_once):

@@ -19,6 +19,7 @@ from kvstore.errors import InvalidRequest
 Event = dict[str, Any]
 _NOT_IN_TOPICS = re.compile(r"[@\s\x00-\x1f]")
 _BITS, _HIGH = 64, 1 << 63
+ENTRIES_MAX = 1_000_000  # objects and blocks that Dynamo remembers
 GROUP = "sglang-hicache:"  # what Dynamo puts before the first part of an object's name
 
 
@@ -37,10 +38,15 @@ FORMS: Mapping[str, Callable[[bytes], bytes | int]] = {
 
 
 class Wire(Protocol):
-    """Makes the events of a stream. `gap_clears`: readers forget all when a number is missing."""
+    """Makes the events of a stream.
+
+    `gap_clears`: readers forget all when a number is missing. `blocks_max`: readers forget all when
+    they know more blocks; 0: they do not.
+    """
 
     topic: bytes
     gap_clears: bool
+    blocks_max: int
 
     def cleared(self) -> list[Event]:
         """Return the events after which nothing is stored."""
@@ -59,6 +65,7 @@ class VllmWire:
     """vLLM's events: blocks without tokens, which routers know by their hashes from engines."""
 
     gap_clears = False
+    blocks_max = 0
 
     def __init__(self, pool: str, model: str, form: str = "bytes", medium: str = "STORAGE") -> None:
         """Prepare the topic kv@pool:POOL@MODEL, which credits every engine. Raises InvalidRequest.
@@ -125,6 +132,7 @@ class MooncakeWire:
             if template.count("{hash}") != 1:
                 raise InvalidRequest(f"{template[:60]!r} must contain {{hash}} once")
         self._objects, self._group = tuple(objects), group
+        self.blocks_max = ENTRIES_MAX // (len(self._objects) + 1)
         self._about = {"model_name": model, "tenant_id": tenant, "backend_id": pool}
         self._event_id = -len(self._objects)
         self.packed(self.stored(1, [b""]))  # raises now for a text that can not be encoded

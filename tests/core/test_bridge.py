@@ -17,6 +17,7 @@ from waiting import wait_until
 from zmq.utils.monitor import recv_monitor_message
 
 from kvstore.bridge import publisher as module
+from kvstore.bridge import wires
 from kvstore.bridge.publisher import Publisher, check_endpoint
 from kvstore.bridge.stored_blocks import StoredBlocks
 from kvstore.bridge.wires import FORMS, MooncakeWire, VllmWire
@@ -39,11 +40,11 @@ def test_block_is_stored_while_one_kv_has_it() -> None:
     assert blocks.stored(b"y", 32, [B, C]) == [C]
     assert blocks.removed(b"x", [A, B, C]) == [A], "y has B, and x never had C"
     assert blocks.removed(b"x", [B]) == []
-    assert sorted(blocks.all(8)) == [(32, [B, C])]
+    assert sorted(blocks.newest(8, 8)) == [(32, [B, C])]
     assert blocks.removed(b"y", [B, B]) == [B]
     assert len(blocks) == 1
     blocks.reset()
-    assert [*blocks.all(8)] == []
+    assert [*blocks.newest(8, 8)] == []
     assert blocks.removed(b"y", [C]) == []
 
 
@@ -56,7 +57,7 @@ def test_bits_of_kvs_that_are_gone_are_used_again() -> None:
         assert max(told._holders.values()) == 0b11
         told.stored(b"y", 64, [])
         assert told.removed(kv, [A, B, C]) == [B]
-    assert [*told.all(8)] == [(16, [A])]
+    assert [*told.newest(8, 8)] == [(16, [A])]
 
 
 def test_events_of_vllm() -> None:
@@ -284,4 +285,53 @@ def test_snapshot_takes_nothing_from_readers_that_lost_nothing(
         assert next_known() == [True, False]
         publisher.cleared()
         assert next_known() == [False, False]
+    publisher.close()
+
+
+def test_readers_with_a_limit_know_the_newest_blocks(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamo forgets all beyond its limit."""
+    monkeypatch.setattr(wires, "ENTRIES_MAX", 3 * 16 + 2)
+    monkeypatch.setattr(module, "SNAPSHOT_EVERY_S", 0.0)
+    suffixes = ("_0_k", "_0_v")
+    wire = MooncakeWire("p", "m", "default", [f"{{hash}}{end}" for end in suffixes])
+    publisher = Publisher(context, wire, "tcp://127.0.0.1:*")
+    keys = [bytes([number]) * 32 for number in range(100)]
+    index, told = DynamoSharedIndex(3 * 16 + 2), StoredBlocks()
+    with context.socket(zmq.SUB) as reader:
+        reader.connect(publisher.addresses[0])
+        reader.subscribe(b"")
+        told_again(publisher, told, reader)
+
+        def known() -> list[int]:
+            if publisher.wants_snapshot():
+                publisher.snapshot(told)
+            while reader.poll(0):
+                _, number, batch = reader.recv_multipart()
+                index.apply(int.from_bytes(number, "big"), msgpack.unpackb(batch)[1])
+            hits = index.hits(keys, suffixes)
+            return [number for number, hit in enumerate(hits) if hit]
+
+        def stored(*numbers: int) -> None:
+            some = [keys[number] for number in numbers]
+            publisher.stored(16, told.stored(b"x", 16, some))
+
+        def removed(*numbers: int) -> None:
+            publisher.removed(told.removed(b"x", [keys[number] for number in numbers]))
+
+        stored(*range(16))
+        removed(*range(8))
+        stored(*range(8))
+        wait_until(lambda: known() == [*range(16)])
+        assert not publisher.wants_snapshot(), "all fit"
+        for number in range(16, 100):
+            stored(number)
+            removed(number - 16)  # of these readers know some
+            last = number
+            wait_until(lambda last=last: last in known())  # type: ignore[misc]
+            assert len(known()) >= 10
+        removed(*range(84, 90))
+        publisher.snapshot(told)
+        wait_until(lambda: known() == [*range(90, 100)])
     publisher.close()
