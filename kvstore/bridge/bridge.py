@@ -153,8 +153,8 @@ def publish(
     publishers: Sequence[Publisher] = ()
     try:
         publishers = make(context)
-        listening = [address for one in publishers for address in one.addresses]
-        say("listening", addresses=listening)
+        if listening := [address for one in publishers for address in one.addresses]:
+            say("listening", addresses=listening)
         Bridge(client, model, tenant, publishers, say).run(safe_point)
     finally:
         for one in publishers:

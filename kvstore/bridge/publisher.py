@@ -9,6 +9,7 @@ a buffer that is full, cause another one: it begins with the event that clears.
 All queues share the bytes of a batch. A reader that takes nothing for `UNREAD_S` is disconnected.
 """
 
+import contextlib
 import itertools
 import logging
 import re
@@ -51,10 +52,11 @@ class Publisher:
         endpoint: str,
         replay: str = "",
         refresh_s: float = 0.0,
+        connect: bool = False,
     ) -> None:
-        """Bind the sockets. Raises ConfigError if an address can not be bound.
+        """Open the sockets. Raises ConfigError if an address can not be used.
 
-        `refresh_s`: how often a snapshot is sent; 0: never.
+        `refresh_s`: how often a snapshot is sent; 0: never. `connect`: a router listens there.
         """
         self._wire = wire
         self._refresh_s = refresh_s
@@ -68,12 +70,21 @@ class Publisher:
         # Higher than those of a bridge before this one: readers may not notice that it ended
         self._sequence = time.time_ns() // 1000
         self.sockets: list[Any] = []
-        self._pub = self._bound(context, zmq.XPUB, endpoint, HWM)
+        self._reader = endpoint if connect else ""
+        self._unread_s: float | None = time.monotonic()  # since when it has subscribed to nothing
+        self._pub = self._opened(context, zmq.XPUB, endpoint, HWM, connect)
         self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
         most = 2 * BATCHES_MAX + HWM
-        self._router: Any = self._bound(context, zmq.ROUTER, replay, most) if replay else None
+        self._router: Any = self._opened(context, zmq.ROUTER, replay, most) if replay else None
 
-    def _bound(self, context: "zmq.Context[Any]", kind: int, endpoint: str, most: int) -> Any:
+    def _opened(
+        self,
+        context: "zmq.Context[Any]",
+        kind: int,
+        endpoint: str,
+        most: int,
+        connect: bool = False,
+    ) -> Any:
         socket = context.socket(kind)
         self.sockets.append(socket)
         socket.setsockopt(zmq.LINGER, 0)
@@ -84,18 +95,24 @@ class Publisher:
             if "[" in endpoint:
                 socket.setsockopt(zmq.IPV6, 1)
             path = endpoint.removeprefix(IPC)
+            if connect:
+                socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for a router that is away
+                socket.connect(endpoint)
+                return socket
             if path != endpoint and path != "*" and not path.startswith("@"):
                 remove_stale(path)  # ZMQ replaces whatever has this name
             socket.bind(endpoint)
         except (OSError, zmq.ZMQError) as error:
             self.close()
-            raise ConfigError(f"can not listen at {endpoint}: {error}") from error
+            what = "connect to" if connect else "listen at"
+            raise ConfigError(f"can not {what} {endpoint}: {error}") from error
         return socket
 
     @property
     def addresses(self) -> list[str]:
-        """Return the addresses of the sockets, with their ports."""
-        return [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in self.sockets]
+        """Return the addresses where it listens, with their ports."""
+        listening = () if self._reader else self.sockets
+        return [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in listening]
 
     def close(self) -> None:
         """Close the sockets; what was not sent is lost."""
@@ -178,7 +195,13 @@ class Publisher:
                 asked = self._pub.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._asked |= asked[:1] == b"\1" and self._wire.topic.startswith(asked[1:])
+            if not self._wire.topic.startswith(asked[1:]):
+                continue
+            if asked[:1] == b"\1":
+                self._asked, self._unread_s = True, None
+            elif asked[:1] == b"\0":
+                self._unread_s = time.monotonic()
+        self._connect_again()
         router: Any = self._router
         for _ in range(REQUESTS_AT_ONCE if router is not None else 0):
             try:
@@ -186,6 +209,16 @@ class Publisher:
             except zmq.Again:
                 break
             self._replay(router, frames)
+
+    def _connect_again(self) -> None:
+        """Leave a router that does not subscribe: llm-d's forgets connections that it accepted."""
+        now_s = time.monotonic()
+        if not self._reader or self._unread_s is None or now_s - self._unread_s < UNREAD_S:
+            return
+        self._unread_s = now_s
+        with contextlib.suppress(zmq.ZMQError):
+            self._pub.disconnect(self._reader)
+        self._pub.connect(self._reader)
 
     def _replay(self, router: Any, frames: Sequence[bytes]) -> None:
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:

@@ -67,6 +67,28 @@ def test_events_are_published_until_sigterm(
         context.destroy(linger=0)
 
 
+@with_zmq
+def test_events_go_to_a_router_that_listens(shared_node: NodeProcess) -> None:
+    import zmq
+
+    command = [sys.executable, "-m", "kvstore", "events", "--json", "-a", shared_node.address]
+    context = zmq.Context()
+    reader = context.socket(zmq.SUB)
+    try:
+        reader.bind(ANYWHERE)
+        reader.subscribe(b"kv@")
+        options = ["--router", reader.getsockopt_string(zmq.LAST_ENDPOINT), "--endpoint", "none"]
+        with subprocess.Popen([*command, "--model", "m", *options]) as process:
+            try:
+                assert reader.poll(1000 * WAIT_S)
+                assert reader.recv_multipart()[0] == b"kv@pool:kvstore@m"
+            finally:
+                process.kill()
+    finally:
+        reader.close()
+        context.destroy(linger=0)
+
+
 def test_queries_alone_report_a_node_that_does_not_answer() -> None:
     """A bridge without a feed listened, and nobody learned that it could answer nothing."""
     command = [sys.executable, "-m", "kvstore", "events", "--json", "-a", "127.0.0.1:1"]
@@ -101,6 +123,8 @@ def test_missing_extra_is_one_error(kvstore: Kvstore) -> None:
         ("--endpoint", "none", "--http", "x"),
         pytest.param(("--endpoint", "*:1"), marks=with_zmq),
         pytest.param(("--endpoint", "tcp://127.0.0.1:70000"), marks=with_zmq),
+        pytest.param(("--router", "router:5557"), marks=with_zmq),
+        pytest.param(("--router", "tcp://router:*"), marks=with_zmq),
         pytest.param(("--model", "\udcff"), marks=with_zmq),
         pytest.param(
             ("--endpoint", "none", "--mooncake", ANYWHERE, "--pool", "\udcff"), marks=with_zmq

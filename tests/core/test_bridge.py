@@ -211,6 +211,62 @@ def test_reader_that_does_not_read_is_disconnected(
     publisher.close()
 
 
+def listening(context: Any, address: str = "tcp://127.0.0.1:*") -> Any:
+    reader = context.socket(zmq.SUB)
+    wait_until(lambda: is_bound(reader, address))
+    return reader
+
+
+def is_bound(reader: Any, address: str) -> bool:
+    try:
+        reader.bind(address)
+    except zmq.ZMQError:  # the socket before this one closes in the background
+        return False
+    return True
+
+
+def test_router_that_listens_gets_a_snapshot_whenever_it_starts(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llm-d's router listens for pools, and engines and the bridge connect."""
+    monkeypatch.setattr(module, "SNAPSHOT_EVERY_S", 0.0)
+    reader, told = listening(context), StoredBlocks()
+    address = reader.getsockopt_string(zmq.LAST_ENDPOINT)
+    publisher = Publisher(context, VllmWire("p", "m"), address, connect=True)
+    for stored in (A, B):
+        reader.subscribe(b"kv@")
+        told.stored(b"x", 16, [stored])
+        topic, _, batch = told_again(publisher, told, reader)
+        assert topic == b"kv@pool:p@m"
+        cleared, blocks = msgpack.unpackb(batch)[1]
+        assert (cleared["type"], blocks["block_hashes"][-1]) == ("AllBlocksCleared", stored)
+        reader.close()
+        wait_until(lambda: publisher.serve() or publisher._unread_s is not None)
+        publisher.removed([C])  # waits for nobody
+        reader = listening(context, address)
+    reader.close()
+    publisher.close()
+
+
+def test_router_that_forgot_a_connection_is_connected_to_again(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llm-d's did so while it closed its socket: accepted, it stayed open and was never read."""
+    monkeypatch.setattr(module, "UNREAD_S", 0.1)
+    reader = listening(context)
+    monitor = reader.get_monitor_socket(zmq.EVENT_ACCEPTED)
+    address = reader.getsockopt_string(zmq.LAST_ENDPOINT)
+    publisher = Publisher(context, VllmWire("p", "m"), address, connect=True)
+    for _ in range(3):
+        wait_until(lambda: publisher.serve() or monitor.poll(10))
+        recv_monitor_message(monitor)
+    reader.subscribe(b"kv@")
+    wait_until(lambda: publisher.serve() or reader.poll(10) or publisher._asked)
+    reader.close()
+    monitor.close()
+    publisher.close()
+
+
 def test_batches_are_kept_for_replays_only(context: Any) -> None:
     wire = MooncakeWire("p", "m", "default", ["{hash}_0_k"], "{hash}")
     publisher = Publisher(context, wire, "tcp://127.0.0.1:*")

@@ -33,6 +33,10 @@ def _option(flag: str, metavar: str, text: str) -> Any:
 
 Model = Annotated[str, _option("--model", "NAME", "The model, as its engines name it.")]
 Endpoint = Annotated[str, _option("--endpoint", "ADDRESS", "vLLM's events; none: off.")]
+Routers = Annotated[
+    list[str] | None,
+    _option("--router", "ADDRESS", "Where a router listens for vLLM's events; repeat it."),
+]
 Replay = Annotated[str, _option("--replay", "ADDRESS", "Replay socket of vLLM's events.")]
 Mooncake = Annotated[str, _option("--mooncake", "ADDRESS", "Mooncake's events, for Dynamo.")]
 Http = Annotated[
@@ -57,6 +61,7 @@ def events(
     run: Invocation,
     model: Model,
     endpoint: Endpoint = "tcp://127.0.0.1:5557",
+    routers: Routers = None,
     replay: Replay = NONE,
     mooncake: Mooncake = NONE,
     http: Http = NONE,
@@ -79,13 +84,13 @@ def events(
 
     \b
     Examples:
-      kvstore events --model llama-3-8b --endpoint 'tcp://*:5557' --replay 'tcp://*:5558'
+      kvstore events --model llama-3-8b --endpoint none --router tcp://router:5557
       kvstore events --model llama-3-8b --endpoint none --mooncake 'tcp://*:5559'
       kvstore events --model llama-3-8b --endpoint none --http 8090
     """
     signal.signal(signal.SIGTERM, _leave)
-    if {endpoint, mooncake, http} == {NONE}:
-        raise InvalidRequest("nothing to publish: give --endpoint, --mooncake or --http")
+    if {endpoint, mooncake, http} == {NONE} and not routers:
+        raise InvalidRequest("nothing to publish: give --endpoint, --router, --mooncake or --http")
     if not model:  # the feed would tell of all models
         raise InvalidRequest("--model must not be empty")
     if not refresh_s >= 0:
@@ -96,7 +101,7 @@ def events(
     with deferred_interrupt() as safe_point, run.client() as client:
         if http != NONE:
             _serve(client, http, pool, hashing, report)
-        if endpoint == mooncake == NONE:
+        if endpoint == mooncake == NONE and not routers:
             _check_node(client, model, report)
             while True:
                 safe_point()
@@ -110,6 +115,10 @@ def events(
                 also = "" if replay == NONE else publisher.check_endpoint(replay)
                 at = publisher.check_endpoint(endpoint)
                 made.append(publisher.Publisher(context, wire, at, also, refresh_s))
+            for router in routers or ():
+                wire = wires.VllmWire(pool, model, hashes, medium)
+                at = publisher.check_endpoint(router)
+                made.append(publisher.Publisher(context, wire, at, "", refresh_s, connect=True))
             if mooncake != NONE:
                 wire = wires.MooncakeWire(pool, model, client.tenant, objects or OBJECTS, group)
                 at = publisher.check_endpoint(mooncake)
