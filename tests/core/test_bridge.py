@@ -12,7 +12,7 @@ pytest.importorskip("msgpack", reason="needs msgpack, of the extra `events`")
 
 import msgpack
 import zmq
-from router_rules import DynamoSharedIndex
+from router_rules import DynamoSharedIndex, LlmdIndex
 from waiting import wait_until
 from zmq.utils.monitor import recv_monitor_message
 
@@ -77,6 +77,24 @@ def test_events_of_vllm() -> None:
         "lora_name": None,
     }
     assert events[1] == {**where, "type": "BlockRemoved", "block_hashes": [B]}
+
+
+def test_llmd_learns_blocks_from_engines_and_forgets_those_that_nobody_has() -> None:
+    wire, index, pods, pool = VllmWire("store", "m"), LlmdIndex(2), ["pod", "other"], "pool:store"
+    engine: dict[str, Any] = {"type": "BlockStored", "block_hashes": [A], "medium": "GPU"}
+    engine |= {"parent_block_hash": None, "token_ids": [1, 2]}
+    for stored in (0.0, 1.0):  # the store had it before the engine did
+        index.apply(pool, wire.cleared() + wire.stored(2, [A]))
+        assert index.scores([1, 2], pods).get("other", 0.0) == stored
+        index.apply("pod", [engine])
+    index.apply("pod", [{"type": "BlockRemoved", "block_hashes": [A], "medium": "GPU"}] * 2)
+    assert index.scores([1, 2], pods) == {"pod": 1.0, "other": 1.0}
+    index.apply(pool, wire.removed([A]))
+    index.apply(pool, wire.stored(2, [A]))
+    assert index.scores([1, 2], pods) == {}
+    index.apply("pod", [engine])
+    index.apply(pool, wire.cleared() + wire.stored(2, [A]))
+    assert index.scores([1, 2], pods) == {"pod": 1.0, "other": 1.0}
 
 
 def test_forms_of_hashes() -> None:

@@ -12,6 +12,8 @@ wire. Both attribute an event to its publisher, and differ in what they do with 
     STORAGE, REMOTE        weight 1.0: locality is not read  dropped
     unknown                weight 1.0                        dropped
 
+llm-d's own index was run beside a bridge in November 2026, and did the same.
+
 Dynamo 1.6.1 drops blocks with an ownership, too, and those whose hashes are no numbers. It reads a
 store of its own kind: the stream of Mooncake's master (`lib/llm/src/kv_router/shared_cache.rs`).
 `make test-dynamo` asks the real one.
@@ -38,7 +40,7 @@ DYNAMO_TIERS: Mapping[str | None, str] = {
 class LlmdIndex:
     """llm-d's index of one model: blocks of `block_tokens` tokens, and which pods have them.
 
-    A pod whose name begins with `pool:` stands for every pod.
+    A pod whose name begins with `pool:` stands for every pod: as proposed for llm-d (2586).
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -93,7 +95,10 @@ class LlmdIndex:
         for some in hashes:
             self._announced[holder, some] -= 1
             if self._announced[holder, some] <= 0 and some in self._request_keys:
-                self._holders[self._request_keys[some]].discard(holder)
+                holders = self._holders[self._request_keys[some]]
+                holders.discard(holder)
+                if not holders:  # its tokens are forgotten, until an engine tells them again
+                    del self._request_keys[some]
 
     def held_by(self, pod: str) -> set[Any]:
         """Return the engine's hashes of the blocks that a pod has."""
