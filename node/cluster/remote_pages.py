@@ -191,7 +191,7 @@ class RemotePages(LowerTier):
     """Lower tier with the pages of other members. Thread-safe.
 
     `view(offset, nbytes)` is the arena's memory, `clock_s` gives whole seconds since the epoch. The
-    `place` of a source: the members to ask for the page, one after the other.
+    `locator` of a source: the members to ask for the page, one after the other.
     """
 
     name = "peer"
@@ -314,7 +314,7 @@ class RemotePages(LowerTier):
 
         with contextlib.suppress(KVStoreError):
             try_owners(
-                [load.source.place for load in loads],
+                [load.source.locator for load in loads],
                 in_parallel(ask, self._threads.run),
                 not_,
                 False,

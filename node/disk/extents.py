@@ -33,7 +33,7 @@ class Slot(NamedTuple):
 
     arena_offset: int
     nbytes: int
-    place: DiskLocation
+    location: DiskLocation
 
 
 class FileLayer:
@@ -215,8 +215,8 @@ class ExtentFiles:
         """
         run: list[Slot] = []
         start = end = nbytes = 0
-        for slot in sorted(slots, key=lambda slot: slot.place.offset):
-            offset = slot.place.offset
+        for slot in sorted(slots, key=lambda slot: slot.location.offset):
+            offset = slot.location.offset
             same_extent = offset // self._extent_nbytes == start // self._extent_nbytes
             if not (
                 run and offset == end and same_extent and nbytes + slot.nbytes <= RUN_NBYTES_MAX
@@ -236,25 +236,25 @@ class ExtentFiles:
             for slot in run:
                 self._copy(slot, 0, self._run[nbytes : nbytes + slot.nbytes])
                 nbytes += slot.nbytes
-            self._write(run[0].place.offset, self._run[:nbytes])
+            self._write(run[0].location.offset, self._run[:nbytes])
 
     def _write_slot(self, slot: Slot) -> None:
         """Write a slot from the arena, or unit by unit through encryption."""
-        if slot.place.encryption is None:
-            self._write(slot.place.offset, self._view(slot.arena_offset, slot.nbytes))
+        if slot.location.encryption is None:
+            self._write(slot.location.offset, self._view(slot.arena_offset, slot.nbytes))
             return
         for start in range(0, slot.nbytes, UNIT_NBYTES):
             unit = self._run[: slot.nbytes - start]
             self._copy(slot, start, unit)
-            self._write(slot.place.offset + start, unit)
+            self._write(slot.location.offset + start, unit)
 
     def _copy(self, slot: Slot, start: int, target: memoryview) -> None:
         """Copy bytes of a slot as they are on disk."""
         source = self._view(slot.arena_offset + start, target.nbytes)
-        if slot.place.encryption is None:
+        if slot.location.encryption is None:
             target[:] = source
         else:
-            slot.place.encryption.encrypt(start, source, target)
+            slot.location.encryption.encrypt(start, source, target)
 
     def _write(self, offset: int, view: memoryview) -> None:
         number, fd, within = self._open.find(offset)

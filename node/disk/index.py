@@ -1,9 +1,9 @@
 """Find where each page is on disk: the node's index in RAM.
 
     records       by key, by slot, by last use
-    spaces        short numbers of namespaces
-    gone          keys of rows to delete no later than with the next pages
-    medium        which of the records survive power loss
+    namespace_ids short numbers of namespaces
+    tombstones    keys of rows to delete no later than with the next pages
+    syncs         which of the records survive power loss
 
 No I/O and no clock. Not thread-safe: the disk tier's lock guards it.
 """
@@ -45,15 +45,15 @@ class RowBatch(NamedTuple):
 
     namespaces: dict[int, bytes]
     pages: list[PageRow]
-    gone: list[bytes]
+    deleted: list[bytes]
     partial: bool
 
-    def gone_pages(self) -> list[bytes]:
+    def deleted_pages(self) -> list[bytes]:
         """Return the page keys to delete again if a sync fails.
 
         Namespace keys are left out: another namespace may have the number by then.
         """
-        return [key for key in self.gone if is_page_key(key)]
+        return [key for key in self.deleted if is_page_key(key)]
 
 
 class Borrowed(NamedTuple):
@@ -172,7 +172,7 @@ class SyncTracker:
         self._synced = -1  # batches up to this one are safe; -1: not even pages of an earlier run
         self._unsafe: dict[int, int] = {}  # record -> its batch, in the order of batches
         # A batch, and the keys of pages' rows that were deleted with it, never visited one by one.
-        self._gone: deque[tuple[int, list[bytes]]] = deque()
+        self._deleted: deque[tuple[int, list[bytes]]] = deque()
         self.failed = False
 
     @property
@@ -185,11 +185,11 @@ class SyncTracker:
         """Return whether a sync would make anything durable, even a deletion."""
         return self._synced < self._written
 
-    def wrote(self, records: Iterable[int], gone: list[bytes]) -> None:
+    def wrote(self, records: Iterable[int], deleted: list[bytes]) -> None:
         """Note that these records were written and the rows with these keys deleted."""
         self._written += 1
-        if gone:
-            self._gone.append((self._written, gone))
+        if deleted:
+            self._deleted.append((self._written, deleted))
         for record in records:
             self._unsafe.pop(record, None)
             self._unsafe[record] = self._written
@@ -212,8 +212,8 @@ class SyncTracker:
         self._synced = mark
         self._unsafe = {record: batch for record, batch in self._unsafe.items() if batch > mark}
         safe = []
-        while self._gone and self._gone[0][0] <= mark:
-            safe.append(self._gone.popleft()[1])
+        while self._deleted and self._deleted[0][0] <= mark:
+            safe.append(self._deleted.popleft()[1])
         return safe
 
     def fail_sync(self) -> None:
@@ -225,9 +225,9 @@ class SyncTracker:
         if not self.failed:
             return [], []
         doubtful, self._unsafe, self.failed = list(self._unsafe), {}, False
-        gone = [keys for _, keys in self._gone]
-        self._gone.clear()
-        return doubtful, gone
+        deleted = [keys for _, keys in self._deleted]
+        self._deleted.clear()
+        return doubtful, deleted
 
 
 class Tombstones:
@@ -259,7 +259,7 @@ class Tombstones:
         self.count -= len(block)
         return block
 
-    def give_back(self, blocks: Iterable[list[bytes]]) -> None:
+    def put_back(self, blocks: Iterable[list[bytes]]) -> None:
         """Return keys that were taken."""
         for block in blocks:
             self._full.append(block)
@@ -275,12 +275,12 @@ class DiskIndex:
 
     def __init__(self, records: PageTable, vault: Vault = PLAIN) -> None:
         self.records = records
-        self.spaces = NamespaceIds(records.accounts.of, vault)
-        records.account_of = self.spaces.accounts.__getitem__
+        self.namespace_ids = NamespaceIds(records.accounts.of, vault)
+        records.account_of = self.namespace_ids.accounts.__getitem__
         self.counters = DiskCounters()
-        self.gone = Tombstones()
+        self.tombstones = Tombstones()
         self._dropped: Counter[str] = Counter()  # rows at the start, by cause
-        self.medium = SyncTracker()
+        self.syncs = SyncTracker()
         self.empty_extents: frozenset[int] = frozenset()  # at the start
         self.changes: ChangeRing | None = None  # with readers of the feed
 
@@ -293,12 +293,12 @@ class DiskIndex:
         """
         self.counters.rows_damaged += len(run.damaged)
         self._drop("damaged", len(run.damaged))
-        if run.namespace in self.spaces.values:
+        if run.namespace in self.namespace_ids.values:
             rows = list(run.rows())
             if self.empty_extents or any(expiry_s for _, (*_, expiry_s, _, _) in rows):
                 rows = [row for row in rows if self._is_usable(row[1], now_s)]
             refused = self.records.restore(run.namespace, rows, now_s)
-            self.spaces.counts[run.namespace] += len(rows) - len(refused)
+            self.namespace_ids.counts[run.namespace] += len(rows) - len(refused)
             self._drop(
                 "with an impossible slot (disk_nbytes was reduced, or it overlaps another page's)",
                 len(refused),
@@ -307,12 +307,12 @@ class DiskIndex:
             rows, refused = [], set()
             self._drop("of an unknown namespace", len(run.hashes))
         for key in run.damaged:
-            self.gone.add(key)
+            self.tombstones.add(key)
         if refused or len(rows) < len(run.hashes):
             there = {prefix_hash for prefix_hash, _ in rows} - refused
             for prefix_hash in run.hashes:
                 if prefix_hash not in there:
-                    self.gone.add(page_key(run.namespace, prefix_hash))
+                    self.tombstones.add(page_key(run.namespace, prefix_hash))
 
     def _is_usable(self, head: tuple[int, ...], now_s: int) -> bool:
         """Return whether a page's extent is there and its time to live is not over."""
@@ -332,11 +332,11 @@ class DiskIndex:
 
     def restore_namespace(self, number: int, row: bytes) -> str:
         """Restore a namespace's row; return what is wrong with it, or an empty text."""
-        problem = self.spaces.restore(number, row)
+        problem = self.namespace_ids.restore(number, row)
         if not problem:
             return ""
         self.counters.rows_damaged += 1
-        self.gone.add(namespace_key(number))
+        self.tombstones.add(namespace_key(number))
         return f"row {number} of namespaces is damaged, its pages are dropped: {problem}"
 
     def restored(self, open_namespace: Callable[[Namespace, bytes], object]) -> list[str]:
@@ -347,7 +347,7 @@ class DiskIndex:
         self.records.restored()
         self.drop_empty_spaces()
         problems = []
-        for value in self.spaces.values.values():
+        for value in self.namespace_ids.values.values():
             try:
                 open_namespace(value, value.digest)
             except KVStoreError as error:  # its pages are larger than this node's extents
@@ -360,22 +360,24 @@ class DiskIndex:
 
     def find(self, digest: bytes, prefix_hash: bytes, now_s: int) -> int:
         """Return the record of a page, 0 for none; an expired one is forgotten."""
-        record = self.records.find(self.spaces.known(digest), prefix_hash)
+        record = self.records.find(self.namespace_ids.known(digest), prefix_hash)
         if record and 0 < self.records.expiry_s(record) <= now_s:
             self.forget(record)
             return 0
         return record
 
-    def place(self, record: int) -> DiskLocation:
+    def location(self, record: int) -> DiskLocation:
         """Return the location of a published record that is in use, with its checksum."""
         number, _ = self.records.key(record)
         return disk_location(
-            self.records.offset(record), self.spaces.keys[number], self.records.checksum(record)
+            self.records.offset(record),
+            self.namespace_ids.keys[number],
+            self.records.checksum(record),
         )
 
     def present(self, digest: bytes, prefix_hashes: Sequence[bytes], now_s: int) -> list[bool]:
         """Return which pages are on disk."""
-        number = self.spaces.known(digest)
+        number = self.namespace_ids.known(digest)
         if not number:
             return [False] * len(prefix_hashes)
         records, find, expiry_s = self.records, self.records.find, self.records.expiry_s
@@ -402,9 +404,9 @@ class DiskIndex:
         self.records.begin_use(record)
         return Borrowed(
             record,
-            self.spaces.values[number],
+            self.namespace_ids.values[number],
             prefix_hash,
-            self.place(record),
+            self.location(record),
             self.records.checksum(record),
         )
 
@@ -425,26 +427,26 @@ class DiskIndex:
     def forget(self, record: int) -> None:
         """Forget a record and schedule the deletion of its row."""
         number, prefix_hash = self.records.key(record)
-        self.gone.add(page_key(number, prefix_hash))
-        self.spaces.counts[number] -= 1
+        self.tombstones.add(page_key(number, prefix_hash))
+        self.namespace_ids.counts[number] -= 1
         self.records.remove(record)
         if self.changes is not None:
-            self.changes.went(self.spaces.values[number].digest, prefix_hash)
+            self.changes.went(self.namespace_ids.values[number].digest, prefix_hash)
 
     def make_room_for_spaces(self) -> None:
         """Drop empty namespaces if there are too many."""
-        if self.spaces.crowded:
+        if self.namespace_ids.crowded:
             self.drop_empty_spaces()
 
     def drop_empty_spaces(self) -> None:
         """Forget namespaces without pages and schedule the deletion of their rows."""
-        for number in self.spaces.drop_empty():
-            self.gone.add(namespace_key(number))
+        for number in self.namespace_ids.drop_empty():
+            self.tombstones.add(namespace_key(number))
 
     def forget_some(self, digest: bytes, first: int) -> tuple[int, int]:
         """Forget some pages from record `first` on; return the count and the next record."""
-        space, found = self.spaces.known(digest), 0
-        if not self.spaces.counts[space]:
+        space, found = self.namespace_ids.known(digest), 0
+        if not self.namespace_ids.counts[space]:
             return 0, self.records.number_end
         end = min(first + FORGET_LOOKED_AT, self.records.number_end)
         while first < end and found < FORGOTTEN:
@@ -456,12 +458,12 @@ class DiskIndex:
 
     def drop_space(self, digest: bytes) -> bool:
         """Forget a namespace and its last pages; return False if it is unknown."""
-        number, first = self.spaces.known(digest), 1
-        while number and self.spaces.counts[number]:
+        number, first = self.namespace_ids.known(digest), 1
+        while number and self.namespace_ids.counts[number]:
             _, first = self.forget_some(digest, first)
         if number:
-            self.spaces.drop(number)
-            self.gone.add(namespace_key(number))
+            self.namespace_ids.drop(number)
+            self.tombstones.add(namespace_key(number))
         return number > 0
 
     def forget_doubtful(self) -> int:
@@ -469,11 +471,11 @@ class DiskIndex:
 
         Deletions are repeated, because they may not be durable either.
         """
-        doubtful, gone = self.medium.begin_anew()
+        doubtful, deleted = self.syncs.begin_anew()
         found = [record for record in doubtful if self.records.can_be_found(record)]
         for record in found:
             self.forget(record)
-        self.gone.give_back(gone)
+        self.tombstones.put_back(deleted)
         return len(found)
 
     # ---- write ---------------------------------------------------------------------------
@@ -484,7 +486,7 @@ class DiskIndex:
         It is 0 if the page is on disk, is larger than an extent, or nothing may be evicted. AGAIN
         means that some records were evicted, perhaps not enough.
         """
-        number = self.spaces.number(page.namespace.value)
+        number = self.namespace_ids.number(page.namespace.value)
         if page.state is not State.VISIBLE or self.records.find(number, page.prefix_hash):
             return 0
         size = page.namespace.slot_nbytes
@@ -504,7 +506,7 @@ class DiskIndex:
 
     def slots(self, reserved: Sequence[tuple[Page, int]]) -> list[Slot]:
         """Return the slots to write for reserved pages."""
-        keys = self.spaces.keys
+        keys = self.namespace_ids.keys
         return [
             Slot(
                 page.offset,
@@ -517,21 +519,23 @@ class DiskIndex:
 
     def take_batch(self, reserved: Sequence[tuple[Page, int]], now_s: int) -> RowBatch:
         """Return the next batch of rows; while it is `partial`, write it and call again."""
-        gone = self.gone.take()
-        if self.gone.count:
-            return RowBatch({}, [], gone, partial=True)
+        deleted = self.tombstones.take()
+        if self.tombstones.count:
+            return RowBatch({}, [], deleted, partial=True)
         pages = [self._row(page, record, now_s) for page, record in reserved]
-        return RowBatch(self.spaces.take_new(), pages, gone, partial=False)
+        return RowBatch(self.namespace_ids.take_new(), pages, deleted, partial=False)
 
-    def give_back(self, batch: RowBatch) -> None:
+    def put_back(self, batch: RowBatch) -> None:
         """Take back a failed batch.
 
         Its rows may have reached the log and must not outlive their slots.
         """
-        self.spaces.new.update(batch.namespaces)
-        self.gone.give_back([batch.gone + [row.key for row in batch.pages]])
+        self.namespace_ids.new.update(batch.namespaces)
+        self.tombstones.put_back([batch.deleted + [row.key for row in batch.pages]])
 
-    def publish(self, reserved: Sequence[tuple[Page, int]], gone: list[bytes], now_s: int) -> None:
+    def publish(
+        self, reserved: Sequence[tuple[Page, int]], deleted: list[bytes], now_s: int
+    ) -> None:
         """Make written pages available, except those that were removed meanwhile."""
         removed, written = [], []
         for page, record in reserved:
@@ -539,7 +543,7 @@ class DiskIndex:
             if page.state is State.VISIBLE:
                 self.records.publish(record, page.checksum, now_s, page.expiry_s)
                 written.append(record)
-                self.spaces.counts[number] += 1
+                self.namespace_ids.counts[number] += 1
                 self.counters.pages_written += 1
                 self.counters.nbytes_written += page.namespace.page_nbytes
             else:
@@ -548,11 +552,11 @@ class DiskIndex:
         for number, prefix_hash in removed:
             # Otherwise the key was stored again in this batch
             if not self.records.find(number, prefix_hash):
-                self.gone.add(page_key(number, prefix_hash))
-        self.medium.wrote(written, gone)
+                self.tombstones.add(page_key(number, prefix_hash))
+        self.syncs.wrote(written, deleted)
 
     def _row(self, page: Page, record: int, now_s: int) -> PageRow:
-        number = self.spaces.known(page.namespace.digest)
+        number = self.namespace_ids.known(page.namespace.digest)
         size, offset = page.namespace.slot_nbytes, self.records.offset(record)
         return PageRow(
             number,

@@ -112,13 +112,13 @@ class IoWorker:
             self._directory.replace_file(name.decode(), content)
 
     def _check(self, slot: Slot) -> None:
-        (arena_offset, nbytes, place), directory = slot, self._directory
-        number, within = divmod(place.offset, directory.extent_nbytes)
+        (arena_offset, nbytes, location), directory = slot, self._directory
+        number, within = divmod(location.offset, directory.extent_nbytes)
         is_on_disk = number < directory.extent_count and within + nbytes <= directory.extent_nbytes
         if not is_on_disk or arena_offset + nbytes > directory.arena_nbytes:
             raise Broken(
-                f"a slot is outside: {nbytes} bytes at {place.offset} on disk, {arena_offset} in "
-                "the arena"
+                f"a slot is outside: {nbytes} bytes at {location.offset} on disk, {arena_offset} "
+                "in the arena"
             )
 
 

@@ -31,10 +31,10 @@ _MARK_MASK = (1 << 32) - 1
 
 RunRow = tuple[bytes, tuple[int, ...]]  # prefix hash, numbers of `node.disk.rows.RUN_HEAD`
 
-PLACES = 1024  # of a segment of the table
-FULL = PLACES * 3 // 4
-PLACE_MASK = PLACES - 1
-PLACE_SHIFT = 22  # of a mark's 32 bits
+BUCKETS = 1024  # of a segment of the table
+FULL = BUCKETS * 3 // 4
+BUCKET_MASK = BUCKETS - 1
+BUCKET_SHIFT = 22  # of a mark's 32 bits
 _DEPTH_MAX = 22  # of a mark: its other bits choose the position within a segment
 
 BLOCK_COUNT = 4096  # hashes in a block
@@ -42,17 +42,17 @@ _WIDTH_STEP = 8
 
 
 class Segment:
-    """A segment of the table. `places`: record numbers, 0 is none.
+    """A segment of the table. `buckets`: record numbers, 0 is none.
 
     `depth`: how many bits its records' marks have in common.
     """
 
-    __slots__ = ("count", "depth", "places")
+    __slots__ = ("buckets", "count", "depth")
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.count = 0
-        self.places = array("I", bytes(4 * PLACES))
+        self.buckets = array("I", bytes(4 * BUCKETS))
 
 
 class RecordTable:
@@ -64,7 +64,7 @@ class RecordTable:
         mark:  | position in the segment, 10 bits | ... | segment: log2 of their number |
 
     `mark_of(record)` returns 32 evenly spread bits. Searches read `segments` and `mask`: from `mark
-    >> PLACE_SHIFT` in `segments[mark & mask].places` on, up to a 0.
+    >> BUCKET_SHIFT` in `segments[mark & mask].buckets` on, up to a 0.
     """
 
     def __init__(self, mark_of: Callable[[int], int]) -> None:
@@ -101,10 +101,10 @@ class RecordTable:
         self._put(segment, mark, record)
 
     def _put(self, segment: Segment, mark: int, record: int) -> None:
-        places, place = segment.places, mark >> PLACE_SHIFT
-        while places[place]:
-            place = (place + 1) & PLACE_MASK
-        places[place] = record
+        buckets, bucket = segment.buckets, mark >> BUCKET_SHIFT
+        while buckets[bucket]:
+            bucket = (bucket + 1) & BUCKET_MASK
+        buckets[bucket] = record
         segment.count += 1
 
     def _split(self, full: Segment, mark: int) -> None:
@@ -114,7 +114,7 @@ class RecordTable:
             self.segments += self.segments  # every segment is found under twice as many numbers
             self.mask = len(self.segments) - 1
         halves = Segment(full.depth + 1), Segment(full.depth + 1)
-        for record in full.places:
+        for record in full.buckets:
             if record:
                 moved = self._mark_of(record)
                 self._put(halves[moved & bit != 0], moved, record)
@@ -125,25 +125,25 @@ class RecordTable:
         """Delete a record by backward shift: without tombstones the table never degrades."""
         mark = self._mark_of(record)
         segment = self.segments[mark & self.mask]
-        places, hole = segment.places, mark >> PLACE_SHIFT
-        while places[hole] != record:
-            hole = (hole + 1) & PLACE_MASK
-        place = (hole + 1) & PLACE_MASK
-        while moved := places[place]:
-            if (place - (self._mark_of(moved) >> PLACE_SHIFT)) & PLACE_MASK >= (
-                place - hole
-            ) & PLACE_MASK:
-                places[hole] = moved
-                hole = place
-            place = (place + 1) & PLACE_MASK
-        places[hole] = 0
+        buckets, hole = segment.buckets, mark >> BUCKET_SHIFT
+        while buckets[hole] != record:
+            hole = (hole + 1) & BUCKET_MASK
+        bucket = (hole + 1) & BUCKET_MASK
+        while moved := buckets[bucket]:
+            if (bucket - (self._mark_of(moved) >> BUCKET_SHIFT)) & BUCKET_MASK >= (
+                bucket - hole
+            ) & BUCKET_MASK:
+                buckets[hole] = moved
+                hole = bucket
+            bucket = (bucket + 1) & BUCKET_MASK
+        buckets[hole] = 0
         segment.count -= 1
 
     def __contains__(self, record: int) -> bool:
         mark = self._mark_of(record)
-        places, place = self.segments[mark & self.mask].places, mark >> PLACE_SHIFT
-        while (found := places[place]) and found != record:
-            place = (place + 1) & PLACE_MASK
+        buckets, bucket = self.segments[mark & self.mask].buckets, mark >> BUCKET_SHIFT
+        while (found := buckets[bucket]) and found != record:
+            bucket = (bucket + 1) & BUCKET_MASK
         return found == record
 
     def check(self, count: int) -> list[str]:
@@ -152,7 +152,7 @@ class RecordTable:
         wrong = [
             f"a segment has {used} records, counted {segment.count}"
             for segment in distinct
-            if (used := sum(1 for record in segment.places if record)) != segment.count
+            if (used := sum(1 for record in segment.buckets if record)) != segment.count
         ]
         if (held := sum(segment.count for segment in distinct)) != count:
             wrong.append(f"{held} records in the table, {count} counted")
@@ -190,7 +190,7 @@ class Hashes:
         return block[start : start + self._lengths[record]] == prefix_hash
 
     def __setitem__(self, record: int, prefix_hash: bytes) -> None:
-        number, place = divmod(record, BLOCK_COUNT)
+        number, index = divmod(record, BLOCK_COUNT)
         while number >= len(self._blocks):
             self._blocks.append(bytearray())
             self._lengths.frombytes(bytes(BLOCK_COUNT))
@@ -198,20 +198,20 @@ class Hashes:
         if width < length:
             width = -(-length // _WIDTH_STEP) * _WIDTH_STEP
             self._blocks[number] = _widened(self._blocks[number], width)
-        self._blocks[number][place * width : place * width + length] = prefix_hash
+        self._blocks[number][index * width : index * width + length] = prefix_hash
         self._lengths[record] = length
 
     def fill(self, first: int, hashes: Sequence[bytes]) -> None:
         """Set the hashes of consecutive records, whole columns where the widths allow it."""
         done = 0
         while done < len(hashes):
-            number, place = divmod(first + done, BLOCK_COUNT)
-            some = hashes[done : done + BLOCK_COUNT - place]
+            number, index = divmod(first + done, BLOCK_COUNT)
+            some = hashes[done : done + BLOCK_COUNT - index]
             self[first + done] = some[0]  # makes room
             block, length = self._blocks[number], len(some[0])
             joined = b"".join(some)
             if len(block) == BLOCK_COUNT * length and set(map(len, some)) == {length}:
-                block[place * length : place * length + len(joined)] = joined
+                block[index * length : index * length + len(joined)] = joined
                 lengths = array("B", [length]) * len(some)
                 self._lengths[first + done : first + done + len(some)] = lengths
             else:
@@ -285,15 +285,15 @@ class PageTable:
         """Number of the record, 0 if there is none."""
         table, marks, matches = self._table, self._mark, self._hashes.matches
         mark = (hash(prefix_hash) ^ namespace * _MIX) & _MARK_MASK  # _mark, without the call
-        places, place = table.segments[mark & table.mask].places, mark >> PLACE_SHIFT
-        while record := places[place]:
+        buckets, bucket = table.segments[mark & table.mask].buckets, mark >> BUCKET_SHIFT
+        while record := buckets[bucket]:
             if (
                 marks[record] == mark
                 and self._namespace[record] == namespace
                 and matches(record, prefix_hash)
             ):
                 return record
-            place = (place + 1) & PLACE_MASK
+            bucket = (bucket + 1) & BUCKET_MASK
         return 0
 
     # ---- life of a record ----------------------------------------------------------------------

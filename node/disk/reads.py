@@ -57,18 +57,18 @@ class Read:
         self._end = end
 
     def page(
-        self, files: PageFiles, place: DiskLocation, slot: memoryview, page_nbytes: int
+        self, files: PageFiles, location: DiskLocation, slot: memoryview, page_nbytes: int
     ) -> bytes:
         """Fill the slot and return the page's leaves; empty if the file is too short.
 
         Raises OSError.
         """
-        return leaves(slot[:page_nbytes]) if self._pieces(files, place, 0, slot) else b""
+        return leaves(slot[:page_nbytes]) if self._pieces(files, location, 0, slot) else b""
 
     def parts(
         self,
         files: PageFiles,
-        place: DiskLocation,
+        location: DiskLocation,
         slot: memoryview,
         parts: PartialPage,
         known: bytes,
@@ -79,7 +79,7 @@ class Read:
         """
         at, found = 0, bytearray(known)
         for start, end in parts.runs:
-            if not self._pieces(files, place, start, slot[at : at + end - start]):
+            if not self._pieces(files, location, start, slot[at : at + end - start]):
                 return b""
             at += end - start
         for number in parts.numbers:
@@ -89,31 +89,35 @@ class Read:
             found[LEAF_SUM_NBYTES * number : LEAF_SUM_NBYTES * (number + 1)] = leaf(part)
         return bytes(found)
 
-    def leaves(self, files: PageFiles, place: DiskLocation, page_nbytes: int) -> bytes:
+    def leaves(self, files: PageFiles, location: DiskLocation, page_nbytes: int) -> bytes:
         """Return the leaves of a page that is only verified."""
         end, found = slot_nbytes(page_nbytes), Leaves(page_nbytes)
         # Page-aligned, as O_DIRECT needs it
         memory = memoryview(mmap.mmap(-1, min(end, VERIFIED_NBYTES)))
         for start in range(0, end, VERIFIED_NBYTES):
             view = memory[: end - start]
-            if not self._piece(files, place, start, view):
+            if not self._piece(files, location, start, view):
                 return b""
             found.update(view[: page_nbytes - start])
         return found.digest()
 
-    def _pieces(self, files: PageFiles, place: DiskLocation, first: int, slot: memoryview) -> bool:
+    def _pieces(
+        self, files: PageFiles, location: DiskLocation, first: int, slot: memoryview
+    ) -> bool:
         return all(
-            self._piece(files, place, first + start, slot[start : start + PIECE_NBYTES])
+            self._piece(files, location, first + start, slot[start : start + PIECE_NBYTES])
             for start in range(0, slot.nbytes, PIECE_NBYTES)
         )
 
-    def _piece(self, files: PageFiles, place: DiskLocation, start: int, view: memoryview) -> bool:
+    def _piece(
+        self, files: PageFiles, location: DiskLocation, start: int, view: memoryview
+    ) -> bool:
         """Read bytes from `start` on in the page's slot, and decrypt them."""
         self._begin(self)
-        found = files.read(place.offset + start, view)
+        found = files.read(location.offset + start, view)
         self._end(self)
-        if found and place.encryption is not None:
-            place.encryption.decrypt(start, view)
+        if found and location.encryption is not None:
+            location.encryption.decrypt(start, view)
         return found
 
 
@@ -130,7 +134,7 @@ class Reads:
         self._clock = clock
         self._lock = threading.Lock()
         self._begun: dict[Read, float] = {}  # oldest first
-        self._told: Read | None = None
+        self._reported: Read | None = None
 
     @contextlib.contextmanager
     def of(self, record: int) -> Iterator[Read]:
@@ -151,8 +155,8 @@ class Reads:
     def _end(self, this: Read) -> None:
         with self._lock:
             self._begun.pop(this, None)
-            if self._told is this:
-                self._told = None
+            if self._reported is this:
+                self._reported = None
 
     @property
     def hang(self) -> bool:
@@ -161,7 +165,7 @@ class Reads:
             oldest = next(iter(self._begun), None)
             if oldest is None or self._clock() - self._begun[oldest] < HANGS_S:
                 return False
-            first, self._told = oldest is not self._told, oldest
+            first, self._reported = oldest is not self._reported, oldest
         if first:
             log.error(
                 "a read from disk has taken %g s: until it ends, pages on disk are misses", HANGS_S
@@ -193,9 +197,8 @@ class Reading:
         self._find = find
         self._on_error = on_error
         self._reads = Reads(self.end)
-        self._places: dict[
-            int, DiskLocation
-        ] = {}  # of records from `begin` on: their namespace may be removed before they are read
+        # Of records from `begin` on: their namespace may be removed before they are read
+        self._locations: dict[int, DiskLocation] = {}
 
     @property
     def hang(self) -> bool:
@@ -217,7 +220,7 @@ class Reading:
                         if record := self._find(digest, prefix_hash):
                             self._records.begin_use(record)
                             found[prefix_hash] = record
-                            self._places[record] = self._index.place(record)
+                            self._locations[record] = self._index.location(record)
         except BaseException:  # a caller that gets no result can not release them
             for record in found.values():
                 self.end(record)
@@ -234,7 +237,7 @@ class Reading:
         with self._lock:
             self._records.end_use(record)
             if not self._records.busy(record):
-                self._places.pop(record, None)
+                self._locations.pop(record, None)
 
     def read(self, record: int, page: Page) -> bool:
         """Read a record into the page's slot and end the use of the record.
@@ -244,10 +247,10 @@ class Reading:
         space = page.namespace
         with self._reads.of(record) as read:
             with self._lock:
-                place, expected = self._places[record], self._records.checksum(record)
+                location, expected = self._locations[record], self._records.checksum(record)
                 expiry_s, key = self._records.expiry_s(record), page_key(*self._records.key(record))
             try:
-                found = self._fill(read, page, place, key)
+                found = self._fill(read, page, location, key)
             except (OSError, MemoryError) as error:
                 self._on_error("reading", error)
                 return False
@@ -266,7 +269,7 @@ class Reading:
                     self._quarantine(record, space.digest, page.prefix_hash)
             return intact
 
-    def _fill(self, read: Read, page: Page, place: DiskLocation, key: bytes) -> bytes | None:
+    def _fill(self, read: Read, page: Page, location: DiskLocation, key: bytes) -> bytes | None:
         """Fill a slot and return the page's leaves; empty if the file is too short.
 
         None means that its row was removed meanwhile, or cannot be read now.
@@ -274,15 +277,15 @@ class Reading:
         space = page.namespace
         slot = self._view(page.offset, space.slot_nbytes)
         if not isinstance(space, PartialPage):
-            return read.page(self._files, place, slot, space.page_nbytes)
+            return read.page(self._files, location, slot, space.page_nbytes)
         try:
             row = self._rows.page(key)
         except Exhausted as error:
             log.warning("a page could not be read: %s", error)
             return None
-        if row is None or row.offset != place.offset:
+        if row is None or row.offset != location.offset:
             return None
-        return read.parts(self._files, place, slot, space, row.leaves)
+        return read.parts(self._files, location, slot, space, row.leaves)
 
     def _count(self, page: Page) -> None:
         if isinstance(page.namespace, PartialPage):
@@ -306,7 +309,7 @@ class Reading:
     def borrow(self, row: PageRow) -> Borrowed | None:
         """Return a row's page, in use until `verify`; None for an earlier page's row."""
         with self._lock:
-            space = self._index.spaces.values.get(row.namespace)
+            space = self._index.namespace_ids.values.get(row.namespace)
             record = self._find(space.digest, row.prefix_hash) if space is not None else 0
             if not record or self._records.offset(record) != row.offset:
                 return None
@@ -317,7 +320,7 @@ class Reading:
         with self._lock:
             record = self._find(digest, prefix_hash)
             return (
-                self._index.borrow(record, self._index.spaces.known(digest), prefix_hash)
+                self._index.borrow(record, self._index.namespace_ids.known(digest), prefix_hash)
                 if record
                 else None
             )
@@ -327,10 +330,10 @@ class Reading:
 
         End the use of the record. Raises OSError.
         """
-        record, space, prefix_hash, place, expected = borrowed
+        record, space, prefix_hash, location, expected = borrowed
         with self._reads.of(record) as read:
             try:
-                found = read.leaves(self._files, place, space.stored_nbytes)
+                found = read.leaves(self._files, location, space.stored_nbytes)
             except OSError as error:
                 self._on_error("reading", error)
                 raise

@@ -56,7 +56,7 @@ class DiskTier(LocalTier):
     """The disk tier. Thread-safe.
 
     `view(offset, nbytes)` is the arena's memory; `clock_s` gives whole seconds since the epoch;
-    `vault` has the keys. The `place` of a source is a record that is in use.
+    `vault` has the keys. The `locator` of a source is a record that is in use.
     """
 
     reads_parts = True
@@ -145,7 +145,7 @@ class DiskTier(LocalTier):
         """Return which of the pages are on disk and survive power loss."""
         with self._lock:
             records = [self._find(digest, prefix_hash) for prefix_hash in prefix_hashes]
-            return [record > 0 and self._index.medium.is_safe(record) for record in records]
+            return [record > 0 and self._index.syncs.is_safe(record) for record in records]
 
     def touch(self, digest: bytes, prefix_hashes: Sequence[bytes]) -> None:
         """Note a use of the pages, tail first, as the RAM tier does."""
@@ -169,7 +169,7 @@ class DiskTier(LocalTier):
 
     def list_hashes(self, digest: bytes, key_prefix: bytes, after: bytes) -> Iterator[bytes]:
         """Yield prefix hashes in order; pages that were just forgotten are left out."""
-        number = self._index.spaces.known(digest)
+        number = self._index.namespace_ids.known(digest)
         if not number or self.stop_reason:
             return
         for prefix_hash in hashes_of(
@@ -203,12 +203,12 @@ class DiskTier(LocalTier):
 
     def is_there(self, source: Source) -> bool:
         """Return whether the page is still there."""
-        return self.reading.is_there(source.place)
+        return self.reading.is_there(source.locator)
 
     def release(self, sources: Iterable[Source]) -> None:
         """Release slots."""
         for source in sources:
-            self.reading.end(source.place)
+            self.reading.end(source.locator)
 
     @property
     def stalled(self) -> bool:
@@ -231,7 +231,7 @@ class DiskTier(LocalTier):
         try:
             while left and not (isinstance(left[-1].page.namespace, PartialPage) and has_left()):
                 page, source = left.pop()
-                if self.reading.read(source.place, page):
+                if self.reading.read(source.locator, page):
                     arrived(page)
         finally:
             self.release(load.source for load in left)
@@ -269,13 +269,13 @@ class DiskTier(LocalTier):
     @property
     def encrypted(self) -> bool:
         """Return whether pages are encrypted."""
-        return self._index.spaces.encrypted
+        return self._index.namespace_ids.encrypted
 
     def drop_spaces(self, digests: Sequence[bytes]) -> Dropped:
         """Forget namespaces and make sure that no row file contains them. Raises OSError."""
         with self._io:
             with self._lock:
-                numbers = set(map(self._index.spaces.known, digests))
+                numbers = set(map(self._index.namespace_ids.known, digests))
                 there = [digest for digest in digests if self._index.drop_space(digest)]
             rows = [row for number, row in self.rows.namespaces() if number in numbers]
             self._store([])
@@ -287,7 +287,7 @@ class DiskTier(LocalTier):
         with self._lock:
             return [
                 value.digest
-                for value in self._index.spaces.values.values()
+                for value in self._index.namespace_ids.values.values()
                 if value.tenant == tenant
             ]
 
@@ -359,9 +359,9 @@ class DiskTier(LocalTier):
             if pages or is_barrier:
                 raise OSError(errno.ENOSPC, self.space.reason)
             return False
-        if pages or self.gone_count:
+        if pages or self.tombstone_count:
             self.store(pages)
-        if is_barrier and self.gone_count:  # pages removed while they were written have rows
+        if is_barrier and self.tombstone_count:  # pages removed while they were written have rows
             self.store([])
         idle = not pages and self.sync_pending
         if is_barrier or idle or self.unsafe_count >= SYNC_PAGES:
@@ -406,14 +406,14 @@ class DiskTier(LocalTier):
                     reserved.append((page, record))
             self._blank_ends(reserved)
             self.files.write_all(self._index.slots(reserved))
-            gone = self._write_rows(reserved, now_s)
+            deleted = self._write_rows(reserved, now_s)
         except BaseException:
             with self._lock:
                 for _, record in reserved:
                     self.records.cancel(record)
             raise
         with self._lock:
-            self._index.publish(reserved, gone, now_s)
+            self._index.publish(reserved, deleted, now_s)
 
     def _blank_ends(self, reserved: Sequence[tuple[Page, int]]) -> None:
         """Zero the slots behind the pages, which may have bytes of other pages."""
@@ -431,31 +431,31 @@ class DiskTier(LocalTier):
             with self._lock:
                 batch = self._index.take_batch(reserved, now_s)
             try:
-                self.rows.write(batch.namespaces, batch.pages, batch.gone)
+                self.rows.write(batch.namespaces, batch.pages, batch.deleted)
             except BaseException:
                 with self._lock:
-                    self._index.give_back(batch)
+                    self._index.put_back(batch)
                 raise
-            gone = batch.gone_pages()
+            deleted = batch.deleted_pages()
             if not batch.partial:
-                return gone
+                return deleted
             with self._lock:
-                self._index.publish([], gone, now_s)
+                self._index.publish([], deleted, now_s)
 
     @property
-    def gone_count(self) -> int:
+    def tombstone_count(self) -> int:
         """Return how many rows wait for their deletion."""
-        return self._index.gone.count
+        return self._index.tombstones.count
 
     @property
     def unsafe_count(self) -> int:
         """Return how many stored pages are not durable yet."""
-        return self._index.medium.unsafe_count
+        return self._index.syncs.unsafe_count
 
     @property
     def sync_pending(self) -> bool:
         """Return whether a power loss would undo anything."""
-        return self._index.medium.pending
+        return self._index.syncs.pending
 
     def sync(self) -> None:
         """Make everything stored before durable: bytes first, then rows.
@@ -466,22 +466,22 @@ class DiskTier(LocalTier):
             self._sync()
 
     def _sync(self) -> None:
-        medium = self._index.medium
+        syncs = self._index.syncs
         with self._lock:
-            mark = medium.begin_sync()
+            mark = syncs.begin_sync()
         try:
             self.files.sync()
             self.rows.sync()
         except OSError as error:  # any kind: a sync that ran out of memory has lost writes, too
             with self._lock:
-                medium.fail_sync()
+                syncs.fail_sync()
             if not is_full(error):
                 raise OSError(f"sync: {error}") from error
             with self._lock:  # the tier goes on, without the pages that may not be on the medium
                 self._index.forget_doubtful()
             raise OSError(error.errno, f"sync: {error}") from error
         with self._lock:
-            safe = medium.end_sync(mark)
+            safe = syncs.end_sync(mark)
         while safe:  # freed one by one: freeing millions at once would hold the GIL
             safe.pop()
 
@@ -553,7 +553,7 @@ class DiskTier(LocalTier):
         """Return how many pages were forgotten, because they may not have reached the disk."""
         if self.directory.trouble():
             with self._lock:
-                self._index.medium.fail_sync()  # a pending sync died with the process
+                self._index.syncs.fail_sync()  # a pending sync died with the process
         self.directory.revive()
         self._try_disk()
         with self._lock:
@@ -582,7 +582,7 @@ class DiskTier(LocalTier):
 
     def page_count(self, digest: bytes) -> int:
         """Return the pages of a namespace on disk."""
-        return self._index.spaces.counts[self._index.spaces.known(digest)]
+        return self._index.namespace_ids.counts[self._index.namespace_ids.known(digest)]
 
     def check(self) -> list[str]:
         """Return violated invariants; empty if all is well."""

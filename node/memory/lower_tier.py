@@ -40,11 +40,11 @@ class Query(NamedTuple):
 class Source(NamedTuple):
     """A page that a tier has.
 
-    `place` is opaque. `is_copy`: other members own the page, so it is a copy here.
+    `locator` is opaque. `is_copy`: other members own the page, so it is a copy here.
     """
 
     tier: LowerTier
-    place: Any
+    locator: Any
     is_copy: bool = False
 
 

@@ -144,8 +144,8 @@ def test_damaged_namespace_key_loses_only_its_namespace(
     client = nodes.connect(node)
     for pages in (lost, kept):
         pages.put(client, pages.keys(1, 2), durable=True)
-    number = node.disk._index.spaces.known(lost.digest)
-    mark = node.disk._index.spaces._vault.mark
+    number = node.disk._index.namespace_ids.known(lost.digest)
+    mark = node.disk._index.namespace_ids._vault.mark
     nodes.stop(node)
     rows = Rows(nodes.data_dir / "rows", 64 << 10, key_mark=mark)
     wrapped = dict(rows.namespaces())[number]
@@ -206,7 +206,7 @@ def test_key_is_in_no_command_line(tmp_path: Path) -> None:
     try:
         line = Path(f"/proc/{io_process_of(node)}/cmdline").read_bytes()
         assert node.disk is not None
-        assert node.disk._index.spaces._vault.mark.encode() in line
+        assert node.disk._index.namespace_ids._vault.mark.encode() in line
         assert KEY.hex().encode() not in line
     finally:
         node.stop()

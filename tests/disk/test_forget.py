@@ -139,7 +139,7 @@ def test_destroyed_key_is_nowhere_on_disk(nodes: Nodes, tmp_path: Path) -> None:
     # After a restart, the row is in a file that RocksDB does not rewrite by itself
     node = nodes.restart(node, **settings)
     client = nodes.connect(node)
-    spaces = node.disk._index.spaces
+    spaces = node.disk._index.namespace_ids
     number = spaces.known(gone.digest)
     page_key, row = spaces.keys[number], dict(node.disk.rows.namespaces())[number]
     assert found_in(nodes.data_dir / "rows", [row])

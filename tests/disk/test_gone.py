@@ -45,7 +45,7 @@ def test_many_expired_rows_are_deleted_without_a_long_lock(
         lock = node.disk._lock = CountedLock()
         node.disk._store([])
         node.disk._sync()
-    assert node.disk.gone_count == 0
+    assert node.disk.tombstone_count == 0
     assert lock.longest < LONGEST
     assert max(map(len, deleted)) <= 1 << 14
     assert sorted(key for some in deleted for key in some) == sorted(keys)
@@ -107,10 +107,10 @@ def test_failed_deletion_is_repeated_later(
     end = time.monotonic() + 60.0
     while not node.disk.stop_reason and time.monotonic() < end:
         time.sleep(0.01)
-    assert node.disk.gone_count == 36
+    assert node.disk.tombstone_count == 36
     client.recover()
     client.flush()
-    assert node.disk.gone_count == 0
+    assert node.disk.tombstone_count == 0
     assert list(node.disk.rows.pages()) == []
 
 

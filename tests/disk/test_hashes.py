@@ -10,7 +10,7 @@ import pytest
 from disk_nodes import FaultyLayer, Nodes, Pages
 
 from kvstore import PutOutcome
-from node.disk.page_table import PLACE_MASK, PLACE_SHIFT, PageTable
+from node.disk.page_table import BUCKET_MASK, BUCKET_SHIFT, PageTable
 
 STORED, EXISTS = PutOutcome.STORED, PutOutcome.EXISTS
 
@@ -108,9 +108,9 @@ def test_counters_as_hashes_need_few_probes() -> None:
     for number in range(20_000):
         record = records.find(1, number.to_bytes(32, "big"))
         mark = records._mark[record]
-        places, place = table.segments[mark & table.mask].places, mark >> PLACE_SHIFT
+        places, place = table.segments[mark & table.mask].buckets, mark >> BUCKET_SHIFT
         while places[place] != record:
-            place, looked_at = (place + 1) & PLACE_MASK, looked_at + 1
+            place, looked_at = (place + 1) & BUCKET_MASK, looked_at + 1
     assert looked_at < 4 * 20_000
 
 
@@ -127,7 +127,7 @@ def test_scrub_during_reuse_of_a_namespace_number_finds_no_damage(
         client.remove_namespace(pages.namespace)
         other = Pages("another model")
         other.put(nodes.connect(node), other.keys(1), durable=True)
-        assert node.disk._index.spaces.known(other.digest) == 1, "the number is used again"
+        assert node.disk._index.namespace_ids.known(other.digest) == 1, "the number is used again"
         return read(*args)
 
     monkeypatch.setattr(node.disk.files, "read", read_late)

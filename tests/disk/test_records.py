@@ -317,7 +317,7 @@ def test_record_takes_at_most_64_bytes_beside_its_hash() -> None:
             arrays += records._order.links
             arrays += [block.owners for block in records.slots.blocks()]
             segments = set(records._table.segments)
-            arrays += [segment.places for segment in segments]
+            arrays += [segment.buckets for segment in segments]
             total_nbytes = sum(map(sys.getsizeof, [*arrays, *segments, records._table.segments]))
             total_nbytes += records._hashes.nbytes
             assert total_nbytes <= (64 + nbytes) * count, (

@@ -208,8 +208,8 @@ def started(
 
 def deleted(index: DiskIndex) -> list[bytes]:
     found: list[bytes] = []
-    while index.gone.count:
-        found += index.gone.take()
+    while index.tombstones.count:
+        found += index.tombstones.take()
     return found
 
 
@@ -229,7 +229,7 @@ def agrees(index: DiskIndex, pages: dict[bytes, PageRow]) -> None:
 def used_on(rng: random.Random, index: DiskIndex, pages: dict[bytes, PageRow]) -> None:
     """Store, remove and evict pages of a restored index, and do the same to the model's."""
     records = index.records
-    live = sorted(index.spaces.values)
+    live = sorted(index.namespace_ids.values)
     for _ in range(300 if live else 0):
         if pages and rng.random() < 0.5:
             key = rng.choice(list(pages))
@@ -246,7 +246,7 @@ def used_on(rng: random.Random, index: DiskIndex, pages: dict[bytes, PageRow]) -
             continue
         checksum = rng.randbytes(16)
         records.publish(record, checksum, NOW_S)
-        index.spaces.counts[number] += 1
+        index.namespace_ids.counts[number] += 1
         row = PageRow(number, prefix_hash, records.offset(record), size, NOW_S, NOW_S, 0, checksum)
         pages[row.key] = row
 
@@ -274,7 +274,7 @@ def test_start_restores_as_one_by_one(seed: int, count: int) -> None:
             namespace_key(number) for number in known if number not in held
         }
         known = {number: known[number] for number in held}
-        assert {n: index.spaces.counts[n] for n in known} == {
+        assert {n: index.namespace_ids.counts[n] for n in known} == {
             n: sum(row.namespace == n for row in model.pages.values()) for n in known
         }
         used_on(rng, index, model.pages)

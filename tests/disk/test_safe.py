@@ -329,7 +329,7 @@ def test_namespace_with_a_reused_number_survives_a_failed_sync(
         with pytest.raises(Exhausted):
             second.put(client, second.keys(1), durable=True)
     layer.heal()
-    assert node.disk._index.spaces.known(second.digest) == 1, "the number is used again"
+    assert node.disk._index.namespace_ids.known(second.digest) == 1, "the number is used again"
     client.recover()
     client.flush()
     node = nodes.restart(node)

@@ -120,12 +120,12 @@ class Stored(LocalTier):
         return found
 
     def is_there(self, source: Source) -> bool:
-        key, checksum = self.reads[source.place]
+        key, checksum = self.reads[source.locator]
         return self._pages.get(key) == checksum
 
     def release(self, sources: Iterable[Source]) -> None:
         for source in sources:
-            del self.reads[source.place]
+            del self.reads[source.locator]
 
 
 class Others(LowerTier):
@@ -404,7 +404,7 @@ class Life:
         page = load.page
         intact, (_, checksum), offset = (
             self._rng.random() < 0.8,
-            self._below.reads[load.source.place],
+            self._below.reads[load.source.locator],
             page.offset,
         )
         for number in range(page_units(page)):

@@ -44,7 +44,7 @@ class Below(LocalTier):
 
     def release(self, sources: Iterable[Source]) -> None:
         for source in sources:
-            self.reading.remove(source.place)
+            self.reading.remove(source.locator)
 
 
 @pytest.fixture

@@ -47,11 +47,11 @@ class Shelf(LocalTier):
         return found
 
     def is_there(self, source: Source) -> bool:
-        return source.place in self.keys
+        return source.locator in self.keys
 
     def release(self, sources: Iterable[Source]) -> None:
         for source in sources:
-            self.open.remove(source.place)
+            self.open.remove(source.locator)
 
     def read(
         self,
@@ -62,10 +62,10 @@ class Shelf(LocalTier):
     ) -> None:
         assert not self._box.tier.lock.locked(), "bytes were read under the lock"
         for page, source in loads:
-            self.open.remove(source.place)
-            if source.place not in self.broken:
+            self.open.remove(source.locator)
+            if source.locator not in self.broken:
                 self._box.arena[page.offset : page.offset + PAGE] = self._pages.content(
-                    source.place
+                    source.locator
                 )
                 page.checksum = b"checksum"
                 arrived(page)
@@ -181,7 +181,7 @@ def left_between_pages(far: "Far", monkeypatch: pytest.MonkeyPatch) -> None:
     def read(loads: Any, arrived: Any, has_left: Callable[[], bool], deadline: Deadline) -> None:
         for load in loads:
             if has_left():
-                far.open.remove(load.source.place)
+                far.open.remove(load.source.locator)
             else:
                 Far.read(far, [load], arrived, has_left, deadline)
 
