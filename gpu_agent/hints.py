@@ -58,13 +58,13 @@ class RequestHints(NamedTuple):
         `tokens`: a token of each page, such as its last, by which a range has the page. `age_s`: of
         the session.
         """
-        places = list(tokens)
-        every = list(range(len(places)))
+        tokens = list(tokens)
+        every = list(range(len(tokens)))
         named: dict[str, Any] = {"session": self.session, "session_age_s": age_s}
         found: list[tuple[Hint, list[int]]] = []
         if self.ended and self.session:
             found.append((Hint(HintAction.RETAIN, 0, RETAIN_S, **named), every))
-        for (priority, ttl_s), some in () if self.ended else self._retained(places):
+        for (priority, ttl_s), some in () if self.ended else self._retained(tokens):
             found.append((Hint(HintAction.RETAIN, priority, ttl_s, **named), some))
         if self.session and not found:
             found.append((Hint(HintAction.NAME, **named), every))
@@ -74,14 +74,14 @@ class RequestHints(NamedTuple):
             found.append((Hint(HintAction.DEMOTE, **named), every))
         return [(hint, some) for hint, some in found if some]
 
-    def _retained(self, places: Sequence[int]) -> list[tuple[tuple[int, float], list[int]]]:
+    def _retained(self, tokens: Sequence[int]) -> list[tuple[tuple[int, float], list[int]]]:
         """Return the pages of each priority and time; of ranges that overlap the last one holds."""
-        chosen: list[tuple[int, float] | None] = [None] * len(places)
+        chosen: list[tuple[int, float] | None] = [None] * len(tokens)
         found: dict[tuple[int, float] | None, list[int]] = {}
         for priority, ttl_s, start, end in self.retentions:
             found[priority, ttl_s] = []
-            for at, place in enumerate(places):
-                if start <= place < end:
+            for at, token in enumerate(tokens):
+                if start <= token < end:
                     chosen[at] = priority, ttl_s
         for at, each in enumerate(chosen):
             found.setdefault(each, []).append(at)

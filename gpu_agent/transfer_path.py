@@ -188,13 +188,7 @@ class BufferedPath:
         pages = list(self._buffer[: len(chunk)])
         hits = self._get(chunk, pages)
         if hits:
-            table, all_placed = (
-                chunk.table.select(slice(hits)),
-                placed if hits == len(chunk) else None,
-            )
-            self._transfer.scatter(
-                chunk.pool, table, pages[:hits], chunk.fence, skip_tokens, all_placed
-            )
+            _scatter(self._transfer, chunk, pages[:hits], skip_tokens, placed)
         return hits
 
     def _put(self, chunk: PageBatch, pages: Sequence[Any]) -> list[PutOutcome]:
@@ -341,13 +335,7 @@ class MappedPath:
         except _Damaged as damaged:
             count = damaged.page
         if count:  # the pages before a damaged one, or all of them layer by layer
-            table, all_placed = (
-                chunk.table.select(slice(count)),
-                placed if count == len(chunk) else None,
-            )
-            self._transfer.scatter(
-                chunk.pool, table, pages[:count], chunk.fence, skip_tokens, all_placed
-            )
+            _scatter(self._transfer, chunk, pages[:count], skip_tokens, placed)
         return count
 
     def _mapped(
@@ -382,6 +370,19 @@ class MappedPath:
             )
         except KVStoreError as error:
             log.warning("could not report a damaged page: %s", error)
+
+
+def _scatter(
+    transfer: Transfer,
+    chunk: PageBatch,
+    pages: Sequence[torch.Tensor],
+    skip_tokens: int,
+    placed: Placed | None,
+) -> None:
+    """Copy the leading pages of a chunk into its slots; call `placed` only if these are all."""
+    table = chunk.table.select(slice(len(pages)))
+    all_placed = placed if len(pages) == len(chunk) else None
+    transfer.scatter(chunk.pool, table, pages, chunk.fence, skip_tokens, all_placed)
 
 
 class _Damaged(Exception):

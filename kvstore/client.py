@@ -32,7 +32,7 @@ from kvstore.cluster.calls import (
     put_request,
 )
 from kvstore.cluster.fan_out import Indices, select
-from kvstore.cluster.routing import ELSEWHERE
+from kvstore.cluster.routing import TRY_NEXT
 from kvstore.config import ClientConfig, client_config
 from kvstore.deadline import Deadline
 from kvstore.errors import (
@@ -59,8 +59,8 @@ log = logging.getLogger(__name__)
 log.addFilter(LogRate())
 Slots = TypeVar("Slots", ReservedSlots, AcquiredSlots)
 Presence = Steps[list[int]]  # made once: it takes ten microseconds
-# outcomes after which the page is as safe as the put's options require
-PROMISED = (PutOutcome.STORED, PutOutcome.EXISTS)
+# Outcomes after which the page is as safe as the put's options require
+ACKNOWLEDGED = (PutOutcome.STORED, PutOutcome.EXISTS)
 
 
 class Client(Admin):
@@ -208,7 +208,7 @@ class Client(Admin):
         left = [
             index
             for index, outcome in enumerate(outcomes)
-            if keep.needs_ack and outcome not in PROMISED
+            if keep.needs_ack and outcome not in ACKNOWLEDGED
         ]
         if left:
             hashes, rest = select(prefix_hashes, left), select(views, left)
@@ -318,10 +318,10 @@ class Client(Admin):
         forged: set[bytes] = set()
         # A page that one member lacks may be at another: no single member knows where the prefix
         # ends.
-        asked = replace(options, prefix=False) if several else options
+        of_owners = replace(options, prefix=False) if several else options
 
         def ask(
-            indices: Indices, connection: NodeConnection, limit: Deadline, asked: GetOptions = asked
+            indices: Indices, connection: NodeConnection, limit: Deadline, asked: GetOptions
         ) -> list[bool]:
             if asked.near:
                 connection.check_asks_others()
@@ -332,9 +332,10 @@ class Client(Admin):
             return found.hits
 
         ask_near = partial(ask, asked=replace(options, near=True))
+        ask_owners = partial(ask, asked=of_owners)
         hits = self._fan_out.near(ask_near, namespace, prefix_hashes, deadline)
         if hits is None:
-            hits = self._fan_out.route(ask, namespace, prefix_hashes, deadline, not_, False)
+            hits = self._fan_out.route(ask_owners, namespace, prefix_hashes, deadline, not_, False)
         elif forged:  # one owner may have a forged copy, and another the real page
             left = [
                 index
@@ -345,9 +346,9 @@ class Client(Admin):
             def ask_again(
                 indices: Indices, connection: NodeConnection, limit: Deadline
             ) -> list[bool]:
-                return ask(select(left, indices), connection, limit)
+                return ask_owners(select(left, indices), connection, limit)
 
-            with contextlib.suppress(*ELSEWHERE):
+            with contextlib.suppress(*TRY_NEXT):
                 hashes = select(prefix_hashes, left)
                 again = self._fan_out.route(ask_again, namespace, hashes, deadline, not_, False)
                 for index, hit in zip(left, again, strict=True):
@@ -370,12 +371,6 @@ class Client(Admin):
                 "page_key_file (KVSTORE_PAGE_KEY_FILE) to the file with that key"
             )
         return self._page_keys.key_for(namespace.digest)
-
-    def _report_corruption(
-        self, found: GetResult, connection: NodeConnection, namespace: Namespace, deadline: Deadline
-    ) -> None:
-        """Count, log and report the corrupt and forged pages of a result."""
-        self._corruption_reports.report(found, connection, namespace, deadline)
 
     # ---- pages in place ------------------------------------------------------------------
 

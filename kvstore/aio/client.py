@@ -248,7 +248,7 @@ class Client:
         if found.corrupt or found.forged:
             await self._in_thread(
                 channel.run,
-                lambda connection, limit: self.sync._report_corruption(
+                lambda connection, limit: self.sync._corruption_reports.report(
                     found, connection, namespace, limit
                 ),
                 namespace,

@@ -23,7 +23,7 @@ def flush(run: Invocation) -> int:
 
     Returns when they survive power loss; exit 4 if the disk is full, fails or hangs.
 
-    Of a cluster at all members, which count each page that they have; exit 3 if one does not
+    In a cluster all members do so, and each counts the pages that it has; exit 3 if one does not
     answer.
 
     \b
@@ -48,7 +48,7 @@ def scrub(run: Invocation) -> int:
     Exit 5 if one was damaged.
 
     Damaged pages are dropped, never returned. A node also does this by itself, slowly, all the
-    time. Of a cluster one member after the other; exit 3 if one does not answer.
+    time. In a cluster, members do it one after the other; exit 3 if one does not answer.
 
     \b
     Examples:

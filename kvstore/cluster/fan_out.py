@@ -16,12 +16,12 @@ from typing import TypeVar
 import kvstore.tracing as tracing
 from kvstore.cluster.nodes import Nodes
 from kvstore.cluster.routing import (
-    ELSEWHERE,
     FIRST_SHARE,
+    TRY_NEXT,
     Away,
+    answers_of_all,
     broadcast,
     in_parallel,
-    of_all,
     try_owners,
 )
 from kvstore.cluster.view import View
@@ -90,7 +90,7 @@ class FanOut:
         limit = deadline.sooner(deadline.remaining() * FIRST_SHARE)
         try:
             return channel.run(partial(ask, range(len(prefix_hashes))), namespace, limit)
-        except ELSEWHERE as error:
+        except TRY_NEXT as error:
             log.info("near node %s: %s; asking the owners", channel.address, error)
             return None
 
@@ -192,7 +192,7 @@ class FanOut:
         """
         near = self.nodes.near(deadline)
         if near is not None:
-            with contextlib.suppress(*ELSEWHERE):
+            with contextlib.suppress(*TRY_NEXT):
                 near.open(namespace, deadline.sooner(deadline.remaining() * FIRST_SHARE))
         elif self.nodes.view is None:
             self.nodes.only.open(namespace, deadline)
@@ -231,11 +231,13 @@ class FanOut:
         deadline: Deadline,
         away: Away | None = None,
     ) -> list[Result]:
-        """Return what every node returned; raises as `of_all` does."""
+        """Return what every node returned; raises as `answers_of_all` does."""
         outcomes, view = self.each(call, namespace, deadline), self.nodes.view
         ids = {member.address: member.id for member in view.members} if view else {}
         return list(
-            of_all({ids.get(at, at): outcome for at, outcome in outcomes.items()}, away).values()
+            answers_of_all(
+                {ids.get(at, at): outcome for at, outcome in outcomes.items()}, away
+            ).values()
         )
 
 

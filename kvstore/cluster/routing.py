@@ -26,9 +26,9 @@ RunParallel = Callable[
 # Asks each member for its indices, within the limit; returns what each returned or raised
 AskAll = Callable[[Mapping[str, list[int]], Deadline], Sequence[list[Answer] | KVStoreError]]
 # Errors of a member that could not be reached at all
-SILENT = (Unavailable, DeadlineExceeded, ProtocolError)
+UNREACHABLE = (Unavailable, DeadlineExceeded, ProtocolError)
 # Errors after which another member may still answer. Any other one is the caller's mistake.
-ELSEWHERE = (*SILENT, Exhausted)
+TRY_NEXT = (*UNREACHABLE, Exhausted)
 Away = dict[str, KVStoreError]  # by member: why it could not be reached
 FIRST_SHARE = 0.5  # share of the remaining time for a member, if another one can be asked after it
 
@@ -67,7 +67,7 @@ def try_owners(
         again: list[int] = []
         for (member, indices), outcome in zip(groups.items(), ask_all(groups, limit), strict=True):
             if isinstance(outcome, KVStoreError):
-                if not isinstance(outcome, ELSEWHERE):
+                if not isinstance(outcome, TRY_NEXT):
                     raise outcome
                 failed[member] = outcome
                 again += indices
@@ -112,7 +112,7 @@ def broadcast(
 ) -> list[Answer]:
     """Return an answer per key, combined from those of all members of its route.
 
-    The members are asked at the same time. Raises as `of_all` does.
+    The members are asked at the same time. Raises as `answers_of_all` does.
     """
     groups: dict[str, list[int]] = {}
     for index, route in enumerate(routes):
@@ -120,13 +120,13 @@ def broadcast(
             groups.setdefault(member, []).append(index)
     answers = [default] * len(routes)
     outcomes = dict(zip(groups, ask_all(groups, deadline), strict=True))
-    for member, outcome in of_all(outcomes, away).items():
+    for member, outcome in answers_of_all(outcomes, away).items():
         for index, answer in zip(groups[member], outcome, strict=True):
             answers[index] = combine(answers[index], answer)
     return answers
 
 
-def of_all(
+def answers_of_all(
     outcomes: Mapping[str, Outcome | KVStoreError], away: Away | None = None
 ) -> dict[str, Outcome]:
     """Return the members' answers, or raise the error of one after the others have finished.
@@ -137,7 +137,9 @@ def of_all(
     failed = {
         member: outcome for member, outcome in outcomes.items() if isinstance(outcome, KVStoreError)
     }
-    fatal = [error for error in failed.values() if away is None or not isinstance(error, SILENT)]
+    fatal = [
+        error for error in failed.values() if away is None or not isinstance(error, UNREACHABLE)
+    ]
     if fatal or (failed and len(failed) == len(outcomes)):
         raise (fatal or list(failed.values()))[0]
     if away is not None:

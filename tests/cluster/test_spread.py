@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.cluster.routing import broadcast, in_parallel, of_all, try_owners
+from kvstore.cluster.routing import answers_of_all, broadcast, in_parallel, try_owners
 from kvstore.deadline import Deadline
 from kvstore.errors import (
     DeadlineExceeded,
@@ -180,11 +180,11 @@ def test_call_after_its_deadline_raises() -> None:
 def test_unreachable_owner_differs_from_a_refusing_one() -> None:
     silent, refused = Unavailable("gone"), Exhausted("its disk is stopped")
     away: dict[str, KVStoreError] = {}
-    assert of_all({"a": 1, "b": silent}, away) == {"a": 1}
+    assert answers_of_all({"a": 1, "b": silent}, away) == {"a": 1}
     assert away == {"b": silent}
     with pytest.raises(Exhausted):
-        of_all({"a": 1, "b": silent, "c": refused}, {})
+        answers_of_all({"a": 1, "b": silent, "c": refused}, {})
     with pytest.raises(Unavailable):  # no member succeeded
-        of_all({"b": silent}, {})
+        answers_of_all({"b": silent}, {})
     with pytest.raises(Unavailable):
-        of_all({"a": 1, "b": silent})
+        answers_of_all({"a": 1, "b": silent})

@@ -42,9 +42,9 @@ def _amount(flag: str, what: str) -> Any:
 def list_(run: Invocation) -> int:
     """Show what each tenant uses.
 
-    RAM, disk, share of the RAM in use, pages, pins and refusals. In a cluster the sums over the
-    members; a quota holds at each node. Identities of one tenant see their own. Exit 1 without
-    tenants, 3 if a member does not answer.
+    RAM, disk, share of the RAM in use, pages, pins and refusals. In a cluster, these are sums over
+    the members; a quota holds at each node. An identity of one tenant sees that tenant only. Exit 1
+    without tenants, 3 if a member does not answer.
 
     \b
     Examples:

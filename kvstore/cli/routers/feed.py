@@ -29,8 +29,8 @@ def feed(
 
     A block is stored when the namespaces of all ranks and cache groups of its engine have it. After
     a gap, or a restart of the node, comes a reset, and then everything again. A snapshot may name a
-    block twice. Of a cluster all
-    members are followed. Exit 3 with --snapshot if the node does not answer.
+    block twice. In a cluster, all members are followed. Exit 3 with --snapshot if the node does not
+    answer.
 
     \b
     Examples:

@@ -42,9 +42,9 @@ def top(
     """Watch the node, or the members of a cluster, live.
 
     Requests, hit rate, throughput, evictions and latencies (p50, p99) per second, and the tokens of
-    found pages in RAM, on disk and at other members. Of a cluster each member, the sums of those
-    that answer, and the shares of found pages. On a terminal keys sort, filter, pause and scroll: ?
-    lists them, q ends it. With --json one object per sample is printed, one per line.
+    found pages in RAM, on disk and at other members. In a cluster it shows each member, the sums of
+    those that answer, and the shares of found pages. On a terminal, keys sort, filter, pause and
+    scroll: ? lists them, q ends it. With --json one object per sample is printed, one per line.
 
     \b
     Examples:
