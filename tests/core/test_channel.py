@@ -1,4 +1,4 @@
-"""The link to a node: its choice of wire, reconnects, and pauses after failures."""
+"""The channel to a node: its choice of wire, reconnects, and pauses after failures."""
 
 import logging
 import threading

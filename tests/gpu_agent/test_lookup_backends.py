@@ -26,7 +26,7 @@ KEYS = [bytes([i]) * 32 for i in range(4)]
 WAIT_S = 60.0
 
 
-# Start lookup processes without torch, which takes most of their start. test_homes.py starts the
+# Start lookup processes without torch, which takes most of their start. test_backends.py starts the
 # usual one with torch.
 LIGHT = """
 import sys
