@@ -188,7 +188,7 @@ def _service() -> Any:
     )
     return SimpleNamespace(
         call=lambda *_: status,
-        peers=SimpleNamespace(links=SimpleNamespace(failing=dict)),
+        peers=SimpleNamespace(channels=SimpleNamespace(failing=dict)),
         traffic=nothing,
         peer_queue=SimpleNamespace(waiting_count=0),
     )

@@ -43,7 +43,7 @@ LMCACHES = "0.5.6 0.5.7rc2"  # the release that the documentation describes, and
 # Test files whose nodes run in the test process and that do not send handwritten HTTP/2.
 OVER_TLS = (
     "bulk_abuse bad_requests limits_requests limits_ranges limits_grpc cluster near broken_work "
-    "storm hand_over grpc_abuse"
+    "storm replication_queue grpc_abuse"
 )
 
 Target = Callable[[], None]

@@ -54,8 +54,6 @@ log = logging.getLogger(__name__)
 
 PLENTY = 1 << 13
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
-
-
 _highest = 0  # highest descriptor that `few_left` has seen
 
 
