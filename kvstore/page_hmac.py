@@ -10,7 +10,7 @@ A keyed namespace's page is stored with a MAC for each part.
 
 Only the engines know the secret. A node stores and checks such a page like any other, MACs
 included. Only a holder of the secret can detect a page that was forged, changed, or moved from
-another key. Byte-exact: docs/FORMAT.md, "Seal".
+another key. Byte-exact: docs/FORMAT.md, "Page HMAC".
 """
 
 import hmac
