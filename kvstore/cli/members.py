@@ -130,8 +130,10 @@ def answers(statuses: Statuses) -> list[NodeStatus]:
 
 def by_id(view: View, statuses: Statuses) -> dict[str, NodeStatus]:
     """Return the statuses of the members that answered, by member id."""
-    told = {member.id: statuses.get(member.address) for member in view.members}
-    return {member: status for member, status in told.items() if isinstance(status, NodeStatus)}
+    by_member = {member.id: statuses.get(member.address) for member in view.members}
+    return {
+        member: status for member, status in by_member.items() if isinstance(status, NodeStatus)
+    }
 
 
 def state_of(member: Member, status: NodeStatus | KVStoreError | None) -> str:
@@ -208,8 +210,8 @@ def merge_events(replies: Mapping[str, Events]) -> list[dict[str, Any]]:
     """
     found: list[dict[str, Any]] = []
     newest: dict[tuple[str, str], dict[str, Any]] = {}  # by kind and member
-    told = [(event, by) for by, reply in replies.items() for event in reply.events]
-    for event, by in sorted(told, key=lambda item: item[0].unix_ms):
+    reported = [(event, by) for by, reply in replies.items() for event in reply.events]
+    for event, by in sorted(reported, key=lambda item: item[0].unix_ms):
         same = newest.get((event.kind, event.member))
         if same and by not in same["seen_by"] and event.unix_ms - same["unix_ms"] < SAME_EVENT_MS:
             same["seen_by"].append(by)
@@ -225,8 +227,10 @@ def merge_events(replies: Mapping[str, Events]) -> list[dict[str, Any]]:
 def headline(view: View, statuses: Statuses) -> str:
     """Return the line with the cluster's name, view and member counts."""
     there = answers(statuses)
-    told = {status.peers.registry for status in there if status.peers}
-    sources = sorted({registry if registry in REGISTRIES else "the last one" for registry in told})
+    registries = {status.peers.registry for status in there if status.peers}
+    sources = sorted(
+        {registry if registry in REGISTRIES else "the last one" for registry in registries}
+    )
     lost, word = len(lost_members(statuses)), health(view, by_id(view, statuses))
     return (
         f"cluster {view.cluster}  health {word}  view {view.number}  members {len(view.members)}, "
@@ -321,22 +325,24 @@ def rebalance_line(peers: PeersStatus) -> str:
     """Return the line about a member's rebalance."""
     count = f"{peers.sweep_pages_fetched:,} of {peers.sweep_pages_missing:,} pages fetched"
     if peers.sweeping:
-        said = f"rebalancing  {count}"
+        text = f"rebalancing  {count}"
     elif peers.sweep_age_ms:
-        said = f"rebalanced {human_ms(peers.sweep_age_ms)} ago  {count}"
+        text = f"rebalanced {human_ms(peers.sweep_age_ms)} ago  {count}"
     else:
         return "not rebalanced yet"
     left = rebalance_left(peers)
-    return f"{said}  {left}" if left else said
+    return f"{text}  {left}" if left else text
 
 
 def _sweeps(view: View, statuses: Statuses) -> str:
-    told = {name: status.peers for name, status in by_id(view, statuses).items()}
+    by_member = {name: status.peers for name, status in by_id(view, statuses).items()}
     running = [
-        f"{name} {rebalance_progress(peers)}" for name, peers in told.items() if peers.sweeping
+        f"{name} {rebalance_progress(peers)}" for name, peers in by_member.items() if peers.sweeping
     ]
     left = [
-        f"{name} {rebalance_left(peers)}" for name, peers in told.items() if rebalance_left(peers)
+        f"{name} {rebalance_left(peers)}"
+        for name, peers in by_member.items()
+        if rebalance_left(peers)
     ]
     return "  ".join(
         [
@@ -348,37 +354,37 @@ def _sweeps(view: View, statuses: Statuses) -> str:
 
 def troubles(view: View, statuses: Statuses) -> list[str]:
     """Return problems: silent members, unhealthy disks or registries, other views."""
-    said: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for member in view.members:
         status = statuses.get(member.address)
         if not isinstance(status, NodeStatus):
-            said[f"{member.id}: {status or 'not asked yet'}"] = None
+            lines[f"{member.id}: {status or 'not asked yet'}"] = None
             continue
         if status.disk and status.disk.limit:
-            said[f"{member.id}: DISK LIMITED: {status.disk.limit}"] = None
+            lines[f"{member.id}: DISK LIMITED: {status.disk.limit}"] = None
         if status.disk and status.disk.state != "SERVING":
-            said[
+            lines[
                 f"{member.id}: DISK STOPPED: {status.disk.reason}; repair it, then: kvstore recover"
             ] = None
         if status.peers.registry not in ("", *REGISTRIES):
-            said[f"{member.id}: its registry does not answer: {status.peers.registry}"] = None
-        said |= dict.fromkeys(f"outside the view: {line}" for line in status.peers.apart)
+            lines[f"{member.id}: its registry does not answer: {status.peers.registry}"] = None
+        lines |= dict.fromkeys(f"outside the view: {line}" for line in status.peers.apart)
     if line := _different_identities(view, statuses):
-        said[line] = None
+        lines[line] = None
     for lost in lost_members(statuses):
         since = f" since {date(lost.since_unix_s)}" if lost.since_unix_s else ""
-        said[
+        lines[
             f"{lost.id}: LOST{since}, at {lost.address}, with {owned(lost)}: start it again, or: "
             f"kvstore cluster forget-member {lost.id}"
         ] = None
-    told = {name: status.peers for name, status in by_id(view, statuses).items()}
-    said |= dict.fromkeys(f"{some.found}: {some.remedy}" for some in few_copies(told))
+    by_member = {name: status.peers for name, status in by_id(view, statuses).items()}
+    lines |= dict.fromkeys(f"{some.found}: {some.remedy}" for some in few_copies(by_member))
     if view.replicas > len(view.members):
-        said[
+        lines[
             f"{view.replicas} replicas are configured, but there are only "
             f"{len(view.members)} members"
         ] = None
-    return list(said)
+    return list(lines)
 
 
 def digest_of(status: NodeStatus) -> str:
@@ -394,8 +400,8 @@ def _different_identities(view: View, statuses: Statuses) -> str:
             found.setdefault(digest_of(status)[:DIGITS] or "none", []).append(name)
     if len(found) < 2:
         return ""
-    said = "; ".join(f"{digest} at {', '.join(names)}" for digest, names in found.items())
-    return f"identities differ: {said}: kvstore identities push FILE gives all the same"
+    text = "; ".join(f"{digest} at {', '.join(names)}" for digest, names in found.items())
+    return f"identities differ: {text}: kvstore identities push FILE gives all the same"
 
 
 def members_json(view: View, statuses: Statuses) -> dict[str, Any]:

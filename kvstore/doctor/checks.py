@@ -174,11 +174,11 @@ class _Run:
             self._found.append(fail(self.check.name, str(error), remedy_of(error)))
         except Exception as error:
             log.debug("%s", self.check.name, exc_info=True)
-            said = f"the check itself failed: {type(error).__name__}: {error}"
+            text = f"the check itself failed: {type(error).__name__}: {error}"
             self._found.append(
                 fail(
                     self.check.name,
-                    said,
+                    text,
                     "report this to the maintainers; all other checks are valid",
                 )
             )
@@ -189,13 +189,13 @@ class _Run:
 def print_findings(findings: Iterable[Finding]) -> None:
     """Print findings as JSON lines, each as soon as it is known."""
     for finding in findings:
-        said = {
+        line = {
             "name": finding.name,
             "state": finding.state.value,
             "found": finding.found,
             "remedy": finding.remedy,
         }
-        print(json.dumps(said), flush=True)
+        print(json.dumps(line), flush=True)
     print(json.dumps({END: True}), flush=True)
 
 
@@ -222,10 +222,10 @@ def probed(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
-        said, complained = process.communicate(timeout=limit_s)
+        output, complained = process.communicate(timeout=limit_s)
         hung = False
     except subprocess.TimeoutExpired as late:
-        said, complained, hung = late.output or b"", late.stderr or b"", True
+        output, complained, hung = late.output or b"", late.stderr or b"", True
         process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.wait(KILLED_S)
@@ -233,25 +233,27 @@ def probed(
         for pipe in (process.stdout, process.stderr):
             assert pipe is not None
             pipe.close()
-    yield from _parsed(said)
+    yield from _parsed(output)
     if hung:
         yield fail(name, f"hangs: no end in {limit_s:g} s", remedy)
     elif process.returncode:
         last = complained.decode(errors="replace").strip().splitlines()[-1:] or [
             ending(process.returncode)
         ]
-        if _ended(said):
+        if _ended(output):
             yield warn(name, f"the checks completed, then their process failed: {last[0]}", remedy)
         else:
             yield fail(name, last[0], remedy)
 
 
-def _ended(said: bytes) -> bool:
-    return json.dumps({END: True}).encode() in said.splitlines()
+def _ended(output: bytes) -> bool:
+    return json.dumps({END: True}).encode() in output.splitlines()
 
 
-def _parsed(said: bytes) -> Iterator[Finding]:
-    for line in said.splitlines():
+def _parsed(output: bytes) -> Iterator[Finding]:
+    for line in output.splitlines():
         with suppress(ValueError, KeyError, TypeError):  # libraries print lines, too
-            told = json.loads(line)
-            yield Finding(told["name"], FindingState(told["state"]), told["found"], told["remedy"])
+            record = json.loads(line)
+            yield Finding(
+                record["name"], FindingState(record["state"]), record["found"], record["remedy"]
+            )

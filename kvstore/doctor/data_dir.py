@@ -37,8 +37,8 @@ def findings(path: Path, mounts: str = "") -> Iterator[Finding]:
         while not where.exists() and where != where.parent:
             where = where.parent
     except PermissionError:
-        said = f"user {os.geteuid()} may not look into {where.parent}, or a folder above it"
-        yield fail("data directory", said, "run this as the node's user, or as root")
+        text = f"user {os.geteuid()} may not look into {where.parent}, or a folder above it"
+        yield fail("data directory", text, "run this as the node's user, or as root")
         return
     yield permission(path, where)
     yield file_system(where.resolve(), mounts or Path("/proc/self/mounts").read_text())
@@ -88,37 +88,37 @@ def file_system(where: Path, mounts: str) -> Finding:
         inside = where == Path(mounted) or Path(mounted) in where.parents
         if inside and len(mounted) >= len(point):
             kind, device, point = kind_, device_, mounted
-    said = f"{kind} on {device}, at {point or '?'}"
+    text = f"{kind} on {device}, at {point or '?'}"
     if kind in REMOTE or kind.startswith("fuse"):
         return warn(
             "file system",
-            f"{said}: not of this host",
+            f"{text}: not of this host",
             f"{LOCAL}: reads wait for the network, and may hang",
         )
     if kind in NO_DISK:
         return warn(
-            "file system", said, f"{LOCAL}: this one is memory, or of a container and gone with it"
+            "file system", text, f"{LOCAL}: this one is memory, or of a container and gone with it"
         )
-    return ok("file system", said)
+    return ok("file system", text)
 
 
 def free_space(where: Path) -> Finding:
     """Check the free space."""
     about = os.statvfs(where)
     free, whole = _free_nbytes(where), about.f_blocks * about.f_frsize
-    said = (
+    text = (
         f"{free / GIB:,.1f} of {whole / GIB:,.1f} GiB free: --disk-bytes up to "
         f"{USABLE_SHARE * free / GIB:,.1f}GiB"
     )
     if free < ROOM_NBYTES:
         return fail(
             "room",
-            said,
+            text,
             "free some, or name another --data-dir: a node there stores few pages",
         )
     if about.f_files and about.f_favail < INODES_FEW:
-        return warn("room", f"{said}, but only {about.f_favail:,} files", "free some inodes")
-    return ok("room", said)
+        return warn("room", f"{text}, but only {about.f_favail:,} files", "free some inodes")
+    return ok("room", text)
 
 
 def _free_nbytes(where: Path) -> int:
@@ -142,7 +142,7 @@ def speed(fd: int) -> Finding:
     reading = read / (time.monotonic() - began)
     syncs = [_sync(fd, number) for number in range(SYNCS)]
     sync_s = statistics.median(syncs)
-    said = (
+    text = (
         f"{writing / 1e6:,.0f} MB/s written, {reading / 1e6:,.0f} read, one thread; a sync "
         f"{1000 * sync_s:.1f} ms ({1000 * min(syncs):.1f} to {1000 * max(syncs):.1f})"
     )
@@ -150,8 +150,8 @@ def speed(fd: int) -> Finding:
         remedy = (
             "pages may stay in RAM only, and durable puts may wait: use a faster or less busy disk"
         )
-        return warn("speed", said, remedy)
-    return ok("speed", said)
+        return warn("speed", text, remedy)
+    return ok("speed", text)
 
 
 def _sync(fd: int, number: int) -> float:

@@ -84,16 +84,16 @@ class Host:
             grpc = importlib.metadata.version("grpcio")
         except importlib.metadata.PackageNotFoundError:
             grpc = "?"
-        said = (
+        text = (
             f"kvstore {kvstore.__version__}, protocol {PROTOCOL_VERSION}, Python "
             f"{platform.python_version()}"
         )
-        return ok("versions", f"{said}, grpcio {grpc}, {platform.system()} {platform.release()}")
+        return ok("versions", f"{text}, grpcio {grpc}, {platform.system()} {platform.release()}")
 
     def descriptors(self) -> Finding:
         """Check the limit on open files."""
         soft, hard = self._limit("Max open files")
-        said = f"{_count(soft)} open files a process, it may ask for {_count(hard)}"
+        text = f"{_count(soft)} open files a process, it may ask for {_count(hard)}"
         try:
             check_headroom()
         except Unavailable as error:
@@ -105,10 +105,10 @@ class Host:
         if hard is not None and hard < DESCRIPTORS_FEW:
             return warn(
                 "descriptors",
-                said,
+                text,
                 f"raise the hard limit to {DESCRIPTORS_FEW:,} or more: LimitNOFILE, ulimit -Hn",
             )
-        return ok("descriptors", said)
+        return ok("descriptors", text)
 
     def memory(self) -> Finding:
         """Check the free memory."""
@@ -116,12 +116,12 @@ class Host:
         if left is None:
             return skipped("memory", "this kernel does not tell what is available")
         nbytes = int(left[1]) * 1024
-        said = f"{nbytes / MIB:,.0f} MiB available"
+        text = f"{nbytes / MIB:,.0f} MiB available"
         cap = self._read("sys/fs/cgroup/memory.max").strip()
         if cap.isdigit():
             used = self._read("sys/fs/cgroup/memory.current").strip()
             inside = int(cap) - (int(used) if used.isdigit() else 0)
-            said += (
+            text += (
                 f", of which {max(0, inside) / MIB:,.0f} MiB under the limit of "
                 f"{int(cap) / MIB:,.0f} MiB here"
             )
@@ -129,10 +129,10 @@ class Host:
         if nbytes < MEMORY_LOW_NBYTES:
             return warn(
                 "memory",
-                said,
+                text,
                 "a node needs RAM + RAM/64 + 512 MiB: lower --ram-bytes, or raise the limit",
             )
-        return ok("memory", said)
+        return ok("memory", text)
 
     def shared_memory(self) -> Finding:
         """Check shared memory. An arena is a memfd, so the size of /dev/shm does not matter."""
@@ -166,7 +166,7 @@ class Host:
         soft, hard = self._limit("Max locked memory")
         if soft is None:
             return ok("locked memory", "unlimited")
-        said = (
+        text = (
             f"{soft / MIB:,.3g} MiB a process, it may ask for "
             f"{'any' if hard is None else f'{hard / MIB:,.3g} MiB'}"
         )
@@ -175,8 +175,8 @@ class Host:
                 "if the log of the agent says `can not page-lock`: LimitMEMLOCK=infinity, or "
                 "capability IPC_LOCK"
             )
-            return warn("locked memory", said, remedy)
-        return ok("locked memory", f"{said}; no node locks any")
+            return warn("locked memory", text, remedy)
+        return ok("locked memory", f"{text}; no node locks any")
 
     def huge_pages(self) -> Finding:
         """Check huge pages for shared memory."""
@@ -188,15 +188,15 @@ class Host:
             )
         if chosen[1] not in ("never", "deny"):
             return ok("huge pages", f"shared memory gets them: {chosen[1]}")
-        said = f"shared memory gets none: {chosen[1]}"
+        text = f"shared memory gets none: {chosen[1]}"
         if not (self._serves or self._has_gpu):
-            return ok("huge pages", f"{said}; they matter where a node runs")
+            return ok("huge pages", f"{text}; they matter where a node runs")
         remedy = (
             f"as root, before the node starts and after each boot: echo advise > /{SHMEM_ENABLED}"
         )
         return warn(
             "huge pages",
-            f"{said}: each client needs 75 ms and 2 MiB more for each GiB it maps",
+            f"{text}: each client needs 75 ms and 2 MiB more for each GiB it maps",
             remedy,
         )
 
@@ -244,7 +244,7 @@ def findings(config: ClientConfig) -> Iterator[Finding]:
 def check_expiry(name: str, what: str, seconds: float) -> Finding:
     """Warn if something expires soon or has expired; `seconds` is Unix time."""
     left_s = seconds - time.time()
-    said = f"{what} until {date(seconds)}"
+    text = f"{what} until {date(seconds)}"
     if left_s <= 0:
         return fail(
             name,
@@ -254,19 +254,19 @@ def check_expiry(name: str, what: str, seconds: float) -> Finding:
     if left_s < NEAR_END_S:
         return warn(
             name,
-            f"{said}, {left_s / 86400:.1f} days from now",
+            f"{text}, {left_s / 86400:.1f} days from now",
             "renew it: new files in place of the old ones",
         )
-    return ok(name, f"{said}, {left_s / 86400:,.0f} days from now")
+    return ok(name, f"{text}, {left_s / 86400:,.0f} days from now")
 
 
 def _address(config: ClientConfig) -> Finding:
     direct = ", that node alone" if config.direct else ""
     near = "" if config.near == "auto" else f", near {config.near}"
-    said = f"{config.address}{direct}, wire {config.wire}{near}"
+    text = f"{config.address}{direct}, wire {config.wire}{near}"
     return ok(
         "settings",
-        f"{said}, {config.timeout_s:g} s a call, {config.connect_timeout_s:g} s to connect",
+        f"{text}, {config.timeout_s:g} s a call, {config.connect_timeout_s:g} s to connect",
     )
 
 

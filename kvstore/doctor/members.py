@@ -63,93 +63,91 @@ def check_status(status: "NodeStatus") -> Iterator[Finding]:
 
 def version(hello: pb.HelloReply) -> Finding:
     """Check the node's version."""
-    said = f"kvstore {hello.version}, protocol {hello.protocol_version}"
+    text = f"kvstore {hello.version}, protocol {hello.protocol_version}"
     if hello.protocol_version != PROTOCOL_VERSION:
         remedy = "update the older one soon: only adjacent protocol versions work together"
-        return warn("version", f"{said}; here {PROTOCOL_VERSION}", remedy)
+        return warn("version", f"{text}; here {PROTOCOL_VERSION}", remedy)
     if hello.version != kvstore.__version__:
         return warn(
             "version",
-            f"{said}; here {kvstore.__version__}",
+            f"{text}; here {kvstore.__version__}",
             "update the older one; they work together",
         )
-    return ok("version", said)
+    return ok("version", text)
 
 
 def state(status: "NodeStatus") -> Finding:
     """Check the node's state."""
-    said = f"{status.state}, up {status.uptime_ms / 3_600_000:,.1f} h"
+    text = f"{status.state}, up {status.uptime_ms / 3_600_000:,.1f} h"
     if status.state == "DRAINING":
-        return warn("state", said, "it is being stopped, and takes no new pages")
+        return warn("state", text, "it is being stopped, and takes no new pages")
     if status.state == "DEGRADED":
-        return warn("state", said, "its disk is stopped: an operator runs `kvstore recover`")
-    return ok("state", said)
+        return warn("state", text, "its disk is stopped: an operator runs `kvstore recover`")
+    return ok("state", text)
 
 
-def clock(told: Clock | None) -> Finding:
+def clock(offset: Clock | None) -> Finding:
     """Compare the node's clock with this host's."""
-    if told is None:
+    if offset is None:
         return skipped("clock", "an older node does not report its clock")
-    off_s = max(0.0, abs(told.ahead_s) - told.within_s)
-    said = (
-        f"{abs(told.ahead_s):.3f} s {'ahead of' if told.ahead_s > 0 else 'behind'} this host's, ± "
-        f"{told.within_s:.3f} s"
-    )
+    off_s = max(0.0, abs(offset.ahead_s) - offset.within_s)
+    side = "ahead of" if offset.ahead_s > 0 else "behind"
+    text = f"{abs(offset.ahead_s):.3f} s {side} this host's, ± {offset.within_s:.3f} s"
     remedy = (
         "set the clock that is wrong, and run chrony or systemd-timesyncd there: "
         "certificates depend on it"
     )
     if off_s >= CLOCK_FAIL_S:
-        return fail("clock", said, remedy)
-    return warn("clock", said, remedy) if off_s >= CLOCK_WARN_S else ok("clock", said)
+        return fail("clock", text, remedy)
+    return warn("clock", text, remedy) if off_s >= CLOCK_WARN_S else ok("clock", text)
 
 
 def ram(status: "RamStatus") -> Finding:
     """Check the RAM tier."""
-    said = (
+    text = (
         f"{status.used_nbytes / GIB:.1f} of {status.capacity_nbytes / GIB:.1f} GiB, "
         f"{status.page_count:,} pages"
     )
-    return ok("RAM", f"{said}, {status.huge_nbytes / GIB:.1f} GiB in huge pages")
+    return ok("RAM", f"{text}, {status.huge_nbytes / GIB:.1f} GiB in huge pages")
 
 
 def disk(status: "NodeStatus") -> Finding:
     """Check the disk tier."""
-    told = status.disk
+    tier = status.disk
     if not status.disk:
         return skipped("disk", "this node has none (--data-dir)")
-    said = (
-        f"{told.used_nbytes / GIB:.1f} of {told.capacity_nbytes / GIB:.1f} GiB in {told.data_dir}"
+    text = (
+        f"{tier.used_nbytes / GIB:.1f} of {tier.capacity_nbytes / GIB:.1f} GiB in {tier.data_dir}"
     )
-    if told.state != "SERVING":
+    if tier.state != "SERVING":
         return fail(
             "disk",
-            f"STOPPED, RAM still serves: {told.reason}",
+            f"STOPPED, RAM still serves: {tier.reason}",
             "repair the cause, then: kvstore recover",
         )
-    if told.limit:
-        return warn("disk", f"{said}; {told.limit}", "free space there, or lower --disk-bytes")
-    if told.pages_corrupt:
+    if tier.limit:
+        return warn("disk", f"{text}; {tier.limit}", "free space there, or lower --disk-bytes")
+    if tier.pages_corrupt:
         remedy = (
             "the medium or the memory corrupts data: replace it; kvstore scrub reads "
             "everything once"
         )
         return warn(
-            "disk", f"{said}; {told.pages_corrupt:,} pages were found damaged, and dropped", remedy
+            "disk", f"{text}; {tier.pages_corrupt:,} pages were found damaged, and dropped", remedy
         )
-    if told.queue_nbytes > QUEUE_FULL_SHARE * told.queue_nbytes_max:
+    if tier.queue_nbytes > QUEUE_FULL_SHARE * tier.queue_nbytes_max:
         remedy = (
             "the disk is slower than the puts: a faster one, more members, or a larger "
             "--disk-queue-bytes"
         )
-        return warn("disk", f"{said}; the write queue is full", remedy)
-    if not told.direct_io:
+        return warn("disk", f"{text}; the write queue is full", remedy)
+    if not tier.direct_io:
         remedy = (
             "put --data-dir on ext4 or xfs on a local disk: here pages go through the page "
             "cache, and its memory"
         )
-        return warn("disk", f"{said}, which has no O_DIRECT", remedy)
-    return ok("disk", f"{said}, {told.page_count:,} pages, O_DIRECT")
+        return warn("disk", f"{text}, which has no O_DIRECT", remedy)
+    return ok("disk", f"{text}, {tier.page_count:,} pages, O_DIRECT")
 
 
 def gateways(status: "NodeStatus") -> Iterator[Finding]:
@@ -159,7 +157,7 @@ def gateways(status: "NodeStatus") -> Iterator[Finding]:
     ended = sum(gateway.recent_ends for gateway in status.gateways)
     ready = sum(gateway.ready for gateway in status.gateways)
     why = ", ".join(f"{end.why} {end.count:,}" for end in status.gateway_ends if end.count)
-    said = f"{ready} of {len(status.gateways)} serve" + (
+    text = f"{ready} of {len(status.gateways)} serve" + (
         f"; ended since its start: {why}" if why else ""
     )
     if ended >= STREAK_MIN or not ready:
@@ -168,9 +166,9 @@ def gateways(status: "NodeStatus") -> Iterator[Finding]:
             "it to another network (--grpc-host), or require client certificates"
         )
         finding = warn if ready else fail
-        yield finding("gRPC gateways", f"{said}; {ended} times in the last minute", remedy)
+        yield finding("gRPC gateways", f"{text}; {ended} times in the last minute", remedy)
         return
-    yield ok("gRPC gateways", said)
+    yield ok("gRPC gateways", text)
 
 
 def certificates(tls: "TlsStatus") -> Iterator[Finding]:
@@ -200,8 +198,10 @@ def findings(view: View, nodes: Mapping[str, Connectivity]) -> Iterator[Finding]
     if there:
         yield _agreement(there)
         yield _registry(there)
-        told = [node.status.peers.lost for node in there.values() if node.status is not None]
-        yield from lost_members(lost for some in told for lost in some)
+        lost_by_node = [
+            node.status.peers.lost for node in there.values() if node.status is not None
+        ]
+        yield from lost_members(lost for some in lost_by_node for lost in some)
         yield from few_copies(
             {name: node.status.peers for name, node in there.items() if node.status is not None}
         )
@@ -238,21 +238,21 @@ def near(view: View, config: ClientConfig, shared: Mapping[str, bool]) -> Findin
 
 def _answers(view: View, there: Mapping[str, Connectivity]) -> Finding:
     away = [member.id for member in view.members if member.id not in there]
-    said = f"{len(there)} of {len(view.members)} answer here"
+    text = f"{len(there)} of {len(view.members)} answer here"
     if away:
         remedy = "see each of them above; their pages come from other owners, or are misses"
-        return fail("members", f"{said}; not {', '.join(away)}", remedy)
-    return ok("members", said)
+        return fail("members", f"{text}; not {', '.join(away)}", remedy)
+    return ok("members", text)
 
 
 def _agreement(there: Mapping[str, Connectivity]) -> Finding:
     """Check that the members agree on the view; those with an older one are asked once more."""
-    views = _told(there)
+    views = _view_of_each(there)
     if len({seen.number for seen in views.values()}) > 1:
         time.sleep(SETTLE_S)
         for node in there.values():
             node.ask_again()
-        views = _told(there)
+        views = _view_of_each(there)
     alone = sorted(there.keys() - views.keys())
     if alone:
         remedy = "start it with the same --cluster as the others"
@@ -261,10 +261,10 @@ def _agreement(there: Mapping[str, Connectivity]) -> Finding:
         )
     numbers = {seen.number for seen in views.values()}
     if len(numbers) > 1:
-        said = ", ".join(f"{member} has {seen.number}" for member, seen in sorted(views.items()))
+        text = ", ".join(f"{member} has {seen.number}" for member, seen in sorted(views.items()))
         return fail(
             "view",
-            said,
+            text,
             "members with an older view do not receive changes: check their registry, and etcd",
         )
     # With a fixed list, each node knows only its own frame port, so ports are not compared.
@@ -273,10 +273,10 @@ def _agreement(there: Mapping[str, Connectivity]) -> Finding:
         for member, seen in sorted(views.items())
     }
     if len(lists) > 1:
-        said = f"{' and '.join(lists.values())} have lists of members that differ"
+        text = f"{' and '.join(lists.values())} have lists of members that differ"
         return fail(
             "view",
-            said,
+            text,
             "give all members the same text as --cluster static:..., and restart those that differ",
         )
     if len({(seen.cluster, seen.replicas) for seen in views.values()}) > 1:
@@ -288,7 +288,7 @@ def _agreement(there: Mapping[str, Connectivity]) -> Finding:
     return ok("view", f"number {numbers.pop()}, the same at all that answer")
 
 
-def _told(there: Mapping[str, Connectivity]) -> Views:
+def _view_of_each(there: Mapping[str, Connectivity]) -> Views:
     views = Views()
     for member, node in there.items():
         if node.hello is not None and node.hello.HasField("view"):
@@ -318,9 +318,9 @@ def owned(lost: "LostMember") -> str:
     return ", ".join(filter(None, (f"{lost.share:.0%} of keys", left, alone)))
 
 
-def few_copies(told: "Mapping[str, PeersStatus]") -> Iterator[Finding]:
-    """Report pages with fewer copies than replicas. `told`: by the member that reports them."""
-    thin = {name: peers for name, peers in told.items() if peers.pages_under_replicated}
+def few_copies(by_member: "Mapping[str, PeersStatus]") -> Iterator[Finding]:
+    """Report pages with fewer copies than replicas. `by_member`: who reports them."""
+    thin = {name: peers for name, peers in by_member.items() if peers.pages_under_replicated}
     if thin:
         count = sum(peers.pages_under_replicated for peers in thin.values())
         replicas = max(peers.replicas for peers in thin.values())
@@ -349,11 +349,11 @@ def health(view: View, statuses: "Mapping[str, NodeStatus]") -> str:
 
 def _registry(there: Mapping[str, Connectivity]) -> Finding:
     wrong: dict[str, None] = {}
-    told = False
+    has_status = False
     for member, node in sorted(there.items()):
         if node.status is None or not node.status.peers:
             continue
-        told, peers = True, node.status.peers
+        has_status, peers = True, node.status.peers
         if peers.registry not in REGISTRIES:
             wrong[f"the registry of {member} does not answer: {peers.registry}"] = None
         wrong |= dict.fromkeys(f"outside the view: {line}" for line in peers.apart)
@@ -364,6 +364,6 @@ def _registry(there: Mapping[str, Connectivity]) -> Finding:
             "repair etcd, or the connection to it; members outside the view report why: "
             "docs/cluster.md",
         )
-    if not told:
+    if not has_status:
         return skipped("registry", "shown to identities of all tenants only")
     return ok("registry", "it answers all members, and all are in the view")

@@ -332,14 +332,14 @@ def page_size(
             "the trace does not show how many tokens a page has; set --tokens-per-page"
         )
     if nbytes is None and model is None:
-        said = {request.page_nbytes for request in some} - {0}
-        if said:
+        sizes = {request.page_nbytes for request in some} - {0}
+        if sizes:
             nbytes = round(
                 _mean_said([(request.page_nbytes, len(request.hash_ids)) for request in some])
             )
-        if len(said) > 1:
-            assumed.append(f"the trace has pages of {len(said)} sizes; their mean is used")
-        elif not said:
+        if len(sizes) > 1:
+            assumed.append(f"the trace has pages of {len(sizes)} sizes; their mean is used")
+        elif not sizes:
             model = CacheSize(TOKEN_NBYTES)
             assumed.append(
                 f"a token takes {TOKEN_NBYTES >> 10} KiB, as in Llama 3 8B at 16 bits; "
@@ -359,28 +359,28 @@ def page_size(
 
 def _mean_said(found: list[tuple[float, int]]) -> float:
     """Return the mean of the values that requests state, weighted by pages; 0 without any."""
-    told = [(value, pages) for value, pages in found if value]
+    known = [(value, pages) for value, pages in found if value]
     return (
-        sum(value * pages for value, pages in told) / sum(pages for _, pages in told)
-        if told
+        sum(value * pages for value, pages in known) / sum(pages for _, pages in known)
+        if known
         else 0.0
     )
 
 
 def _tokens(requests: list[TraceRequest]) -> float | None:
     """Estimate the tokens per page from the input lengths."""
-    told = [
+    known = [
         (request.input_length, len(request.hash_ids))
         for request in requests
         if request.input_length
     ]
-    if not told:
+    if not known:
         return None
-    most = min((tokens / (pages - 1) for tokens, pages in told if pages > 1), default=math.inf)
-    least = math.ceil(max(tokens / pages for tokens, pages in told))
+    most = min((tokens / (pages - 1) for tokens, pages in known if pages > 1), default=math.inf)
+    least = math.ceil(max(tokens / pages for tokens, pages in known))
     if least < most:
         return float(least)
-    full = math.floor(min(tokens / pages for tokens, pages in told))
-    if full > max(tokens / (pages + 1) for tokens, pages in told):
+    full = math.floor(min(tokens / pages for tokens, pages in known))
+    if full > max(tokens / (pages + 1) for tokens, pages in known):
         return float(full)
-    return sum(tokens for tokens, _ in told) / sum(pages for _, pages in told)
+    return sum(tokens for tokens, _ in known) / sum(pages for _, pages in known)

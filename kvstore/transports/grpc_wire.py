@@ -177,20 +177,20 @@ class GrpcWire:
     def call(self, op: str, request: Any, deadline: Deadline) -> Any:
         """Send one request and return its reply."""
         check_process(self._pid)
-        told, call = self._call_metadata, getattr(self._stub, _METHODS[op])
+        metadata, call = self._call_metadata, getattr(self._stub, _METHODS[op])
         if op == "feed":  # a stream; with `wait_ms`, of one reply
-            return self._first(call, request, told, deadline)
+            return self._first(call, request, metadata, deadline)
         try:
-            return self._run(lambda: call(request, timeout=deadline.remaining(), metadata=told))
+            return self._run(lambda: call(request, timeout=deadline.remaining(), metadata=metadata))
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
 
-    def _first(self, call: Any, request: Any, told: _Metadata, deadline: Deadline) -> Any:
+    def _first(self, call: Any, request: Any, metadata: _Metadata, deadline: Deadline) -> Any:
         """Return the first reply of a stream."""
         stream = _Stream()
 
         def first() -> Any:
-            replies = call(request, timeout=deadline.remaining(), metadata=told)
+            replies = call(request, timeout=deadline.remaining(), metadata=metadata)
             with stream.whole(replies):
                 return next(replies)
 
@@ -215,15 +215,15 @@ class GrpcWire:
             reply = self._call_whole(self._put_whole, message, deadline)
             if reply is not None:
                 return _verdicts(reply, len(pages))
-        stream, told = _Stream(), self._call_metadata
+        stream, metadata = _Stream(), self._call_metadata
         return self._run(
-            partial(self._put_all, stream, told, request, pages, deadline, hmacs), stream.stop
+            partial(self._put_all, stream, metadata, request, pages, deadline, hmacs), stream.stop
         )
 
     def _put_all(
         self,
         stream: "_Stream",
-        told: _Metadata,
+        metadata: _Metadata,
         request: pb.PutRequest,
         pages: Sequence[Pieces],
         deadline: Deadline,
@@ -232,7 +232,7 @@ class GrpcWire:
         outbox = Outbox()
         try:
             with stream.whole(
-                self._put(iter(outbox), timeout=deadline.remaining(), metadata=told)
+                self._put(iter(outbox), timeout=deadline.remaining(), metadata=metadata)
             ) as replies:
                 # Nothing shall wait for a stream that the node or the deadline ended
                 replies.add_done_callback(outbox.end)
@@ -276,16 +276,16 @@ class GrpcWire:
                     begin, data = get_parts(reply)
                     chunks = iter([data] if data.nbytes else ())
                     return _received(request, begin, chunks, buffers, seeds, hmacs)
-        stream, told = _Stream(), self._call_metadata
+        stream, metadata = _Stream(), self._call_metadata
         return self._run(
-            partial(self._get_all, stream, told, request, buffers, seeds, deadline, hmacs),
+            partial(self._get_all, stream, metadata, request, buffers, seeds, deadline, hmacs),
             stream.stop,
         )
 
     def _get_all(
         self,
         stream: "_Stream",
-        told: _Metadata,
+        metadata: _Metadata,
         request: pb.GetRequest,
         buffers: Sequence[Pieces],
         seeds: Sequence[int],
@@ -296,7 +296,7 @@ class GrpcWire:
             with (
                 _complete_get(),
                 stream.whole(
-                    self._get(request, timeout=deadline.remaining(), metadata=told)
+                    self._get(request, timeout=deadline.remaining(), metadata=metadata)
                 ) as frames,
             ):
                 begin = pb.GetFrame.FromString(next(frames)).begin
@@ -307,9 +307,9 @@ class GrpcWire:
 
     def _call_whole(self, call: Any, request: Any, deadline: Deadline) -> Any:
         """Send a put or get that is one message; return None if the node has no such method."""
-        told = self._call_metadata
+        metadata = self._call_metadata
         try:
-            return self._run(lambda: call(request, timeout=deadline.remaining(), metadata=told))
+            return self._run(lambda: call(request, timeout=deadline.remaining(), metadata=metadata))
         except (grpc.RpcError, ValueError) as error:
             if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
                 self._whole = False
@@ -324,11 +324,11 @@ class GrpcWire:
         `number` is that of the known view. `end` is called when the stream has ended.
         """
         check_process(self._pid)
-        request, told = pb.FollowRequest(number=number), self._call_metadata
+        request, metadata = pb.FollowRequest(number=number), self._call_metadata
 
         def begin() -> Any:
             with self._stuck_without_thread():
-                return self._stub.Follow(request, timeout=seconds, metadata=told)
+                return self._stub.Follow(request, timeout=seconds, metadata=metadata)
 
         return Followed(begin, end)
 

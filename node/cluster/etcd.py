@@ -182,7 +182,7 @@ class Etcd:
                 yield [_change(event) for event in reply.events]
             raise Unavailable("etcd ended the watch")
         except (grpc.RpcError, ValueError) as error:
-            raise Unavailable(f"the watch broke: {_said(error)}") from error
+            raise Unavailable(f"the watch broke: {_describe(error)}") from error
         finally:
             replies.cancel()
 
@@ -243,10 +243,10 @@ class Etcd:
             try:
                 return method(connection)(request, timeout=TRY_S, metadata=connection.metadata)
             except (grpc.RpcError, ValueError) as error:
-                failed = Unavailable(f"etcd at {connection.endpoint}: {_said(error)}")
+                failed = Unavailable(f"etcd at {connection.endpoint}: {_describe(error)}")
                 if isinstance(error, grpc.RpcError) and error.code() not in ELSEWHERE:
                     raise InvalidRequest(
-                        f"etcd at {connection.endpoint} refuses: {_said(error)}"
+                        f"etcd at {connection.endpoint} refuses: {_describe(error)}"
                     ) from error
                 self._leave(connection)
         assert failed is not None
@@ -325,7 +325,9 @@ class _Connection:
             reply = stub.Authenticate(request, timeout=TRY_S)
         except grpc.RpcError as error:
             kind = Unavailable if error.code() in ELSEWHERE else InvalidRequest
-            raise kind(f"etcd at {self.endpoint}, as user {access.user}: {_said(error)}") from error
+            raise kind(
+                f"etcd at {self.endpoint}, as user {access.user}: {_describe(error)}"
+            ) from error
         self.metadata = (("token", reply.token),)
 
 
@@ -347,9 +349,9 @@ def _change(event: pb.Event) -> Change:
     )
 
 
-def _said(error: grpc.RpcError | ValueError) -> str:
-    said = str(
+def _describe(error: grpc.RpcError | ValueError) -> str:
+    text = str(
         (error.details() or error.code().name) if isinstance(error, grpc.RpcError) else error
     )
-    meant = next((meaning for sign, meaning in MEANINGS.items() if re.search(sign, said)), "")
-    return f"{meant} ({said})" if meant else said
+    meant = next((meaning for sign, meaning in MEANINGS.items() if re.search(sign, text)), "")
+    return f"{meant} ({text})" if meant else text

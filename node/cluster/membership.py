@@ -153,34 +153,42 @@ TRIED_S = 5.0
 PAUSE_S = 0.2
 
 
-def advertised(told: str, host: str, port: int, towards: Sequence[str], scheme: str = "") -> str:
+def advertised(
+    configured: str, host: str, port: int, towards: Sequence[str], scheme: str = ""
+) -> str:
     """Return the address that a node advertises.
 
-    It is `told`, with this node's port if it has none; else the address on which the node listens;
-    else the one from which this host reaches one of `towards`. `scheme` is that of `port`, empty
-    for gRPC.
+    It is `configured`, with this node's port if it has none; else the address on which the node
+    listens; else the one from which this host reaches one of `towards`. `scheme` is that of `port`,
+    empty for gRPC.
     """
-    if told:
-        return with_port(told, port, scheme)
+    if configured:
+        return with_port(configured, port, scheme)
     if host in WILDCARDS:
         host = _own_address(towards)
     return scheme + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
-def with_port(told: str, port: int, scheme: str = "") -> str:
+def with_port(configured: str, port: int, scheme: str = "") -> str:
     """Add this node's port and scheme to an address without a port. Raises ConfigError."""
-    if told.startswith(BULK_SCHEME):
-        split_address(told)
-        return told
-    check_no_url("advertise", told)
-    named = told.rpartition(":")[2].isdigit() and (told.count(":") == 1 or "]:" in told)
+    if configured.startswith(BULK_SCHEME):
+        split_address(configured)
+        return configured
+    check_no_url("advertise", configured)
+    named = configured.rpartition(":")[2].isdigit() and (
+        configured.count(":") == 1 or "]:" in configured
+    )
     # A bare IPv6 address, as Kubernetes passes it to a pod
-    bare = told.count(":") > 1 and not told.startswith("[")
-    address = told if named else scheme + (f"[{told}]:{port}" if bare else f"{told}:{port}")
+    bare = configured.count(":") > 1 and not configured.startswith("[")
+    address = (
+        configured
+        if named
+        else scheme + (f"[{configured}]:{port}" if bare else f"{configured}:{port}")
+    )
     try:
         split_address(address)
     except ConfigError as error:
-        raise ConfigError(f"advertise={told!r} is not host:port") from error
+        raise ConfigError(f"advertise={configured!r} is not host:port") from error
     return address
 
 
@@ -262,8 +270,8 @@ def _instance_at(config: ClientConfig) -> bytes:
     try:
         return bytes(wire.call("hello", pb.HelloRequest(), limit).instance_id)
     except Unavailable as error:
-        if said := explain_unreachable(found, port, tls, PROBE_S):
-            raise Unavailable(said) from error
+        if text := explain_unreachable(found, port, tls, PROBE_S):
+            raise Unavailable(text) from error
         raise
     finally:
         wire.close()

@@ -79,20 +79,20 @@ class MemberEvents:
 
     def _compare(self, view: View) -> None:
         known, self._known = self._known, view
-        said = f"view {view.number}, members {len(view.members)}"
+        text = f"view {view.number}, members {len(view.members)}"
         if known is None:
             if self._membership.announcer is not None:  # a fixed list has always been there
-                self._events.add(Kind.JOINED, self._membership.member, said)
+                self._events.add(Kind.JOINED, self._membership.member, text)
             return
         lost = {member.id for member in self._membership.lost()}
         for name in sorted(view.by_id.keys() | known.by_id.keys()):
             before, now = known.by_id.get(name), view.by_id.get(name)
             if kind := self._change(before, now, name in lost):
-                self._events.add(kind, name, said)
+                self._events.add(kind, name, text)
             elif now is None:
-                self._events.add(Kind.VIEW, name, f"{said}, without {name}")
+                self._events.add(Kind.VIEW, name, f"{text}, without {name}")
         if view.replicas != known.replicas:
-            self._events.add(Kind.VIEW, "", f"{said}, replicas {view.replicas}")
+            self._events.add(Kind.VIEW, "", f"{text}, replicas {view.replicas}")
 
     def _change(self, before: Member | None, now: Member | None, is_lost: bool) -> Kind | None:
         """Return the kind of a member's change; None for none, and for a loss (`on_lost`)."""
@@ -115,9 +115,9 @@ class MemberEvents:
         now = {member.id: member for member in lost if member.lost_s}
         with self._lock:
             for name in sorted(now.keys() - self._lost):
-                said = f"it left {now[name].address} without a drain"
+                text = f"it left {now[name].address} without a drain"
                 # The time is the registry's, so a restart records the loss only once
-                self._events.add_once(Kind.LOST, name, said, 1000 * now[name].lost_s)
+                self._events.add_once(Kind.LOST, name, text, 1000 * now[name].lost_s)
             for name in sorted(self._lost - now.keys()):
                 if name in registered:
                     self._returned.add(name)
@@ -191,18 +191,18 @@ class Peers:
             )
 
     def _note_drained(self, progress: Progress) -> None:
-        said = f"{progress.handed} pages are with their owners, {progress.left} are not"
-        self.events.add(Kind.DRAINED, "", said)
+        text = f"{progress.handed} pages are with their owners, {progress.left} are not"
+        self.events.add(Kind.DRAINED, "", text)
 
     def _note_copies(self, report: Report) -> None:
         """Record when pages have too few copies, and when they have enough again."""
         before, self._thin = self._thin, report.thin
         if report.thin and not before:
-            said = f"{report.thin} pages have too few copies; this member fetches them"
-            self.events.add(Kind.UNDER_REPLICATED, "", said)
+            text = f"{report.thin} pages have too few copies; this member fetches them"
+            self.events.add(Kind.UNDER_REPLICATED, "", text)
         elif before and not report.thin:
-            said = f"{report.fetched} pages fetched; none has too few copies here"
-            self.events.add(Kind.REPAIRED, "", said)
+            text = f"{report.fetched} pages fetched; none has too few copies here"
+            self.events.add(Kind.REPAIRED, "", text)
 
     def start(self) -> None:
         """Start the background work."""

@@ -113,19 +113,19 @@ class Rebalance:
         view: View,
         member: str,
         dry: bool = False,
-        told: Callable[[Report], None] = lambda report: None,
+        on_progress: Callable[[Report], None] = lambda report: None,
     ) -> Report:
         """Ask all other members of the view for the pages that `member`, this one, owns.
 
         Copies of pages that it owns now become its own, with their pins. With `dry`, only report
-        missing pages. `told` receives the progress.
+        missing pages. `on_progress` receives the progress.
         """
         owned = frozenset[PageKey]() if dry else self._own_copies(view, member)
         missing, away = self._missing_pages(view, member, owned)
         nbytes = sum(self._tier.namespace(page.digest).page_nbytes for page in missing)
         thin = _thin(missing, view.replicas)
         report = Report(len(missing), nbytes, away=away, thin=thin)
-        return report if dry else self._fetched(missing, report, view.replicas, told)
+        return report if dry else self._fetched(missing, report, view.replicas, on_progress)
 
     def _own_copies(self, view: View, own: str) -> frozenset[PageKey]:
         """Make copies of pages that `own`, this member, owns in the view its own."""
@@ -222,9 +222,9 @@ class Rebalance:
         missing: list[Missing],
         report: Report,
         replicas: int,
-        told: Callable[[Report], None],
+        on_progress: Callable[[Report], None],
     ) -> Report:
-        told(report)
+        on_progress(report)
         for start in range(0, len(missing), ROUND_PAGES):
             for batch in self._batches(missing[start : start + ROUND_PAGES]):
                 nbytes = self._tier.namespace(batch[0].digest).page_nbytes
@@ -238,7 +238,7 @@ class Rebalance:
                     full=report.full + len(batch) - len(wanted),
                     failed=report.failed + len(wanted) - count,
                 )
-                told(report)
+                on_progress(report)
                 if not self._pause(count * nbytes):
                     return report  # the rest is still missing
         return report
@@ -448,7 +448,7 @@ class Rebalancer:
 
     def _once(self, view: View) -> None:
         self._began_s, self._moved_nbytes = time.monotonic(), 0
-        report = self._sweep.run(view, self._membership.member, told=self._hear)
+        report = self._sweep.run(view, self._membership.member, on_progress=self._note_progress)
         if self._stopped:
             return
         self.report, self.ended_s = report, time.monotonic()
@@ -459,7 +459,7 @@ class Rebalancer:
         if view.by_id[self._membership.member].state is State.JOINING:
             self._membership.joined()
 
-    def _hear(self, report: Report) -> None:
+    def _note_progress(self, report: Report) -> None:
         if self._so_far is None:
             self._missed = 0  # now they are among the missing pages
         self._so_far = report

@@ -75,24 +75,26 @@ class Members:
         self._ask(view)
         now_s = time.monotonic()
         with self._lock:
-            told = self._statuses | {
+            known = self._statuses | {
                 self._membership.member: _answer(own) | {"error": "", "at_s": now_s}
             }
         there = {
-            member.id: told[member.id]
+            member.id: known[member.id]
             for member in view.members
-            if told.get(member.id, {}).get("status")
+            if known.get(member.id, {}).get("status")
         }
         return {
             "cluster": view.cluster,
             # a member that was not queried yet is not missing
             "health": health(view, {name: one["health"] for name, one in there.items()})
-            if all(member.id in told for member in view.members)
+            if all(member.id in known for member in view.members)
             else "",
             "number": view.number,
             "replicas": view.replicas,
             "own": self._membership.member,
-            "members": [_member(member, told.get(member.id, {}), now_s) for member in view.members],
+            "members": [
+                _member(member, known.get(member.id, {}), now_s) for member in view.members
+            ],
             "sums": _sums([one["status"] for one in there.values()]),
             "lost": [plain(lost) for lost in own.peers.lost],
         }
@@ -114,10 +116,10 @@ class Members:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 break
-            said = self._request_status(member, min(CALL_S, left_s))
+            answer = self._request_status(member, min(CALL_S, left_s))
             with self._lock:
-                self._statuses[member] = said
-                self._asked_s[member] = said["at_s"]
+                self._statuses[member] = answer
+                self._asked_s[member] = answer["at_s"]
         with self._lock:
             for name in self._statuses.keys() - set(others):
                 del self._statuses[name]
@@ -130,12 +132,12 @@ class Members:
             )
             return reply
 
-        said: dict[str, Any] = {"status": None, "error": ""}
+        answer: dict[str, Any] = {"status": None, "error": ""}
         try:
-            said |= _answer(self._channels.channel(member).run(call, None, Deadline(timeout_s)))
+            answer |= _answer(self._channels.channel(member).run(call, None, Deadline(timeout_s)))
         except KVStoreError as error:
-            said["error"] = str(error)
-        return said | {"at_s": time.monotonic()}
+            answer["error"] = str(error)
+        return answer | {"at_s": time.monotonic()}
 
 
 def _answer(status: pb.NodeStatusReply) -> dict[str, Any]:
@@ -144,16 +146,16 @@ def _answer(status: pb.NodeStatusReply) -> dict[str, Any]:
     return {"status": summary(status), "health": health}
 
 
-def _member(member: Member, said: Mapping[str, Any], now_s: float) -> dict[str, Any]:
+def _member(member: Member, answer: Mapping[str, Any], now_s: float) -> dict[str, Any]:
     return {
         "id": member.id,
         "address": member.address,
         "zone": member.zone,
         "weight": member.weight,
         "state": member.state.name.lower(),
-        "status": said.get("status"),
-        "error": said.get("error", ""),
-        "age_s": round(now_s - said["at_s"], 1) if "at_s" in said else None,
+        "status": answer.get("status"),
+        "error": answer.get("error", ""),
+        "age_s": round(now_s - answer["at_s"], 1) if "at_s" in answer else None,
     }
 
 
@@ -166,14 +168,14 @@ def summary(status: pb.NodeStatusReply) -> dict[str, Any]:
     }
     if status.HasField("disk"):
         parts["disk"] = (status.disk, (*_TIER, "state"))
-    told = {
+    fields_of_node = {
         name: {field: plain(part)[field] for field in fields}
         for name, (part, fields) in parts.items()
     }
     return {
         **{field: getattr(status, field) for field in _FIELDS},
         "disk": None,
-        **told,
+        **fields_of_node,
     }
 
 
@@ -184,6 +186,6 @@ def _sums(statuses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "session_count": sum(status["session_count"] for status in statuses),
     }
     for part, fields in (("totals", _TOTALS), ("ram", _TIER), ("disk", _TIER), ("peers", _SUMMED)):
-        told = [status[part] for status in statuses if status[part]]
-        found[part] = {field: sum(one[field] for one in told) for field in fields}
+        parts = [status[part] for status in statuses if status[part]]
+        found[part] = {field: sum(one[field] for one in parts) for field in fields}
     return found

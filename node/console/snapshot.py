@@ -157,7 +157,7 @@ class Snapshots:
     def _hot_prefixes(self, status: pb.NodeStatusReply) -> list[dict[str, Any]]:
         """Return the hot prefixes of visible namespaces, shortened as in logs."""
         infos = {info.digest: info for info in status.namespaces}
-        told = [hot for hot in self._heat.hottest() if hot.namespace in infos][:HOT_MAX]
+        hottest = [hot for hot in self._heat.hottest() if hot.namespace in infos][:HOT_MAX]
         return [
             {
                 "namespace": hot.namespace.hex(),
@@ -167,28 +167,28 @@ class Snapshots:
                 "error": hot.error,
                 "pages": round(hot.pages, 1),
             }
-            for hot in told
+            for hot in hottest
         ]
 
     def _findings(self, principal: Principal, status: pb.NodeStatusReply) -> list[dict[str, Any]]:
         """Return findings, cached because comparing namespaces takes milliseconds."""
-        until_s, told = self._found.get(principal.scope, (0.0, []))
+        until_s, advice = self._found.get(principal.scope, (0.0, []))
         if time.monotonic() >= until_s:
-            told = [
+            advice = [
                 finding._asdict() | {"state": finding.state.value} for finding in findings(status)
             ]
-            self._found[principal.scope] = (time.monotonic() + FINDINGS_S, told)
-        return told
+            self._found[principal.scope] = (time.monotonic() + FINDINGS_S, advice)
+        return advice
 
 
 def _of_node(status: pb.NodeStatusReply) -> dict[str, Any]:
     """Return the node's own values; what the caller may not see is left out."""
     names = (*_STATUS_FIELDS, *(_OF_NODE if status.HasField("ram") else ()))
-    told = {name: getattr(status, name) for name in names}
+    fields = {name: getattr(status, name) for name in names}
     parts = {name: plain(getattr(status, name)) for name in _PARTS if status.HasField(name)}
     if "ram" in parts:
         del parts["ram"]["size_classes"]
-    return told | parts
+    return fields | parts
 
 
 def _size(use: pb.TenantUse) -> int:

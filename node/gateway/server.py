@@ -140,11 +140,11 @@ class NodeState:
 
         Raises KeyError for an unknown name.
         """
-        told = None
+        sent = None
         async for _ in self._changes():
             status = self.health(name)
-            if status != told:
-                told = status
+            if status != sent:
+                sent = status
                 yield status
 
     async def watch_views(self, known: int) -> AsyncIterator[pb.View]:
@@ -154,12 +154,12 @@ class NodeState:
         """
         if self._alone:
             raise InvalidRequest("this node is in no cluster: it has no view")
-        told: pb.View | None = None
+        sent: pb.View | None = None
         async for _ in self._changes():
             view = self._view
-            if view is not None and view is not told and (told or view.number != known):
+            if view is not None and view is not sent and (sent or view.number != known):
                 yield view
-            told = view
+            sent = view
 
     async def _changes(self) -> AsyncIterator[None]:
         """Yield now, and after each change."""
@@ -566,10 +566,10 @@ class _Others(grpc.GenericRpcHandler):  # type: ignore[misc]
         return self._handler
 
 
-def _end(call: Call, code: grpc.StatusCode, said: str) -> None:
+def _end(call: Call, code: grpc.StatusCode, details: str) -> None:
     """Set the status with which a call ends when its handler returns.
 
     Not `abort`: gRPC keeps the exception that it raises, with its stack frames, and so the request.
     """
     call.context.set_code(code)
-    call.context.set_details(said)
+    call.context.set_details(details)

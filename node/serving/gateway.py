@@ -150,7 +150,7 @@ class GatewayConnection(BulkConnection):
         self._has_left = unknown.has_left
         self._access: Access = service.authorizer.access
         self._identities = self._access.identities  # those in force when the caller was set
-        self._told: pb.OnBehalfRequest | None = None
+        self._on_behalf: pb.OnBehalfRequest | None = None
 
     def serve(self, server: Any) -> bool:
         """Serve requests until the gateway closes.
@@ -179,19 +179,19 @@ class GatewayConnection(BulkConnection):
             if request[0] == "on_behalf":
                 self._take_caller(request[1])
                 continue
-            if self._told is not None and self._access.identities is not self._identities:
-                self._take_caller(self._told)  # its identity may have another tenant now
+            if self._on_behalf is not None and self._access.identities is not self._identities:
+                self._take_caller(self._on_behalf)  # its identity may have another tenant now
             return request
 
-    def _take_caller(self, told: pb.OnBehalfRequest) -> None:
+    def _take_caller(self, on_behalf: pb.OnBehalfRequest) -> None:
         """Set the caller of the next requests to the one that the gateway named."""
-        self._told, self._identities = told, self._access.identities
-        at = _peer_at(told.address)
-        names = tuple(told.names)
+        self._on_behalf, self._identities = on_behalf, self._access.identities
+        at = _peer_at(on_behalf.address)
+        names = tuple(on_behalf.names)
 
         def who() -> Principal:
-            if told.authorization:
-                return self._access.of_headers(told.authorization, ())
+            if on_behalf.authorization:
+                return self._access.of_headers(on_behalf.authorization, ())
             return self._access.of_certificate(names) if names else refuse_anonymous()
 
         peer = at
