@@ -23,6 +23,7 @@ from kvstore.errors import InvalidRequest
 Fence: TypeAlias = torch.cuda.Event | None
 # Called by `gather`: all slots have been read.
 Gathered: TypeAlias = Callable[[], None]
+# Called by `gather`: these pages are complete.
 Landed: TypeAlias = Callable[[range], None]
 # Called by both moves: the leaves (`kvstore.checksum`) of all pages, as they were in GPU memory.
 Summed: TypeAlias = Callable[[list[bytes]], None]

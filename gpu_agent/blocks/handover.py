@@ -32,11 +32,12 @@ log.addFilter(LogRate())
 VERSION = 1  # of a ticket
 TOKENS_MAX = 1 << 32
 DIGEST_NBYTES = 16  # of a digest in a ticket
-PAUSE_S = 0.005  # between two probes at first; then this share of the wait so far,
-PAUSE_SHARE = 16
-PAUSE_S_MAX = 0.05  # at most this,
-# and at least this for each request that waits, since a probe costs the engine 50 us
-PAUSE_EACH_S = 0.001
+# The pause between two probes grows with the wait so far. Each request that waits lengthens it,
+# since a probe costs the engine 50 us.
+PAUSE_S = 0.005  # at first
+PAUSE_SHARE = 16  # then the wait divided by this
+PAUSE_S_MAX = 0.05
+PAUSE_EACH_S = 0.001  # at least, for each request that waits
 WAITING_MAX = 256  # requests that wait at a time; further ones do not
 # The store may refuse what prefill saves, and answer lookups. After so many waits in vain, one
 # after the other, requests wait this share of the time, but for one in the time of so many waits.

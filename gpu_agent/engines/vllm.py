@@ -68,10 +68,10 @@ from gpu_agent.worker.choice import agent_backend_for, lookup_backend_for
 logger = init_logger("vllm.kvstore")
 
 ORDER_NBYTES = 256 << 20  # of one rank's save job: blocks are pinned until all of it has been read
-HOLD_S = 0.05  # time that a smaller job waits for more blocks,
-SCARCE_SHARE = 8  # unless less than this part of the blocks is free
+HOLD_S = 0.05  # time that a smaller job waits for more blocks
+SCARCE_SHARE = 8  # it waits no longer if fewer than one in so many blocks is free
 PINNED_SHARE = 4  # at most one in so many of the engine's blocks is pinned for saves
-# between two reports of counters while saves and loads run: each costs the engine and its listeners
+# Between two reports of counters while saves and loads run: each costs the engine and its listeners
 # time
 STATS_S = 0.25
 

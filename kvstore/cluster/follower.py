@@ -27,8 +27,8 @@ PAUSE_S_MIN, PAUSE_S_MAX = 0.2, 10.0  # pause after a member that could not be f
 # Delay before the first stream: many clients start at once, and then the member that sent the hello
 # has a connection already.
 FIRST_S_MAX = 0.2
-FORK_S_MAX = 0.5  # time that a fork waits for the streams to end,
-LEAVE_S = 0.01  # and then for gRPC's own thread
+FORK_S_MAX = 0.5  # time that a fork waits for the streams to end
+LEAVE_S = 0.01  # time that it waits then for gRPC's own thread to end
 END_S = 0.5  # time that `close` waits for the thread, which is a daemon
 
 

@@ -49,7 +49,8 @@ RECOVER_S = 30.0
 # A list or a scrub waits this long for a hanging disk. A client waits longer by default: otherwise
 # it would take the node for a hanging one, and stop calling it.
 QUESTION_S = 4.0
-# Of the first reply, because a scrub reads a few rows; then twice as many, up to
+# Bytes of the first reply: small, because a scrub reads a few rows. Each next one has twice as
+# many.
 QUESTION_NBYTES = 16 << 10
 QUESTION_NBYTES_MAX = 1 << 20
 ORDER_KEYS_MAX = 1 << 14  # rows to delete with one order

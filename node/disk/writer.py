@@ -28,9 +28,9 @@ from node.memory.tier import RamTier
 
 log = logging.getLogger(__name__)
 
-BATCH_PAGES_MAX = 256  # rows that appear together
-BATCH_NBYTES_MAX = 16 << 20  # page bytes that are held until then
-LATER_SHARE = 0.5  # the rest is the time to write a page before RAM evicts it
+BATCH_PAGES_MAX = 256  # pages of a batch, whose rows appear together
+BATCH_NBYTES_MAX = 16 << 20  # their bytes, which are held in RAM until then
+LATER_SHARE = 0.5  # of the RAM; in the time of the rest a page is written before RAM evicts it
 IDLE_S = 0.2  # after this time without work, it deletes rows of forgotten pages and syncs
 LATER_PAGES = 1024  # deferred pages that RAM has evicted already
 GONE_S = 0.2  # between two checks whether a caller still waits for a flush

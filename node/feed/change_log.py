@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from kvstore.pb import kvstore_pb2 as pb
 
-KEYS_MAX = 1 << 18  # kept; 9 MB,
-CHANGES_MAX = 1 << 15  # and 300 bytes more for each change
+KEYS_MAX = 1 << 18  # of all changes that are kept: 9 MB
+CHANGES_MAX = 1 << 15  # of 300 bytes each, beside their keys
 CHANGE_KEYS = 1024  # of one change
 
 _AT = struct.Struct("<8sQ")

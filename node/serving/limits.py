@@ -103,8 +103,8 @@ LONG_CALLS = {
     "node_status": 8,
     "list_namespaces": 8,
 }
-SCRUB_NBYTES_MAX = 256 << 20  # of one call, which also ends after
-SCRUB_S_MAX = 5.0
+SCRUB_NBYTES_MAX = 256 << 20  # of one scrub call
+SCRUB_S_MAX = 5.0  # after this time it ends as well
 
 # Of one namespace; node.memory.page limits all together. Some 100 bytes for each plane of each
 # group of layers, so 128 different layers fit.
