@@ -30,7 +30,7 @@ class Fleet:
             "fleet", 1, tuple(Member(f"n{n}", f"10.0.0.{n}:7440") for n in range(count))
         )
 
-    def link(self, member: str) -> Any:
+    def channel(self, member: str) -> Any:
         def run(call: Any, again: Any, deadline: Any) -> pb.NodeStatusReply:
             self.asked.append(member)
             self.limits.append(deadline.left_s)
