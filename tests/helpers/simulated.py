@@ -73,7 +73,7 @@ class SimNode:
             lambda view: self.queue.follow({m.id for m in view.members} - {name})
         )
         self.sweep = Rebalance(
-            SimLinks(self),  # type: ignore[arg-type]
+            SimChannels(self),  # type: ignore[arg-type]
             self.tier,
             self.memory,
             lambda slot: False,
@@ -241,18 +241,18 @@ class SimNode:
             self.world.sleep(1.0)
 
 
-class SimLinks:
+class SimChannels:
     """The part of `node.cluster.remote_pages.PeerChannels` that rebalancing uses."""
 
     def __init__(self, node: SimNode) -> None:
         self._node = node
 
-    def link(self, member: str) -> "SimLink":
-        return SimLink(self._node, member)
+    def channel(self, member: str) -> "SimChannel":
+        return SimChannel(self._node, member)
 
 
-class SimLink:
-    """A link and its wire."""
+class SimChannel:
+    """A channel, its connection and its wire."""
 
     def __init__(self, node: SimNode, member: str) -> None:
         self._node, self._member = node, member
