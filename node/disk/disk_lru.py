@@ -27,7 +27,7 @@ LOOKED_AT = 256  # busy records skipped, and pins ended, in one search
 VICTIMS = 256  # of one search
 SIZES_TRIED = 4
 AREAS_TRIED = 4  # areas of one size, the coldest first
-PLACES_TRIED = 16  # blocks of any size, as the last resort
+BLOCKS_TRIED = 16  # blocks of any size, as the last resort
 AREA_LOOKED_AT = 4096  # records of an area
 AREA_RECORDS = 16  # oldest records of a size, to find its coldest areas
 
@@ -419,7 +419,7 @@ class DiskLru:
         A few blocks are tried; the next call tries others.
         """
         count = self._slots.unit_count >> level
-        for _ in range(min(PLACES_TRIED, count)):
+        for _ in range(min(BLOCKS_TRIED, count)):
             self._place = (self._place + 1) % count
             area = self._slots.area((self._place << level) * self._slots.unit_nbytes, level)
             if found := self._area_victims(area, pool):

@@ -18,11 +18,9 @@ from typing import Generic, NamedTuple, TypeVar
 from kvstore.errors import Exhausted
 from node.slab import SlotAllocator
 
-# Blocks that slots of one size need when packed. For RAM and disk.
-
 
 class Packed:
-    """`count` slots of one size, packed into as few blocks as possible."""
+    """`count` slots of one size, packed into as few blocks as possible; for RAM and disk."""
 
     __slots__ = ("block_nbytes", "count", "per_block")
 
