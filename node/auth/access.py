@@ -55,20 +55,20 @@ class Caller:
     """The caller of a request.
 
     `peer`: key that limits count it by. `has_left`: whether it has left and needs no answer.
-    `may_wait`: whether it may wait for other nodes without delaying other requests. `who` raises
-    Unauthenticated, also if its credential is no longer valid. `at`: its address, where `peer` is a
-    tenant. `wire`: the transport of the request.
+    `may_wait`: whether it may wait for other nodes without delaying other requests. `principal`
+    raises Unauthenticated, also if its credential is no longer valid. `address`: its own, where
+    `peer` is a tenant. `wire`: the transport of the request.
     """
 
     peer: str
     has_left: Callable[[], bool] = lambda: False
     may_wait: bool = True
-    who: Callable[[], Principal] = refuse_anonymous
-    at: str = ""
+    principal: Callable[[], Principal] = refuse_anonymous
+    address: str = ""
     wire: str = ""
 
 
-THE_NODE = Caller("the node itself", who=lambda: ITSELF)
+THE_NODE = Caller("the node itself", principal=lambda: ITSELF)
 
 
 class FileReloader:

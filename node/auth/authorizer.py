@@ -93,7 +93,7 @@ class Authorizer:
 
     def principal_of(self, caller: Caller) -> Principal:
         """Return the caller's principal. Raises Unauthenticated."""
-        return EVERYBODY if self.access.open and caller is not THE_NODE else caller.who()
+        return EVERYBODY if self.access.open and caller is not THE_NODE else caller.principal()
 
     def visible_to(self, principal: Principal, infos: Iterable[Info]) -> list[Info]:
         """Return the namespaces that a principal may see."""
@@ -123,7 +123,7 @@ class Authorizer:
 
         Raises Unauthenticated, Forbidden, or UnknownNamespace for a namespace of another tenant.
         """
-        name, rule, at = "", RULES[op], caller.at or caller.peer
+        name, rule, at = "", RULES[op], caller.address or caller.peer
         try:
             principal = self.principal_of(caller)
             name = principal.name

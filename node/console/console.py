@@ -108,7 +108,7 @@ class Acts:
                 f"{principal.name} has the role {principal.role.name.lower()}; {op} in the "
                 "console needs admin"
             )
-            raise gate.refuse_connection(op, caller.at or caller.peer, principal, why)
+            raise gate.refuse_connection(op, caller.address or caller.peer, principal, why)
         return json_response(plain(self._service.call(op, make(values), caller)))
 
     def _removal(self, values: Mapping[str, Any]) -> pb.RemoveRequest:
@@ -196,12 +196,19 @@ class Console:
 
     def _of_somebody(self, request: Request) -> Response | None:
         gate, asker = self._service.authorizer, request.client
-        who = partial(gate.access.of_headers, request.headers.get("authorization", ""), asker.names)
-        principal = gate.authenticate("console", asker.peer, who)
+        principal_now = partial(
+            gate.access.of_headers, request.headers.get("authorization", ""), asker.names
+        )
+        principal = gate.authenticate("console", asker.peer, principal_now)
         peer = gate.access.share(principal) or asker.peer
         has_left = request.connection.has_left
         caller = Caller(
-            peer, who=who, at=asker.peer, may_wait=False, wire="console", has_left=has_left
+            peer,
+            principal=principal_now,
+            address=asker.peer,
+            may_wait=False,
+            wire="console",
+            has_left=has_left,
         )
         if request.path == PREFIX + "events":
             self._watch(request, principal, caller)

@@ -176,7 +176,7 @@ class TenantAccount(Generic[Pool]):
         )
         return (
             f"tenant {self.tenant} has {self.nbytes} of the {self.nbytes_max} bytes of its {what} "
-            f"quota, a page of this size takes places of {block} bytes, {why}"
+            f"quota, a page of this size takes blocks of {block} bytes, {why}"
         )
 
 

@@ -269,7 +269,7 @@ class Connection(abc.ABC):
         # A process has its own share
         share = "" if self.maps_arena else gate.access.share(principal)
         self.caller = replace(
-            self.caller, peer=share or self.peer, who=same_principal, at=self.peer
+            self.caller, peer=share or self.peer, principal=same_principal, address=self.peer
         )
         if share:
             self.peer = share

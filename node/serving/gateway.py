@@ -189,7 +189,7 @@ class GatewayConnection(BulkConnection):
         at = _peer_at(on_behalf.address)
         names = tuple(on_behalf.names)
 
-        def who() -> Principal:
+        def principal() -> Principal:
             if on_behalf.authorization:
                 return self._access.of_headers(on_behalf.authorization, ())
             return self._access.of_certificate(names) if names else refuse_anonymous()
@@ -197,8 +197,8 @@ class GatewayConnection(BulkConnection):
         peer = at
         if not self._access.open:
             with contextlib.suppress(KVStoreError):  # each request repeats the error
-                peer = self._access.share(who()) or at
-        self.caller = Caller(peer, self._has_left, who=who, at=at, wire=WIRE)
+                peer = self._access.share(principal()) or at
+        self.caller = Caller(peer, self._has_left, principal=principal, address=at, wire=WIRE)
         self.peer = peer
 
     def _admit(self, header_nbytes: int) -> None:
@@ -206,7 +206,7 @@ class GatewayConnection(BulkConnection):
         if header_nbytes > REQUEST_NBYTES_FREE:
             gate, caller = self.service.authorizer, self.caller
             gate.authenticate(
-                "large request", caller.at or caller.peer, lambda: gate.principal_of(caller)
+                "large request", caller.address or caller.peer, lambda: gate.principal_of(caller)
             )
         super()._admit(header_nbytes)
 

@@ -321,10 +321,10 @@ def metrics_text(service: Service) -> Choose:
 
     def choose(headers: Mapping[str, str], asker: HttpClient) -> Answer:
         gate, authorization = service.authorizer, headers.get("authorization", "")
-        who = gate.authenticate(
+        principal = gate.authenticate(
             "metrics", asker.peer, lambda: gate.access.of_headers(authorization, asker.names)
         )
-        caller = Caller(asker.peer, who=lambda: who)
+        caller = Caller(asker.peer, principal=lambda: principal)
         gate.admit("metrics", None, caller)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(NodeCollector(service, caller))
@@ -334,7 +334,7 @@ def metrics_text(service: Service) -> Choose:
         encode, content_type = choose_encoder(
             OPENMETRICS if OPENMETRICS.split(";")[0] in accept.lower() else ""
         )
-        return Answer(content_type, who.scope, lambda: encode(registry))
+        return Answer(content_type, principal.scope, lambda: encode(registry))
 
     return choose
 

@@ -28,7 +28,7 @@ SPACE = Namespace("m", opaque_layout(PAGE_NBYTES), "loud")
 SMALL = Namespace(
     "m", opaque_layout(64 << 10), "loud"
 )  # pages of one leaf, always hashed as a whole
-WHO = Caller("tenant loud", who=lambda: Principal("loud", "loud", Role.WRITE))
+WHO = Caller("tenant loud", principal=lambda: Principal("loud", "loud", Role.WRITE))
 
 
 class Counted:

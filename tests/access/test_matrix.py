@@ -193,7 +193,9 @@ def refusals(node: Node, people: People) -> Callable[..., Refusals]:
 def caller_of(node: Node, people: People, who: str) -> Caller:
     """Return a caller as a connection makes it from a token."""
     return Caller(
-        f"the address of {who}", who=node.access.credential(people.tokens[who], ()), wire="bulk"
+        f"the address of {who}",
+        principal=node.access.credential(people.tokens[who], ()),
+        wire="bulk",
     )
 
 
