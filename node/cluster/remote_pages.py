@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from kvstore.checksum import stored_leaves
 from kvstore.cluster.calls import batch_pages_max, key_seeds, look_up
 from kvstore.cluster.fan_out import routes
-from kvstore.cluster.routing import ELSEWHERE, in_parallel, try_owners
+from kvstore.cluster.routing import TRY_NEXT, in_parallel, try_owners
 from kvstore.cluster.view import View
 from kvstore.config import explicit_config
 from kvstore.deadline import Deadline
@@ -336,7 +336,7 @@ class RemotePages(LowerTier):
         try:
             return self._channels.channel(member).run(call, namespace, limit)
         except KVStoreError as error:
-            level = logging.INFO if isinstance(error, ELSEWHERE) else logging.WARNING
+            level = logging.INFO if isinstance(error, TRY_NEXT) else logging.WARNING
             log.log(level, "%s: %s", member, error)
             raise Unavailable(f"{member}: {error}") from error
 
