@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import cases
 import self_test
 from configuration import Configuration, ConfigurationError, Store, StoreFailed, load
-from engine_control import EngineDied, Spawner, last_error
+from engine_control import EngineDied, Spawner, last_error, last_line
 from outcomes import HEADER, MEANINGS, Outcome, as_json, matrix, status
 from plan import MODELS, OWN, Runner
 from progress import telling
@@ -115,7 +115,9 @@ def lacking(configuration: Configuration, python: str, device: str) -> str:
     return ""
 
 
-def run(arguments: argparse.Namespace, folder: Path) -> tuple[list[Outcome], dict[str, object]]:
+def run(
+    arguments: argparse.Namespace, folder: Path, stack: contextlib.ExitStack
+) -> tuple[list[Outcome], dict[str, object]]:
     """Run what was asked for. Raises ConfigurationError, EngineDied and StoreFailed."""
     lies = arguments.self_test
     configuration = self_test.HONEST if lies else configuration_of(arguments.configuration)
@@ -125,10 +127,12 @@ def run(arguments: argparse.Namespace, folder: Path) -> tuple[list[Outcome], dic
     wanted = chosen(arguments.cases, list(cases.CASES), "case")
     store = Store(configuration, folder, arguments.python)
     outcomes: list[Outcome] = []
+    stack.enter_context(telling(lambda: f"{store.used_for}; {newest_log(folder, last_line)}"))
     spawner = Spawner(arguments.python, folder, store.environment, arguments.fresh)
     try:
         if why := lacking(configuration, arguments.python, spawner.facts["device"]):
             raise ConfigurationError(why)
+        store.used_for = "the start of the store"
         store.start()
         runner = Runner(spawner, store, models, wanted, own)
         found: Iterator[Outcome] = runner.run()
@@ -137,23 +141,24 @@ def run(arguments: argparse.Namespace, folder: Path) -> tuple[list[Outcome], dic
         say = not arguments.json
         if say:
             print(HEADER, flush=True)
-        with telling(lambda: f"{store.used_for}; {newest_log(folder)}"):
-            for outcome in found:
-                outcomes.append(outcome)
-                if say:
-                    print(outcome.line(), flush=True)
+        for outcome in found:
+            outcomes.append(outcome)
+            if say:
+                print(outcome.line(), flush=True)
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(f" in {store.used_for}; {newest_log(folder)}") from error
+        raise KeyboardInterrupt(
+            f" in {store.used_for}; {newest_log(folder, last_error)}"
+        ) from error
     finally:
         store.kill()
         spawner.close()
     return outcomes, {"configuration": configuration.name, **spawner.facts}
 
 
-def newest_log(folder: Path) -> str:
-    """Return the name and the last line of the log that was written last."""
+def newest_log(folder: Path, line: Callable[[Path], str]) -> str:
+    """Return the name and a line of the log that was written last."""
     logs = sorted(folder.glob("*.log"), key=lambda log: log.stat().st_mtime)
-    return f"{logs[-1].name}: {last_error(logs[-1])}" if logs else "no log"
+    return f"{logs[-1].name}: {line(logs[-1])}" if logs else "no log"
 
 
 def main(given: Sequence[str]) -> int:
@@ -170,7 +175,7 @@ def main(given: Sequence[str]) -> int:
         else:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="conformance-")))
         try:
-            outcomes, facts = run(arguments, folder)
+            outcomes, facts = run(arguments, folder, stack)
         except KeyboardInterrupt as error:
             print(f"conformance: interrupted{error}", file=sys.stderr)
             return 130

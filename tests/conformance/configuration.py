@@ -104,7 +104,7 @@ class Store:
         self._python = python
         self._process: subprocess.Popen[str] | None = None
         self._log = folder / "store.log"
-        self.used_for = "the start of the store"  # then the model and its case, for a message
+        self.used_for = "the import of vLLM"  # then the model and its case, for a message
         self.renew("data")
 
     def renew(self, name: str) -> None:

@@ -235,13 +235,20 @@ def answers(found: dict[str, Any]) -> list[Answer]:
     ]
 
 
+def last_line(log: Path) -> str:
+    return _lines(log)[-1][-300:]
+
+
 def last_error(log: Path) -> str:
     """Return the last line of a log that names an error, or its last line."""
-    if not log.exists():
-        return "no output"
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = _lines(log)
     named = [line for line in lines if "Error" in line or "rror:" in line]
-    return (named or lines or ["no output"])[-1][-300:]
+    return (named or lines)[-1][-300:]
+
+
+def _lines(log: Path) -> list[str]:
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return [line.strip() for line in text.splitlines() if line.strip()] or ["no output"]
 
 
 def _alive(pid: int) -> bool:
