@@ -6,16 +6,20 @@ Each folder's install.sh creates an environment with one engine. A folder is col
 its engine can be imported. The node runs in the project's own environment.
 """
 
+import contextlib
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from local_host import local_pid
 from restartable_node import RestartableNode
 
+from kvstore import KVStoreError
 from kvstore.tools.node_process import NodeProcess
 
 HERE = Path(__file__).parent
@@ -40,6 +44,20 @@ def start_node(*flags: str) -> NodeProcess:
 def node() -> Iterator[NodeProcess]:
     with start_node() as node:
         yield node
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Return the variables of a user without a node, and end the node that an engine starts."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    yield {
+        "XDG_RUNTIME_DIR": str(tmp_path),
+        "KVSTORE_ADDRESS": "local",
+        "KVSTORE_NODE_RAM_BYTES": "64MiB",
+        "KVSTORE_AGENT_LOOKUP_TIMEOUT_S": "30",  # on a busy machine
+    }
+    with contextlib.suppress(KVStoreError):
+        os.kill(local_pid(), signal.SIGTERM)
 
 
 @pytest.fixture(scope="session")

@@ -181,6 +181,27 @@ def test_evicted_page_is_loaded_from_the_node(
     assert server.stop() in (0, -signal.SIGTERM), server.log()
 
 
+def test_server_with_the_address_local_starts_a_node(
+    host: dict[str, str],
+    spec: Callable[..., dict[str, Any]],
+    environment: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    server = Server(spec("plugin", "local"), {**environment, **host}, tmp_path)
+    try:
+        first, hits = "", 0
+        for _ in range(10):  # the node starts beside the server; what comes before is not stored
+            first = server.bench(*ONE_GROUP)
+            server.ask("/cache/clear", b"")
+            if hits := server.hits():
+                break
+        second = server.bench(*ONE_GROUP)
+        assert server.hits() > hits > 0, server.log()
+        assert set(checksums(second)) == set(checksums(first))
+    finally:
+        server.stop()
+
+
 def test_server_with_a_hung_node_keeps_serving(
     spec: Callable[..., dict[str, Any]],
     serve: Callable[[dict[str, Any]], Server],

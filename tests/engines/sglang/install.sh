@@ -25,4 +25,4 @@ pip --no-deps sglang==0.5.23
 # What its pools and controllers import. Versions as they worked; torchvision is a stub of ours (stubs/).
 pip ninja triton==3.9.0 apache-tvm-ffi transformers==5.19.0 compressed-tensors orjson psutil pybase64 requests pillow \
     starlette msgspec pydantic pyzmq tqdm ipython aiohttp dill gguf sentencepiece partial-json-parser openai setuptools
-pip grpcio 'protobuf<8' xxhash pytest
+pip grpcio 'protobuf<8' xxhash prometheus-client pytest

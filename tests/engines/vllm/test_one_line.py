@@ -5,20 +5,18 @@ A server without a store it can use says so in one line, and serves.
 
 import contextlib
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from built_wheel import installed
 from engine_answers import prompt
 from engine_handle import EngineHandle
+from local_host import local_pid
 from ports import free_port
 from vllm_server import Server
 
-from kvstore import Client, KVStoreError
-from kvstore.admin import answered
 from kvstore.config import local_file
 from kvstore.security.identities import add, new_token, token_line
 from kvstore.tools.node_process import NodeProcess
@@ -32,26 +30,6 @@ LINE = {"kv_connector": "KVStoreConnector", "kv_role": "kv_both"}
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     builder = os.path.abspath(os.environ.get("KVSTORE_NODE_PYTHON", sys.executable))
     return str(installed(tmp_path_factory.mktemp("wheel"), builder))
-
-
-@pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Return the variables of a user without a node, and end the node that an engine starts."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    yield {
-        "KVSTORE_ADDRESS": "local",
-        "KVSTORE_NODE_RAM_BYTES": "64MiB",
-        "KVSTORE_AGENT_LOOKUP_TIMEOUT_S": "30",  # on a busy machine
-    }
-    with contextlib.suppress(KVStoreError):
-        os.kill(local_pid(), signal.SIGTERM)
-
-
-def local_pid() -> int:
-    """Return the process of the node that engines started."""
-    with Client("local") as client:
-        (status,) = answered(client.statuses()).values()
-    return status.pid
 
 
 def start_node(*flags: str) -> NodeProcess:
