@@ -61,7 +61,8 @@ class Caller(Protocol):
 class Snapshot:
     """A snapshot that a reader fetches part by part.
 
-    `ahead`: the keys of its next part; none after the last one. `reading`: held to read them.
+    `ahead`: the next part's model and keys; empty after the last part, None before they are read.
+    `reading`: held to read them.
     """
 
     peer: str
@@ -69,7 +70,7 @@ class Snapshot:
     reading: threading.Lock
     used_s: float
     part: int = 0
-    ahead: tuple[Model, list[bytes]] | None = None
+    ahead: tuple[Model, list[bytes]] | tuple[()] | None = None
 
 
 @dataclass
@@ -203,7 +204,7 @@ class Feed:
             if not cursor.snapshot:
                 return self._changes(cursor, wanted)
             snapshot = self._snapshots.get(cursor.snapshot)
-            if snapshot is not None and snapshot.part == cursor.part:
+            if snapshot and snapshot.part == cursor.part and snapshot.ahead is not None:
                 if not self._change_log.forgets_soon(cursor.sequence):
                     return self._part(cursor, snapshot, wanted)
                 # Otherwise a large snapshot would never end while much changes
@@ -256,22 +257,23 @@ class Feed:
         snapshot = self._snapshots.get(cursor.snapshot)
         if snapshot is None:
             return
-        try:
-            with snapshot.reading:  # by one of several calls with the same cursor
-                if snapshot.ahead is None:
-                    snapshot.used_s = time.monotonic()
-                    snapshot.ahead = next(snapshot.parts, None)
-        except BaseException:
-            with self._lock:
-                self._snapshots.pop(cursor.snapshot, None)
-            raise
+        with snapshot.reading:  # by one of several calls with the same cursor
+            if snapshot.ahead is not None:
+                return
+            snapshot.used_s = time.monotonic()
+            try:
+                snapshot.ahead = next(snapshot.parts, ())
+            except BaseException:  # before another call takes this for the end
+                with self._lock:
+                    self._snapshots.pop(cursor.snapshot, None)
+                raise
 
     def _part(self, cursor: Cursor, snapshot: Snapshot, wanted: Sees) -> Reply:
         """Return the next part of a snapshot; after the last one, changes follow."""
         head = pb.FeedReply()
         snapshot.used_s = time.monotonic()
         try:
-            if snapshot.ahead is not None:
+            if snapshot.ahead:
                 model, hashes = snapshot.ahead
                 if wanted(model) and (stored := self._stored(model, hashes)):
                     head.models.append(model.message)

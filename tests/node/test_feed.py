@@ -1,5 +1,6 @@
 """The feed of a node: what each reader is told, by each wire, and what it costs others."""
 
+import contextlib
 import heapq
 import threading
 import time
@@ -449,6 +450,36 @@ def test_periodic_look_does_not_wait_for_a_reader_that_hangs(node: Node) -> None
     Reader().catch_up(node)
     with node.service.feed._lock:
         node.service.feed.look()
+
+
+def test_snapshot_that_could_not_be_read_begins_anew_for_all_calls(
+    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may have repeated a call that waits for the disk."""
+    pages.put(connect(node, "bulk"), pages.keys(1))
+    reader, read, fails = Reader(), threading.Event(), threading.Event()
+    name, replies = pages.namespace.model, list[pb.FeedReply]()
+    assert reader.poll(node, name).begin
+    request = pb.FeedRequest(cursor=reader.cursor, model=name)
+
+    def below(*_: object) -> list[bytes]:
+        read.set()
+        fails.wait(60.0)
+        raise Exhausted("the disk hangs")
+
+    def call() -> None:
+        with contextlib.suppress(Exhausted):
+            replies.append(node.service.feed.poll(request, Caller(), lambda model: True).head)
+
+    monkeypatch.setattr(module.Feed, "_below", below)
+    calls = [threading.Thread(target=call) for _ in range(2)]
+    calls[0].start()
+    assert read.wait(60.0)
+    calls[1].start()
+    fails.set()
+    for one in calls:
+        one.join()
+    assert [reply.begin for reply in replies] == [True]
 
 
 def test_snapshot_of_an_unknown_model_visits_no_pages(
