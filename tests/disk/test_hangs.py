@@ -12,12 +12,13 @@ from pathlib import Path
 import grpc
 import pytest
 from disk_nodes import FaultyLayer, Nodes, Pages
+from local_nodes import connect
 from planted import PORTS, SMALL, Fault, children, flags, io_process_of
 from replayed import Reader
 from waiting import wait_until
 
 from kvstore import Client, ClientConfig, PutOutcome
-from kvstore.errors import ConfigError, DeadlineExceeded, Exhausted
+from kvstore.errors import ConfigError, DeadlineExceeded, Exhausted, Unavailable
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb.kvstore_pb2_grpc import KVStoreStub
 from kvstore.results import Events
@@ -74,6 +75,7 @@ def test_recover_on_a_hanging_disk_fails_and_can_be_repeated(
         with Client(
             replace(client.config, timeout_s=0.5, connect_timeout_s=0.5)
         ) as hasty:  # recover answers later than that, and the node stays up
+            wait_until(lambda: is_connected(hasty))
             with pytest.raises(Exhausted, match="the disk hangs"):
                 hasty.recover()
             hasty.node_status(timeout_s=20.0)
@@ -81,6 +83,15 @@ def test_recover_on_a_hanging_disk_fails_and_can_be_repeated(
     client.recover()
     pages.drop_from_ram(kept)
     assert pages.get(client, pages.keys(1)) == [True]
+
+
+def is_connected(client: Client) -> bool:
+    """Return whether a client has connected within its timeout."""
+    try:
+        client.node_status(timeout_s=20.0)
+    except Unavailable:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("phase", ["begin", pytest.param("sync pages", marks=pytest.mark.long)])
@@ -251,11 +262,12 @@ def test_signal_ends_a_node_with_a_hanging_read(
     assert process.stop() == 0
     process = NodeProcess(*arguments)
     fault.plant("read", "wait")
-    with Client(ClientConfig(address=process.address, wire=wire, timeout_s=2.0)) as client:
+    with connect(process.address, wire) as client:
+        client.open(pages.namespace)
         with pytest.raises(DeadlineExceeded):
-            pages.get(client, pages.keys(1))
-        assert fault.hangs()
-        assert process.stop(10.0) == 0
+            client.get(pages.namespace, pages.keys(1), [bytearray(pages.nbytes)], timeout_s=2.0)
+        wait_until(fault.hangs)
+        assert process.stop(30.0) == 0
 
 
 # ---- callers who wait for the disk, and leave ----------------------------------------------

@@ -78,7 +78,7 @@ def node(start_node: StartNode) -> Node:
 
     Use a namespace of your own, and leave the node as it was.
     """
-    return start_node(ram_nbytes=16 << 20, stall_s=STALL_S)
+    return start_node(ram_nbytes=16 << 20)
 
 
 @pytest.fixture(name="settle")

@@ -140,7 +140,7 @@ def test_hanging_near_node_leaves_time_for_the_owners_in_place(
     )
     monkeypatch.setattr(cluster[0].service, "_unary", {})  # it answers no call
     asked = getattr(client, opened)(pages.namespace, keys, timeout_s=4.0)
-    with pytest.raises(DeadlineExceeded, match=r"in (1\.[5-9]\d*|2) s"), asked:
+    with pytest.raises(DeadlineExceeded, match=r"in (1\.\d+|2) s"), asked:
         pass
     assert not client.maps_arena  # the next call must not ask it
     assert pages.put(client, keys) == [PutOutcome.STORED] * len(keys)
