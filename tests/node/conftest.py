@@ -29,7 +29,6 @@ from node.config import NodeConfig
 from node.server import Node
 
 RAM_NBYTES = 4 << 20  # a start fills all page tables, which takes 2 ms of CPU for each MiB
-STALL_S = 0.8  # for tests with stalling clients: the shortest that works on a busy machine
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,6 +28,12 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT.value[0]
 PAGE = 64 << 10
 
 
+@pytest.fixture(scope="module")
+def node(start_node: StartNode) -> Node:
+    """Return a node that soon ends transfers that stall."""
+    return start_node(ram_nbytes=16 << 20, stall_s=2.0)
+
+
 @pytest.fixture
 def space(request: pytest.FixtureRequest, node: Node, connect: Connect) -> Pages:
     """Return a namespace whose pages 0 to 15, of 64 KiB each, are stored."""

@@ -22,6 +22,14 @@ from node.memory.inventory import Inventory
 from node.server import Node
 
 PAGE = 64 << 10
+
+
+@pytest.fixture(scope="module")
+def node(start_node: StartNode) -> Node:
+    """Return a node that soon ends transfers that stall."""
+    return start_node(ram_nbytes=16 << 20, stall_s=2.0)
+
+
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 

@@ -11,7 +11,7 @@ import pytest
 from gateways import servicer_of
 from http2 import ACK, DATA, END_HEADERS, FRAME_NBYTES, HEADERS, INITIAL_WINDOW, PING, SETTINGS
 from known_pages import Pages
-from local_nodes import Connect
+from local_nodes import Connect, StartNode
 from waiting import wait_until
 
 from kvstore.config import MESSAGE_NBYTES_MAX
@@ -21,6 +21,12 @@ from node.gateway.gateway import STREAM_NBYTES_MAX
 from node.server import Node
 
 CALLS = 12
+
+
+@pytest.fixture(scope="module")
+def node(start_node: StartNode) -> Node:
+    """Return a node that soon ends transfers that stall."""
+    return start_node(ram_nbytes=16 << 20, stall_s=2.0)
 
 
 class Deaf:

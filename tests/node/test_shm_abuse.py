@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import pytest
 from known_pages import Pages
-from local_nodes import Bystander, Connect, settle
+from local_nodes import Bystander, Connect, StartNode, settle
 
 from kvstore import ConfigError, Unavailable
 from kvstore.config import PROTOCOL_VERSION
@@ -31,6 +31,12 @@ from node.server import Node
 
 UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED.value[0]
 HELLO = pb.BulkRequest(hello=pb.HelloRequest(protocol_version=PROTOCOL_VERSION)).SerializeToString()
+
+
+@pytest.fixture(scope="module")
+def node(start_node: StartNode) -> Node:
+    """Return a node that soon ends transfers that stall."""
+    return start_node(ram_nbytes=16 << 20, stall_s=0.8)
 
 
 class Raw(DescriptorSocket):

@@ -133,7 +133,7 @@ def pages(request: pytest.FixtureRequest) -> Pages:
 @pytest.fixture
 def small(start_node: StartNode) -> Node:
     """Start a node with room for 64 pages."""
-    return start_node(ram_nbytes=4 << 20, stall_s=0.8)
+    return start_node(ram_nbytes=4 << 20, stall_s=2.0)
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_stopped_process_keeps_the_pages_it_reads(
     child.process.send_signal(signal.SIGSTOP)
     client.remove(pages.namespace, pages.keys(0, 1, 2, 3))
     refill(client, pages)
-    threading.Event().wait(1.0)  # longer than stall_s
+    threading.Event().wait(2.2)  # longer than stall_s
     for number, offset in enumerate(child.offsets):
         assert small.arena.view(offset, PAGE) == pages.content(pages.keys(number)[0])
     child.kill()
