@@ -241,7 +241,7 @@ def test_client_closing_amid_a_get_leaves_nothing(
     how: str,
 ) -> None:
     """The reply of 16 MiB exceeds the socket buffers, so that the node is still sending it."""
-    node = start_node(ram_nbytes=32 << 20, batch_nbytes_max=16 << 20, stall_s=0.8)
+    node = start_node(ram_nbytes=32 << 20, batch_nbytes_max=16 << 20, stall_s=2.0)
     space = Pages(how, 1 << 20)
     space.put(connect(node), space.keys(*range(16)))
     with Bystander(node):

@@ -227,7 +227,7 @@ def test_unread_get_releases_its_pages(
     how: str,
 ) -> None:
     """The reply of 16 MiB exceeds the buffers of gRPC and the sockets."""
-    node = start_node(ram_nbytes=32 << 20, batch_nbytes_max=16 << 20, stall_s=0.8)
+    node = start_node(ram_nbytes=32 << 20, batch_nbytes_max=16 << 20, stall_s=2.0)
     space = Pages(how, 1 << 20)
     space.put(connect(node), space.keys(*range(16)))
     request = pb.GetRequest(namespace=space.namespace.digest, prefix_hashes=space.keys(*range(16)))

@@ -173,7 +173,7 @@ def test_contexts_wait_for_connections_until_their_deadline(
 def test_held_pages_survive_stalls_removal_and_eviction(
     start_node: StartNode, connect: Connect
 ) -> None:
-    node = start_node(stall_s=0.1, ram_nbytes=4 << 20)
+    node = start_node(stall_s=1.5, ram_nbytes=4 << 20)
     client, pages, others = connect(node, "shm"), Pages("held", PAGE), Pages("others", PAGE)
     keys = pages.keys(*range(8))
     pages.put(client, keys)
@@ -181,7 +181,7 @@ def test_held_pages_survive_stalls_removal_and_eviction(
         client.remove(pages.namespace, keys)
         for number in range(0, 128, 8):  # twice the arena
             others.put(client, others.keys(*range(number, number + 8)))
-        threading.Event().wait(0.3)
+        threading.Event().wait(1.7)
         assert [bytes(view) for view in held.pages] == [pages.content(key) for key in keys]
     assert pages.get(client, keys) == [False] * 8
 

@@ -22,7 +22,7 @@ from kvstore.transports.tls import TlsFrameSocket
 from node.server import Node
 
 PAGE_NBYTES = 1 << 20
-STALL_S = 0.8
+STALL_S = 2.0
 
 
 @pytest.fixture(scope="module")
