@@ -408,9 +408,10 @@ def test_threads_that_lose_a_link_share_a_new_one(fake_node: FakeNode) -> None:
 
 
 def test_open_breaker_refuses_calls_to_a_dead_node(
-    unserved_port: int,
+    unserved_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ClientConfig(address=f"127.0.0.1:{unserved_port}", timeout_s=2.0)
+    monkeypatch.setattr("kvstore.transports.channel.PAUSE_S_MIN", 600.0)
+    settings = ClientConfig(address=f"127.0.0.1:{unserved_port}", backoff_s_max=600.0)
     with Client(settings) as client:
         with pytest.raises(Unavailable):
             client.lookup(NAMESPACE, KEYS)
