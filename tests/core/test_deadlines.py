@@ -111,7 +111,7 @@ def test_full_unix_backlog_is_retried(unix_path: str) -> None:
         timer.start()
         wire = ShmWire(unix_path, b"fakenode", CONFIG)
         with pytest.raises(Unavailable, match="accepts connections but does not answer"):
-            wire.call("lookup", LOOKUP, Deadline(1.0))
+            wire.call("lookup", LOOKUP, Deadline(2.0))
         timer.join()
 
 

@@ -416,7 +416,7 @@ def test_restarted_node_is_mapped_again(start: Callable[..., NodeProcess], how: 
             with pytest.raises(Unavailable):
                 client.lookup(NAMESPACE, KEYS)
             start(port)
-            end = Deadline(10.0)
+            end = Deadline(60.0)
             while client.wire_name == "none" or client.stats.connects < 2:
                 end.remaining()
                 try:
@@ -467,7 +467,7 @@ def test_closed_clients_map_is_unmapped_with_its_last_view(
     assert bytes(view) == b"4" * 10
     del view
     gc.collect()
-    end = Deadline(5.0)
+    end = Deadline(60.0)
     while maps_of_arenas() != before:
         end.remaining()
         threading.Event().wait(0.03)
@@ -497,7 +497,7 @@ def test_closed_clients_map_is_emptied_before_it_is_unmapped(
     node = start()
     client = Client(ClientConfig(address=node.address, wire="shm"))
     store(client, b"5" * PAGE)
-    end = Deadline(10.0)
+    end = Deadline(60.0)
     while entered_nbytes() < 16 << 20:
         end.remaining()
         threading.Event().wait(0.03)
