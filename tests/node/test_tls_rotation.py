@@ -208,7 +208,7 @@ def test_mismatched_key_is_refused_and_the_old_pair_stays(
         wait_until(lambda: "is not the key of the certificate" in problem())
         load.go_on()
         assert serial_at(node.bulk.port, ours, files) == before
-        assert "the previous content stays in force" in caplog.text
+        wait_until(lambda: "the previous content stays in force" in caplog.text)
         files.show(ours)
         wait_until(lambda: not problem())
         load.go_on()
