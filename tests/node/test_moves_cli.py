@@ -27,14 +27,19 @@ KEYS = range(30)
 def fleet(start_node: StartNode, monkeypatch: pytest.MonkeyPatch) -> list[Node]:
     monkeypatch.setattr(cluster, "LOOK_S", 0.02)
     nodes = [start_node() for _ in range(2)]
-    for node in nodes:
-        node.peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.02, patience_s=0.3)
+    be_patient(nodes, 0.3)
     numbers = itertools.count(1)
     tell(nodes, view_of(nodes, number=next(numbers)))
     nodes[1].membership.announcer = lambda state: tell(
         nodes, view_of(nodes, number=next(numbers), n1=state)
     )
     return nodes
+
+
+def be_patient(nodes: list[Node], seconds: float) -> None:
+    """Let drains wait so long for pages that no other member takes."""
+    for node in nodes:
+        node.peers.draining.timeouts = DrainTimeouts(pass_pause_s=0.02, patience_s=seconds)
 
 
 @pytest.fixture
@@ -54,6 +59,7 @@ def test_drain_reports_left_pages(
     assert shown.exit_code == 4
     assert "add members or memory" in shown.stderr
     assert kvstore("cluster", "drain", "n1", "--end").stdout == "n1 serves again\n"
+    be_patient(fleet, 60.0)
     fleet[0].peers.rebalancer.settle_s = 0.0
     fleet[0].membership.on_view(lambda view: fleet[0].peers.rebalancer.schedule_in(0.0))
     shown = kvstore("cluster", "drain", "n1")
@@ -69,6 +75,7 @@ def test_rebalance_repeats_for_left_pages(
     pages.put(connect(fleet[0]), pages.keys(*KEYS))
     had = fleet[1].tier.visible_count
     assert kvstore("cluster", "drain", "n1").exit_code == 4
+    be_patient(fleet, 60.0)
     fleet[0].peers.rebalancer.schedule_in(0.0)
     wait_until(lambda: fleet[0].tier.visible_count == len(KEYS))
     shown = kvstore("cluster", "drain", "n1")
