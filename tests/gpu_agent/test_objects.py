@@ -246,7 +246,7 @@ def test_hung_node_costs_deadlines_and_killed_node_nothing(scope: Namespace) -> 
 
 def check_hung_node(node: NodeProcess, store: ObjectStore, names: list[ObjectName]) -> None:
     sources, targets = contents(4), empty(4)
-    store.put(names, sources).result(WAIT_S)
+    assert eventually(partial(is_stored, store, names, sources))
     signal_node(node, signal.SIGSTOP)
     assert eventually(lambda: all_threads_stopped(node))
     start = time.monotonic()
@@ -264,9 +264,12 @@ def check_hung_node(node: NodeProcess, store: ObjectStore, names: list[ObjectNam
 def all_threads_stopped(node: NodeProcess) -> bool:
     """Return whether all threads of the node have stopped; that takes a moment after a signal."""
     threads = Path(f"/proc/{node.pid}/task").iterdir()
-    return all(
-        (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads
-    )
+    try:
+        return all(
+            (thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads
+        )
+    except (FileNotFoundError, ProcessLookupError):  # a thread that was ending
+        return False
 
 
 def signal_node(node: NodeProcess, number: signal.Signals) -> None:
@@ -274,7 +277,8 @@ def signal_node(node: NodeProcess, number: signal.Signals) -> None:
 
 
 def is_stored(store: Any, names: Any, sources: Any) -> bool:
-    return PutOutcome.STORED in store.put(names, sources).result(WAIT_S).values
+    store.put(names, sources).result(WAIT_S)
+    return is_loaded(store, names, empty(len(names)))
 
 
 def is_loaded(store: Any, names: Any, targets: Any) -> bool:

@@ -9,6 +9,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -217,7 +218,7 @@ def test_staged_saves_free_their_blocks_when_blocks_are_scarce(starting: Startin
 
 def test_process_that_never_becomes_ready_keeps_no_block_pinned() -> None:
     """Pins end with the first start, dropped pages are counted, and later starts pin nothing."""
-    timeouts = WorkerTimeouts(start_s=0.3, restart_s=0.05, close_s=2.0)
+    timeouts = WorkerTimeouts(restart_s=0.05, close_s=2.0)
     home = ProcessBackend(
         [place()], ClientConfig(), AgentConfig(), [sys.executable, "-c", NEVER_READY], timeouts
     )
@@ -239,6 +240,7 @@ def test_process_that_never_becomes_ready_keeps_no_block_pinned() -> None:
     try:
         step(1, [1, 2, 3, 4])
         assert pinned == {1, 2, 3, 4}
+        home._child.timeouts = replace(timeouts, start_s=0.3)
         number, end = 2, time.monotonic() + WAIT_S
         while pinned:
             assert time.monotonic() < end
