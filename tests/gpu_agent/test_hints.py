@@ -130,7 +130,7 @@ def hinted() -> Iterator[Client]:
     """Start a node and make a client of it."""
     with (
         NodeProcess("--ram-bytes", "1MiB") as node,
-        Client(ClientConfig(node.address, timeout_s=60.0)) as client,
+        Client(ClientConfig(node.address, timeout_s=60.0, connect_timeout_s=20.0)) as client,
     ):
         yield client
 
