@@ -334,7 +334,7 @@ def test_cancelled_calls_release_their_places(hung: Node, stub: KVStoreStub, pag
     wait_until(lambda: transfers.used == flushes.used == 1)
     for call in calls:
         call.cancel()
-    wait_until(lambda: transfers.used == flushes.used == 0, 5.0)
+    wait_until(lambda: transfers.used == flushes.used == 0, 15.0)
 
 
 def test_durable_puts_leave_transfers_free_while_the_disk_hangs(

@@ -1,12 +1,11 @@
 """Both tiers together: promotion, removal, eviction, pins, time to live, listing and restart."""
 
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from disk_nodes import Clock, FaultyLayer, Nodes, Pages
+from waiting import wait_until
 
 from kvstore import PutOutcome
 from kvstore.errors import Exhausted, InvalidRequest
@@ -37,14 +36,6 @@ def test_several_readers_of_one_page_on_disk_load_it_once(
     assert layer.calls["read"] == 3
     assert client.node_status().disk.pages_read == 3
     assert client.stat(pages.namespace, keys)[0].in_ram
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        threading.Event().wait(0.005)
-    raise AssertionError("the condition was not met in 10 s")
 
 
 def test_page_requested_twice_in_one_get_is_loaded_once(

@@ -128,7 +128,10 @@ def test_console_request_without_end_is_closed(node: Node, monkeypatch: pytest.M
         assert sock.recv(1) == b""
 
 
-def test_silent_connections_are_evicted_and_metrics_still_work(node: Node) -> None:
+def test_silent_connections_are_evicted_and_metrics_still_work(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.serving.http_server.HTTP_REQUEST_S_MAX", 600.0)
     silent = []
     for _ in range(HTTP_CONNECTIONS_MAX):
         silent.append(socket.create_connection(("127.0.0.1", node.metrics.port), 20.0))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from known_pages import Pages
 from local_nodes import Connect
+from waiting import wait_until
 
 from kvstore import KVStoreError
 from kvstore.results import Keep
@@ -99,10 +100,7 @@ def test_r11_flushed_pages_survive_kills_and_readers_hit_again(
 
     def wait_for_hits(wanted: int) -> None:
         wanted += hits[0]
-        for _ in range(1000):
-            if hits[0] >= wanted or not reader.is_alive():
-                break
-            stop.wait(0.01)
+        wait_until(lambda: hits[0] >= wanted or not reader.is_alive())
         assert hits[0] >= wanted, "the reader got no hits again"
 
     reader = threading.Thread(target=read)
