@@ -175,11 +175,21 @@ def test_full_outbox_blocks_until_a_frame_is_taken() -> None:
 
 def test_waiter_for_an_ended_outbox_returns() -> None:
     outbox, results = Outbox(), list[bool]()
-    timer = threading.Timer(0.05, outbox.end)
-    timer.start()
-    assert ends(lambda: results.extend(outbox.put(b"frame") for _ in range(FRAMES_MAX + 2)))
+
+    def end() -> None:
+        wait_until(lambda: len(results) == FRAMES_MAX)
+        threading.Event().wait(0.05)
+        outbox.end()
+
+    def fill() -> None:
+        for _ in range(FRAMES_MAX + 2):
+            results.append(outbox.put(b"frame"))
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    assert ends(fill)
     assert results == [True] * FRAMES_MAX + [False, False]
-    timer.join()
+    ending.join()
 
 
 def test_call_without_a_thread_for_grpc_gives_the_channel_up(

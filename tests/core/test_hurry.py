@@ -33,7 +33,9 @@ def eventually(true: Callable[[], bool], seconds: float = 60.0) -> None:
         threading.Event().wait(0.005)
 
 
-def test_short_timeout_does_not_drop_the_link(fake_node: FakeNode, bulk_port: ServeBulk) -> None:
+def test_short_timeout_does_not_drop_the_link(
+    fake_node: FakeNode, bulk_port: ServeBulk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Regression: a call without the time for a new connection dropped the link.
 
     If there was no time for another link either, the circuit breaker shut all others out.
@@ -41,6 +43,7 @@ def test_short_timeout_does_not_drop_the_link(fake_node: FakeNode, bulk_port: Se
     present = pb.BulkReply(
         lookup=pb.LookupReply(present=[True], prefix_pages=1)
     ).SerializeToString()
+    monkeypatch.setattr("kvstore.transports.channel.LIVES_S", 60.0)
     first, answer_now = [True], threading.Event()
 
     def talk(connection: Any) -> None:

@@ -53,14 +53,15 @@ TorchTransfer.gather = behind_gate(TorchTransfer.gather)
 TorchTransfer.scatter = behind_gate(TorchTransfer.scatter)
 main(int(sys.argv[2]))
 """
-# A stand-in for an agents' process that sends its arguments but the last one, in hex, then nothing.
+# A stand-in for an agents' process that sends its arguments but the last one, in hex: one after the
+# setup, one after the first orders. Then it sends and reads nothing.
 TALKER = """
 import socket, sys, time
 channel = socket.socket(fileno=int(sys.argv[-1]))
 for data in sys.argv[1:-1]:
+    channel.recv(1 << 20)
     channel.sendall(bytes.fromhex(data))
-    time.sleep(0.3)
-time.sleep(60)
+time.sleep(600)
 """
 READY = "0800000011" + "00" * 8  # ready since long ago
 
