@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from authorities import ours as ours
 from authorities import strangers as strangers
-from waiting import OthersRun
+from waiting import PATIENT, OthersRun
 
 from kvstore import Client, ClientConfig, DeadlineExceeded, Unavailable, checksum
 from kvstore.tools.node_process import NodeProcess
@@ -30,8 +30,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How much later than its deadline a call may return on a busy machine.
 LATE_S = 0.25
-# On an overloaded host, a healthy node may take several seconds to answer a handshake.
-PATIENT_S, CONNECT_S = 30.0, 20.0
 MEASURED_COUNT = 10
 # Slow files with few tests, which mostly wait. They start first; otherwise the last worker would
 # end up running one of them alone.
@@ -125,10 +123,7 @@ def shared_node() -> Iterator[NodeProcess]:
 @pytest.fixture(params=["shm", "bulk", "grpc"])
 def client(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[Client]:
     """Connect a client to the shared node, once over each wire."""
-    config = ClientConfig(
-        shared_node.address, wire=request.param, timeout_s=PATIENT_S, connect_timeout_s=CONNECT_S
-    )
-    with Client(config) as client:
+    with Client(ClientConfig(shared_node.address, wire=request.param, **PATIENT)) as client:
         yield client
 
 

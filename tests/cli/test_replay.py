@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
+from waiting import PATIENT
 
 from kvstore import Client, ClientConfig, LookupResult, Namespace, PutOutcome
 from kvstore.errors import Exhausted, InvalidRequest
@@ -109,7 +110,7 @@ def test_hit_rate_is_that_of_an_exact_lru_touched_from_the_tail(capacity: int) -
     asked = sum(len(request.hash_ids) for request in trace)
     with (
         throwaway_node(capacity, PAGE_NBYTES) as node,
-        Client(ClientConfig(address=node.address)) as client,
+        Client(ClientConfig(address=node.address, **PATIENT)) as client,
     ):
         report = replay(client, trace, replay_namespace(PAGE_NBYTES))
         assert client.node_status().ram.page_count <= capacity

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from authorities import of_client, of_node, pair
+from waiting import PATIENT
 
 from kvstore import Client, ClientConfig, Namespace, PutOutcome, opaque_layout
 from kvstore.security.identities import add, certificate_line, new_token, token_line
@@ -93,7 +94,7 @@ def test_pages_stored_by_one_language_are_read_by_the_other(shared_node: NodePro
     namespace = Namespace(model="shared", layout=opaque_layout(NBYTES), salt=secrets.token_hex(4))
     ours, theirs = secrets.token_bytes(32), secrets.token_bytes(32)
     page = secrets.token_bytes(NBYTES)
-    with Client(ClientConfig(address=shared_node.address)) as client:
+    with Client(ClientConfig(address=shared_node.address, **PATIENT)) as client:
         assert client.put(namespace, [ours], [page]) == [PutOutcome.STORED]
         found = node_js(
             """

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 from known_pages import Pages
-from waiting import wait_until
+from waiting import PATIENT, wait_until
 
 import kvstore
 from kvstore import (
@@ -437,7 +437,7 @@ def test_feed_of_a_closed_event_loop_leaves_no_thread(
     shared_node: NodeProcess, waits: bool
 ) -> None:
     """Regression: Python runs no `finally` of such a generator, and its thread waited for ever."""
-    client, loop = Client(ClientConfig(shared_node.address)), asyncio.new_event_loop()
+    client, loop = Client(ClientConfig(shared_node.address, **PATIENT)), asyncio.new_event_loop()
 
     async def begin() -> AsyncIterator[FeedEvent]:
         feed = client.feed("nobody's", idle_s=0.1)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from log_windows import one_window
+from waiting import PATIENT
 
 import kvstore.client
 from kvstore import (
@@ -190,7 +191,7 @@ def narrow_node() -> Iterator[NodeProcess]:
 
 @pytest.fixture(params=["shm", "bulk", "grpc"])
 def narrow(request: pytest.FixtureRequest, narrow_node: NodeProcess) -> Iterator[Client]:
-    with Client(ClientConfig(address=narrow_node.address, wire=request.param)) as client:
+    with Client(ClientConfig(address=narrow_node.address, wire=request.param, **PATIENT)) as client:
         yield client
 
 
@@ -341,7 +342,7 @@ def test_wire_that_damages_pages_does_not_flood_the_log(
 ) -> None:
     """The node's copy is intact and stays, so each get is a miss."""
     one_window(kvstore.client.log, monkeypatch)
-    with Client(ClientConfig(address=shared_node.address, wire="bulk")) as client:
+    with Client(ClientConfig(address=shared_node.address, wire="bulk", **PATIENT)) as client:
         put(client, namespace, keys_of(1))
         monkeypatch.setattr("kvstore.transports.bulk.root", lambda leaves, seed: b"c" * 16)
         for _ in range(4 * LINES):

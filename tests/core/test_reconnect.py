@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from ports import free_ports
+from waiting import PATIENT
 
 from kvstore import Client, ClientConfig, KVStoreError, Namespace, Unavailable, opaque_layout
 from kvstore.tools.node_process import NodeProcess
@@ -66,7 +67,8 @@ def clients(node: Restartable) -> Iterator[list[Client]]:
     """Connect a client over each wire."""
     with contextlib.ExitStack() as stack:
         configs = [
-            ClientConfig(address=node.address, wire=wire, backoff_s_max=0.05) for wire in WIRES
+            ClientConfig(address=node.address, wire=wire, backoff_s_max=0.05, **PATIENT)
+            for wire in WIRES
         ]
         yield [stack.enter_context(Client(config)) for config in configs]
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from fake_node import FakeNode
 from ports import free_port
-from waiting import OthersRun
+from waiting import PATIENT, OthersRun
 
 from kvstore import (
     Client,
@@ -407,7 +407,9 @@ def test_restarted_node_is_mapped_again(start: Callable[..., NodeProcess], how: 
     """
     node = start()
     port = int(node.address.rpartition(":")[2])
-    with Client(ClientConfig(address=node.address, wire="shm", backoff_s_max=0.01)) as client:
+    with Client(
+        ClientConfig(address=node.address, wire="shm", backoff_s_max=0.01, **PATIENT)
+    ) as client:
         store(client, b"1" * PAGE)
         with client.open_get(NAMESPACE, KEYS[:1]) as held:
             old = held.arena
@@ -432,7 +434,7 @@ def test_restarted_node_is_mapped_again(start: Callable[..., NodeProcess], how: 
 
 def test_commit_to_a_dead_node_is_unavailable(start: Callable[..., NodeProcess]) -> None:
     node = start()
-    with Client(ClientConfig(address=node.address, wire="shm")) as client:
+    with Client(ClientConfig(address=node.address, wire="shm", **PATIENT)) as client:
         dead = pytest.raises(Unavailable)
         with dead, client.open_put(NAMESPACE, KEYS) as slots:
             node.kill()
@@ -454,7 +456,7 @@ def test_closed_clients_map_is_unmapped_with_its_last_view(
     gc.collect()
     before = maps_of_arenas()
     node = start()
-    client = Client(ClientConfig(address=node.address, wire="shm"))
+    client = Client(ClientConfig(address=node.address, wire="shm", **PATIENT))
     store(client, b"4" * PAGE)
     with client.open_get(NAMESPACE, KEYS[:1]) as held:
         view = held.pages[0][:10]
@@ -495,7 +497,7 @@ def test_closed_clients_map_is_emptied_before_it_is_unmapped(
     """
     gc.collect()
     node = start()
-    client = Client(ClientConfig(address=node.address, wire="shm"))
+    client = Client(ClientConfig(address=node.address, wire="shm", **PATIENT))
     store(client, b"5" * PAGE)
     end = Deadline(60.0)
     while entered_nbytes() < 16 << 20:

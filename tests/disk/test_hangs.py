@@ -15,7 +15,7 @@ from disk_nodes import FaultyLayer, Nodes, Pages
 from local_nodes import connect
 from planted import PORTS, SMALL, Fault, children, flags, io_process_of
 from replayed import Reader
-from waiting import wait_until
+from waiting import PATIENT, wait_until
 
 from kvstore import Client, ClientConfig, PutOutcome
 from kvstore.errors import ConfigError, DeadlineExceeded, Exhausted, Unavailable
@@ -129,7 +129,7 @@ def test_hanging_write_of_the_events_delays_neither_calls_nor_a_stop(
     node.events.add(Kind.VIEW, "", "disk hangs")
     assert time.monotonic() - begun < 20.0
     wait_until(fault.hangs)
-    with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", wire="bulk")) as client:
+    with Client(ClientConfig(f"127.0.0.1:{node.grpc.port}", wire="bulk", **PATIENT)) as client:
         pages.put(client, pages.keys(1))
         assert pages.get(client, pages.keys(1)) == [True]
         (reply,) = client.events().values()
@@ -192,7 +192,7 @@ def test_rows_that_hang_at_start_leave_a_ram_node(
     fault.plant("scan", "hang")
     node = Node(NodeConfig(**PORTS, **SMALL, data_dir=str(tmp_path / "data")))
     node.start()
-    with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}")) as client:
+    with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", **PATIENT)) as client:
         assert (
             client.node_status().disk.reason
             == "the rows can not be read: the disk hangs: no answer in 4 s"
@@ -257,7 +257,7 @@ def test_signal_ends_a_node_with_a_hanging_read(
     """A node ends on a signal although Python waits at exit for gRPC's pool threads."""
     arguments = [*flags(SMALL), "--data-dir", str(tmp_path / "data")]
     process = NodeProcess(*arguments)
-    with Client(ClientConfig(address=process.address)) as client:
+    with Client(ClientConfig(address=process.address, **PATIENT)) as client:
         pages.put(client, pages.keys(1), durable=True)
     assert process.stop() == 0
     process = NodeProcess(*arguments)

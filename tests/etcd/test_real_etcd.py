@@ -11,7 +11,7 @@ from known_pages import Pages
 from local_nodes import StartNode
 from real_etcd import LEASE_S, RealEtcd
 from stopping import stop as pause
-from waiting import wait_until
+from waiting import PATIENT, wait_until
 
 from kvstore import Client, ClientConfig, Keep, Namespace, opaque_layout
 from kvstore.cluster.view import State
@@ -122,20 +122,20 @@ def test_killed_member_is_lost_and_its_pages_get_two_copies_again(
     with start("n1", *disk) as one, start("n2") as two, start("n3") as three:
 
         def kinds(node: NodeProcess, member: str) -> list[str]:
-            with Client(ClientConfig(node.address, direct=True)) as client:
+            with Client(ClientConfig(node.address, direct=True, **PATIENT)) as client:
                 (reply,) = client.events().values()
             assert isinstance(reply, Events)
             return [event.kind for event in reply.events if event.member == member]
 
         wait_until(lambda: all(kinds(one, name)[-1:] for name in ("n1", "n2", "n3")), 30.0)
         wait_until(lambda: "serving" in kinds(one, "n3"), 30.0)
-        with Client(ClientConfig(one.address, near="none")) as client:
+        with Client(ClientConfig(one.address, near="none", **PATIENT)) as client:
             client.put(pages.namespace, keys, [pages.content(key) for key in keys], Keep(ack="all"))
         three.kill()
         for node, name in ((one, "n1"), (two, "n2")):
             wait_until(lambda node=node: "lost" in kinds(node, "n3"), 30.0)  # type: ignore[misc]
             wait_until(lambda node=node, name=name: "repaired" in kinds(node, name), 30.0)  # type: ignore[misc]
-            with Client(ClientConfig(node.address, direct=True)) as client:
+            with Client(ClientConfig(node.address, direct=True, **PATIENT)) as client:
                 assert pages.get(client, keys) == [True] * len(keys)
                 peers = client.node_status().peers
             assert peers.pages_under_replicated == 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import PATIENT
 
 from gpu_agent import Agent, AgentConfig, KVPool, TorchTransfer, UnitTable
 from gpu_agent.transfer_path import BufferedPath, MappedPath, PageBatch
@@ -203,7 +204,7 @@ def test_node_killed_during_a_load_leaves_a_correct_count(
     before = pages_at(token_pool, target)
     with (
         NodeProcess("--ram-bytes", "64MiB", "--extent-bytes", "16MiB") as node,
-        Client(ClientConfig(address=node.address)) as client,
+        Client(ClientConfig(address=node.address, **PATIENT)) as client,
     ):
 
         class Killing(TorchTransfer):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import PATIENT
 
 from gpu_agent import AgentConfig
 from gpu_agent.blocks.backends import AgentBackend, LocalBackend, ShardPool
@@ -102,7 +103,7 @@ def rank(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[R
 
 @pytest.fixture
 def store(shared_node: NodeProcess) -> Iterator[Client]:
-    with Client(ClientConfig(address=shared_node.address)) as client:
+    with Client(ClientConfig(address=shared_node.address, **PATIENT)) as client:
         yield client
 
 

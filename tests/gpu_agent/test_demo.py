@@ -15,6 +15,7 @@ import pytest
 import torch
 from lazily import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
+from waiting import PATIENT
 
 from kvstore import Client, ClientConfig
 from kvstore.tools.node_process import NodeProcess
@@ -46,7 +47,7 @@ def module(path: Path) -> ModuleType:
 @pytest.fixture
 def client(shared_node: NodeProcess) -> Iterator[Client]:
     """Connect with the default wire, as the demo does."""
-    with Client(ClientConfig(address=shared_node.address)) as client:
+    with Client(ClientConfig(address=shared_node.address, **PATIENT)) as client:
         yield client
 
 

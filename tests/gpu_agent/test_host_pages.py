@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import PATIENT
 
 from gpu_agent import AgentConfig, KVPool
 from gpu_agent.host.pages import HostPages
@@ -140,7 +141,7 @@ def test_calls_end_by_their_own_deadlines(
 def test_full_node_reports_which_pages_are_stored() -> None:
     with (
         NodeProcess("--ram-bytes", "64KiB", "--extent-bytes", "64KiB") as node,
-        Client(ClientConfig(address=node.address, wire="shm")) as client,
+        Client(ClientConfig(address=node.address, wire="shm", **PATIENT)) as client,
     ):
         pages = made_pages(client)
         assert pages.save(HASHES[:2], torch.arange(2), TIMEOUT_S) == [True] * 2

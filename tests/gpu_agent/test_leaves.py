@@ -22,7 +22,7 @@ from page_pools import (
     packed_pool,
     pages_at,
 )
-from waiting import wait_until
+from waiting import PATIENT, wait_until
 
 from gpu_agent import Agent, AgentConfig, KVPool
 from gpu_agent.kernels import staged
@@ -180,7 +180,7 @@ def test_gpu_leaves_verify_on_other_wires(
 ) -> None:
     agent.save(hashes(), SOURCE).done.result(WAIT_S)
     pages = torch.empty((PAGES, token_pool.layout.page_nbytes), dtype=torch.uint8)
-    with Client(ClientConfig(address=shared_node.address, wire="bulk")) as other:
+    with Client(ClientConfig(address=shared_node.address, wire="bulk", **PATIENT)) as other:
         assert other.get(agent.namespace, hashes(), list(pages)) == [True] * PAGES
     assert torch.equal(pages, pages_at(token_pool, SOURCE))
 
@@ -193,7 +193,7 @@ def test_bit_flipped_on_the_way_to_the_node_is_a_miss(
     device.spoilt = at
     assert agent.save(hashes(), SOURCE).done.result(WAIT_S).stored == PAGES
     pages = torch.empty((PAGES, token_pool.layout.page_nbytes), dtype=torch.uint8)
-    with Client(ClientConfig(address=shared_node.address, wire="bulk")) as other:
+    with Client(ClientConfig(address=shared_node.address, wire="bulk", **PATIENT)) as other:
         hits = other.get(agent.namespace, hashes(), list(pages))
     assert hits.count(False) == 1
     assert all(

@@ -5,6 +5,7 @@ import uuid
 import pytest
 import torch
 from page_pools import WAIT_S
+from waiting import PATIENT
 
 from gpu_agent import Agent, AgentConfig, KVPool
 from gpu_agent.kernels import staged
@@ -141,7 +142,7 @@ def test_load_ends_at_a_page_damaged_in_the_node(
     config = AgentConfig(workers=1, staging_nbytes=4 * MIB)
     with Agent(shm_client, namespace, pool, config, transfer) as agent:
         assert agent.save(hashes, torch.arange(4)).done.result(WAIT_S).stored == 4
-        with Client(ClientConfig(address=shared_node.address, wire="bulk")) as other:
+        with Client(ClientConfig(address=shared_node.address, wire="bulk", **PATIENT)) as other:
             pages = torch.empty((4, nbytes), dtype=torch.uint8)
             assert other.get(namespace, hashes, list(pages)) == [True] * 4
         assert torch.equal(pages, expected.cpu())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from waiting import PATIENT
 
 from gpu_agent.blocks.lookups import LookupBackend, Lookups, ThreadLookups
 from gpu_agent.worker import frames, lookup_client, worker_process
@@ -58,13 +59,13 @@ def ended(asker: LookupBackend, future: Any) -> Any:
 
 @pytest.fixture
 def store(shared_node: NodeProcess) -> Iterator[Client]:
-    with Client(ClientConfig(address=shared_node.address)) as client:
+    with Client(ClientConfig(address=shared_node.address, **PATIENT)) as client:
         yield client
 
 
 @pytest.fixture(scope="module", params=["threads", "process"])
 def asker(request: pytest.FixtureRequest, shared_node: NodeProcess) -> Iterator[LookupBackend]:
-    config = ClientConfig(address=shared_node.address)
+    config = ClientConfig(address=shared_node.address, **PATIENT)
     asker: Any = (
         ProcessLookups(config, COMMAND)
         if request.param == "process"
@@ -143,7 +144,7 @@ def test_replacement_process_knows_earlier_namespaces(
     names = [namespace(epoch) for epoch in range(5)]
     for count, name in enumerate(names[1:], 1):
         store.put(name, KEYS[:count], [bytes(4096)] * count)
-    asker = ProcessLookups(ClientConfig(address=shared_node.address), COMMAND, SOON)
+    asker = ProcessLookups(ClientConfig(address=shared_node.address, **PATIENT), COMMAND, SOON)
     asker.open(names, 5.0)
     until(asker, lambda: asker._child.ready)
     pid = asker._child.pid
@@ -160,7 +161,7 @@ def test_dead_lookup_process_is_a_miss_and_is_replaced(
 ) -> None:
     name = namespace()
     store.put(name, KEYS[:2], [bytes(4096)] * 2)
-    asker = ProcessLookups(ClientConfig(address=shared_node.address), COMMAND, SOON)
+    asker = ProcessLookups(ClientConfig(address=shared_node.address, **PATIENT), COMMAND, SOON)
     lookups = Lookups(asker, 5.0)
     lookups.open([name])
     lookups.ask("early", [([name], KEYS)])  # the process is still starting
@@ -205,7 +206,7 @@ def test_process_with_too_many_namespaces_is_replaced(
     monkeypatch.setattr(lookup_client, "NAMED", 2)
     names = [namespace(epoch) for epoch in range(6)]
     store.put(names[-1], KEYS[:2], [bytes(4096)] * 2)
-    asker = ProcessLookups(ClientConfig(address=shared_node.address), COMMAND, SOON)
+    asker = ProcessLookups(ClientConfig(address=shared_node.address, **PATIENT), COMMAND, SOON)
     until(asker, lambda: asker._child.ready)
     pid = asker._child.pid
     answers = []

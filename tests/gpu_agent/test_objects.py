@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from ports import free_port
+from waiting import PATIENT
 
 from gpu_agent import AgentConfig
 from gpu_agent.objects import parts
@@ -161,7 +162,7 @@ def test_damaged_object_is_a_miss(shared_node: NodeProcess, scope: Namespace) ->
     """
     names, sources = names_of(scope, 3), contents(3)
     layout = opaque_layout(NBYTES)
-    with Client(ClientConfig(address=shared_node.address, wire="shm")) as client:
+    with Client(ClientConfig(address=shared_node.address, wire="shm", **PATIENT)) as client:
         store = ObjectStore(client, CONFIG)
         store.put(names, sources).result(WAIT_S)
         namespace = Namespace(scope.model, layout, revision="1")
@@ -226,7 +227,9 @@ def test_hung_node_costs_deadlines_and_killed_node_nothing(scope: Namespace) -> 
         node = stack.enter_context(NodeProcess(*flags, "--port", port))
         stores = []
         for wire in wires:
-            client = Client(ClientConfig(address=node.address, wire=wire, backoff_s_max=0.3))
+            client = Client(
+                ClientConfig(address=node.address, wire=wire, backoff_s_max=0.3, **PATIENT)
+            )
             stores.append(ObjectStore(stack.enter_context(client), config))
             stack.callback(stores[-1].close)
         scopes = [dataclasses.replace(scope, revision=wire) for wire in wires]

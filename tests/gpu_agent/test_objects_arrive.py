@@ -15,7 +15,7 @@ import pytest
 import torch
 from relays import WAIT_S, Relay
 from relays import relayed as relayed
-from waiting import wait_until
+from waiting import PATIENT, wait_until
 
 from gpu_agent import AgentConfig
 from gpu_agent.objects.parts import ObjectName
@@ -76,7 +76,7 @@ def untouched(stored: Stored, relay: Relay) -> bool:
 
 @pytest.mark.parametrize("wire", ["shm", "bulk", "grpc"])
 def test_objects_are_received_in_the_callers_memory(shared_node: NodeProcess, wire: str) -> None:
-    with Client(ClientConfig(address=shared_node.address, wire=wire)) as client:
+    with Client(ClientConfig(address=shared_node.address, wire=wire, **PATIENT)) as client:
         stored = Stored(client, load_s=WAIT_S)
         assert stored.objects.get(stored.names, stored.targets).result(WAIT_S).values == [True] * 3
         assert torch.equal(torch.stack(stored.targets), torch.stack(stored.sources))

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import PATIENT
 
 from gpu_agent import AgentConfig
 from gpu_agent.blocks.backends import ShardPool
@@ -136,7 +137,7 @@ def test_process_killed_in_a_save_and_stopped_in_a_load(
     (agent,) = home.agents(None)
     assert agent is not None
     chain, blocks = keys(3), [1, 2, 3]
-    with Client(ClientConfig(address=shared_node.address)) as store:
+    with Client(ClientConfig(address=shared_node.address, **PATIENT)) as store:
         save = agent.save(chain, blocks)
         until(lambda: store.node_status().ram.writing_count > 0, home)
         assert not save.gathered.done()  # the process may be reading
@@ -331,7 +332,7 @@ def test_process_survives_the_thread_that_started_it(shared_node: NodeProcess) -
     made = []
 
     def start() -> None:
-        made.append(ProcessLookups(ClientConfig(address=shared_node.address)))
+        made.append(ProcessLookups(ClientConfig(address=shared_node.address, **PATIENT)))
         assert made[0].await_ready(WAIT_S)
 
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
@@ -353,7 +354,7 @@ def test_files_in_the_working_directory_are_not_imported(
 ) -> None:
     (tmp_path / "queue.py").write_text("raise ImportError('of the user')")
     monkeypatch.chdir(tmp_path)
-    asker = ProcessLookups(ClientConfig(address=shared_node.address))
+    asker = ProcessLookups(ClientConfig(address=shared_node.address, **PATIENT))
     try:
         until(lambda: asker._child.ready or asker.poll() or asker._child._deaths)
         assert asker._child.ready
@@ -363,10 +364,10 @@ def test_files_in_the_working_directory_are_not_imported(
 
 ENGINE = """
 import sys, time, torch
-sys.path.insert(0, sys.argv[1])
-from test_process_faults import AgentConfig, ProcessBackend, ClientConfig, keys, place
+sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/../helpers"]
+from test_process_faults import PATIENT, AgentConfig, ProcessBackend, ClientConfig, keys, place
 config = AgentConfig(staging_nbytes=1 << 16, save_timeout_s=600.0)
-client = ClientConfig(address=sys.argv[2], wire="shm", timeout_s=60.0, connect_timeout_s=20.0)
+client = ClientConfig(address=sys.argv[2], wire="shm", **PATIENT)
 homes = [ProcessBackend([place()], client, config, sys.argv[3:]) for _ in range(2)]
 for home in homes:
     home.agents(None)[0].save(keys(3), [1, 2, 3])
@@ -387,7 +388,7 @@ def test_killed_engine_leaves_no_processes_or_slots(
     here = str(pathlib.Path(__file__).parent)
     command = [sys.executable, "-c", textwrap.dedent(ENGINE), here, shared_node.address]
     with (
-        Client(ClientConfig(address=shared_node.address)) as store,
+        Client(ClientConfig(address=shared_node.address, **PATIENT)) as store,
         subprocess.Popen(
             [*command, sys.executable, "-c", GATED, str(gate)], stdout=subprocess.PIPE
         ) as engine,

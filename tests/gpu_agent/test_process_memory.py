@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import PATIENT
 
 from gpu_agent import AgentConfig
 from gpu_agent.blocks.backends import ShardPool
@@ -87,7 +88,7 @@ def homes(shared_node: NodeProcess) -> Iterator[Any]:
         )
         made.append(
             ProcessBackend(
-                [where], ClientConfig(address=shared_node.address), config, command, SOON
+                [where], ClientConfig(address=shared_node.address, **PATIENT), config, command, SOON
             )
         )
         return made[-1], where
@@ -112,7 +113,7 @@ def test_copies_without_memory_fail_and_recover(
     until(save.done.done, home)
     assert save.gathered.done()
     assert save.done.result().stored == 0
-    with Client(ClientConfig(address=shared_node.address)) as store:
+    with Client(ClientConfig(address=shared_node.address, **PATIENT)) as store:
         assert store.lookup(where.namespace, chain).prefix_pages == 0
         assert store.node_status().ram.writing_count == 0
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from stopping import stop
+from waiting import PATIENT
 
 from gpu_agent.host.page_table_tier import PageTableTier, TierConfig, row_pool, tier_config
 from kvstore import Client, ClientConfig, Namespace
@@ -146,7 +147,7 @@ def test_found_pages_are_not_evicted_before_their_load() -> None:
     wanted, others = chain("wanted", 4), chain("others", 24)
     with (
         NodeProcess("--ram-bytes", "256KiB", "--extent-bytes", "64KiB") as node,
-        Client(ClientConfig(address=node.address)) as client,
+        Client(ClientConfig(address=node.address, **PATIENT)) as client,
     ):
         pages = PageTableTier(client, namespace, memory, patient(memory))
         save_rows(pages, wanted, [0, 1, 2, 3])
@@ -169,7 +170,7 @@ def test_head_of_a_pinned_chain_is_evicted_last() -> None:
     held, others = chain("held", 6), chain("others", 18)
     with (
         NodeProcess("--ram-bytes", "256KiB", "--extent-bytes", "64KiB") as node,
-        Client(ClientConfig(address=node.address)) as client,
+        Client(ClientConfig(address=node.address, **PATIENT)) as client,
     ):
         pages = PageTableTier(
             client, namespace, memory, tier_config(memory, lookup_timeout_s=10, load_timeout_s=0.1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import PATIENT
 
 from gpu_agent import AgentConfig, TorchTransfer
 from gpu_agent.blocks.backends import AgentBackend, LocalBackend, ShardPool
@@ -378,7 +379,7 @@ def label() -> str:
 
 @pytest.fixture
 def store(shared_node: NodeProcess) -> Iterator[Client]:
-    with Client(ClientConfig(address=shared_node.address)) as client:
+    with Client(ClientConfig(address=shared_node.address, **PATIENT)) as client:
         yield client
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import PATIENT
 
 from gpu_agent.blocks.lookups import Lookups, ThreadLookups
 from gpu_agent.bounded_executor import BoundedExecutor
@@ -58,7 +59,9 @@ def test_lookup_without_a_thread_is_a_miss(
     shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     namespace, keys = Namespace("no threads", opaque_layout(4096)), prefix_hashes(range(32), 16)
-    lookups = Lookups(ThreadLookups(Client(ClientConfig(address=shared_node.address))), 5.0)
+    lookups = Lookups(
+        ThreadLookups(Client(ClientConfig(address=shared_node.address, **PATIENT))), 5.0
+    )
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", _refuse)
         lookups.open([namespace])

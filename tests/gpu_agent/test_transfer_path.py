@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from page_pools import PAGES, SOURCE, TARGET, WAIT_S, damage, hashes, pages_at
+from waiting import PATIENT
 
 import gpu_agent.transfer_path
 from gpu_agent import Agent, AgentConfig, KVPool, TorchTransfer
@@ -65,7 +66,7 @@ def test_pages_stored_in_place_equal_those_of_other_wires(
     monkeypatch.setattr(gpu_agent.transfer_path, "HASHED_TASKS", 1 << 20)
     save(agent)
     pages = torch.empty((PAGES, namespace.layout.page_nbytes), dtype=torch.uint8)
-    with Client(ClientConfig(address=shared_node.address, wire="bulk")) as other:
+    with Client(ClientConfig(address=shared_node.address, wire="bulk", **PATIENT)) as other:
         assert other.get(namespace, hashes(), list(pages)) == [True] * PAGES
     assert torch.equal(pages, pages_at(token_pool, SOURCE))
 

@@ -3,7 +3,10 @@
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
+# A client's settings: on an overloaded host, a healthy node may take several seconds to answer.
+PATIENT: dict[str, Any] = {"timeout_s": 60.0, "connect_timeout_s": 20.0}
 OthersRun = Callable[[Callable[[], object]], bool]  # tells whether another thread ran during a call
 
 

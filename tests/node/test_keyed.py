@@ -11,6 +11,7 @@ import pytest
 from forging import OTHER, SECRET, become, forge, key_id, pretender, stored
 from known_pages import Pages
 from local_nodes import Connect, StartNode, settle
+from waiting import PATIENT
 
 from kvstore import (
     ByteRange,
@@ -171,7 +172,9 @@ def test_asyncio_client_verifies_pages_and_reports_bad_ones(node: Node, keyed: P
     space, pages = keyed.namespace, [keyed.content(key) for key in keys]
 
     async def main() -> None:
-        config = ClientConfig(f"127.0.0.1:{node.grpc.port}", wire="bulk", page_key=SECRET)
+        config = ClientConfig(
+            f"127.0.0.1:{node.grpc.port}", wire="bulk", page_key=SECRET, **PATIENT
+        )
         async with AsyncClient(config) as client:
 
             async def get() -> list[bool]:

@@ -13,6 +13,7 @@ import pytest
 from http2 import GREETING
 from known_pages import Pages
 from local_nodes import Connect, ConnectRaw, StartNode, settle
+from waiting import PATIENT
 
 from kvstore import Client, ClientConfig, Exhausted, PutOutcome
 from kvstore.pb import kvstore_pb2 as pb
@@ -64,7 +65,9 @@ def is_closed(sock: socket.socket, within_s: float) -> bool:
 
 
 def works(node: Node, pages: Pages, wire: str) -> None:
-    with Client(ClientConfig(address=f"127.0.0.1:{node.grpc.port}", wire=wire)) as client:
+    with Client(
+        ClientConfig(address=f"127.0.0.1:{node.grpc.port}", wire=wire, **PATIENT)
+    ) as client:
         key = pages.keys(time.monotonic_ns())
         assert pages.put(client, key) == [PutOutcome.STORED]
         assert pages.get(client, key) == [True]

@@ -11,7 +11,7 @@ from cli_runner import CliRunner
 from fleet import tell, view_of
 from known_pages import Pages
 from local_nodes import Connect, StartNode
-from waiting import wait_until
+from waiting import PATIENT, wait_until
 
 from kvstore import Client, ClientConfig
 from kvstore.cli import cluster
@@ -89,7 +89,7 @@ def test_drain_progress_continues_after_a_view_gap(
     fleet: list[Node], kvstore: Callable[..., Any]
 ) -> None:
     """The member's lease expires during the drain, and the member registers again."""
-    client = Client(ClientConfig(address=f"127.0.0.1:{fleet[1].grpc.port}", direct=True))
+    client = Client(ClientConfig(address=f"127.0.0.1:{fleet[1].grpc.port}", direct=True, **PATIENT))
     with client:
         view = fleet[1].membership.view
         assert view is not None

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from authorities import ours as ours
 from fleets import SMALL
+from waiting import PATIENT
 
 from kvstore import (
     Client,
@@ -229,7 +230,9 @@ def test_node_with_the_files_refuses_other_clients(node: Node, secrets: Path) ->
     ):
         stranger.lookup(SPACE, [KEY])
     assert "requires client certificates" in str(raised.value)
-    plain = ClientConfig(f"127.0.0.1:{node.grpc.port}", token_file=str(secrets / "engine.token"))
+    plain = ClientConfig(
+        f"127.0.0.1:{node.grpc.port}", token_file=str(secrets / "engine.token"), **PATIENT
+    )
     with Client(plain) as client, pytest.raises(Unavailable, match="the node uses TLS"):
         client.lookup(SPACE, [KEY])
 

@@ -12,6 +12,7 @@ import torch
 from claims import DYNAMIC, LONGROPE, YARN
 from lazily import IS_PAGED, UNPAGED, adapters, batching_config, paged_adapters, transformers
 from on_transformers import rope, tiny
+from waiting import PATIENT
 
 from gpu_agent.identity.checkpoint import length_dependent
 from kvstore import Client, ClientConfig, InvalidRequest
@@ -33,7 +34,7 @@ def keys(model: Any, count: int) -> torch.Tensor:
 
 @pytest.fixture
 def client(shared_node: NodeProcess) -> Any:
-    with Client(ClientConfig(address=shared_node.address)) as client:
+    with Client(ClientConfig(address=shared_node.address, **PATIENT)) as client:
         yield client
 
 
