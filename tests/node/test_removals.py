@@ -111,7 +111,9 @@ def test_removal_after_etcd_lost_its_data_reaches_all_members(
     asked, former = connect(one, direct=True), Pages("former").namespace
     asked.open(former)
     asked.remove_namespace(former)  # the newest known removal, numbered as the view
-    newest = etcd.revision
+    key = f"/kvstore/fleet/removed/{former.digest.hex()}"
+    wait_until(lambda: etcd.has(key))
+    newest = etcd.kvs[key.encode()].mod_revision
     for node in (one, two):
         wait_until(lambda node=node: node.registry._identity.applied >= newest)
     if away:
