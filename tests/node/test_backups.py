@@ -66,10 +66,12 @@ def test_removal_in_a_new_etcd_reaches_members_of_the_old(
     for some in (pages, kept):
         some.put(alone, some.keys(*NUMBERS))
     alone.flush()
+    for _ in range(100):  # many more than the new etcd will have
+        etcd.put("/kvstore/fleet/others", b"")
     for _ in range(3):
         other.put(alone, other.keys(1))
         alone.remove_namespace(other.namespace)
-    wait_until(lambda: two.registry._identity.applied > 5)  # type: ignore[union-attr]
+    wait_until(lambda: two.registry._identity.applied > 100)  # type: ignore[union-attr]
     stop(two)
     etcd.wipe()
     one = fleet("n1")
