@@ -32,7 +32,7 @@ def chain(name: str, count: int) -> list[bytes]:
 
 def patient(memory: torch.Tensor) -> TierConfig:
     """Return long timeouts, for tests that do not test timing."""
-    return tier_config(memory, lookup_timeout_s=10, load_timeout_s=10)
+    return tier_config(memory, lookup_timeout_s=10, load_timeout_s=60)
 
 
 def save_rows(pages: PageTableTier, hashes: list[bytes], rows: list[int]) -> list[int]:
