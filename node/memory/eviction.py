@@ -308,11 +308,12 @@ class Eviction:
         account.take(size, len(offsets))
         count = len(offsets)
         try:
-            while count < len(pages) and self._succeed_oldest(pages[count], size):
-                count += 1
+            while count < len(pages) and (more := self._succeed_oldest(pages[count:], size)):
+                count += more
         except BaseException:  # a caller that gets no result can not release them
-            for page in pages[:count]:
-                self._free(page)
+            for page in pages:
+                if page.offset >= 0:
+                    self._free(page)
             raise
         if not temporary:
             self.placed_nbytes += size * count
@@ -365,22 +366,29 @@ class Eviction:
         self._zero(page.offset, page.namespace.slot_nbytes)
         self.zeroed_nbytes += page.namespace.slot_nbytes
 
-    def _succeed_oldest(self, page: Page, size: int) -> bool:
-        account = page.namespace.account
+    def _succeed_oldest(self, pages: Sequence[Page], size: int) -> int:
+        """Give some new pages, from the first on, the oldest ones' slots; return how many."""
+        account = pages[0].namespace.account
         is_full = account.full_for(size)
-        if is_full and account.is_over:
-            return False
+        if (is_full and account.is_over) or self.order.pins.nbytes:
+            return 0
         pool = account.pool if is_full else self._accounts.first(account)
+        # otherwise the next page to evict may be in another order
+        in_a_row = pool.is_only(size) and not (pool.has_layers or self._accounts.any_limited)
         if pool.has_layers:
             pool = self.order.layers(pool, size)[0]
-        ours = pool.oldest(size)
-        if ours is None or self.budget.left <= 0 or self.order.pins.nbytes:
-            return False
-        if self._slots.block_of(ours.offset).closed or pool.is_younger(size):
-            return False
-        self.budget.left -= 1
-        self._forget(ours, "evicted", page)
-        return True
+        count = 0
+        for ours in pool.oldest_run(size, len(pages) if in_a_row else 1):
+            if (
+                self.budget.left <= 0
+                or self._slots.block_of(ours.offset).closed
+                or (not in_a_row and pool.is_younger(size))
+            ):
+                break
+            self.budget.left -= 1
+            self._forget(ours, "evicted", pages[count])
+            count += 1
+        return count
 
     def make_room(self, space: PageNamespace, now_ms: int, for_copy: bool = False) -> Work[bool]:
         """Free a slot for a page of this namespace, in slices; False if nothing may be evicted.

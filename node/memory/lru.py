@@ -166,6 +166,15 @@ class LruList:
             self._aside.put(first)
         return None
 
+    def oldest_run(self, budget: StepBudget, count: int) -> list[Page]:
+        """Return `oldest` and those after it up to the first that is held, at most `count`."""
+        run: list[Page] = []
+        page = self.oldest(budget)
+        while page is not None and page is not self._root and not page.holds and len(run) < count:
+            run.append(page)
+            page = page.newer  # None if it was set aside
+        return run
+
     def give_back(self, page: Page) -> bool:
         """End the last hold of a page.
 

@@ -48,8 +48,9 @@ class SizeOrder:
 
     def push_newest(self, pages: Sequence[Page]) -> None:
         """Add pages, the newest last."""
+        copies, own = self._copies, self._own
         for page in pages:
-            self._list(page).push_newest(page)
+            (copies if page.is_copy else own).push_newest(page)
 
     def push_oldest(self, page: Page) -> None:
         """Add a page as the oldest."""
@@ -78,6 +79,13 @@ class SizeOrder:
         if copy is not None or (self._copies.count and budget.over):
             return copy
         return self._own.oldest(budget)
+
+    def oldest_run(self, budget: StepBudget, count: int) -> list[Page]:
+        """Return the next pages to evict; see `LruList.oldest_run`."""
+        copies = self._copies.oldest_run(budget, count) if self._copies.count else []
+        if copies or (self._copies.count and budget.over):
+            return copies
+        return self._own.oldest_run(budget, count)
 
     def give_back(self, page: Page) -> bool:
         """End the last hold of a page.
@@ -194,11 +202,11 @@ class EvictionPool:
 
     def withdraw(self, page: Page) -> None:
         """Remove a page that may not be evicted any more, or was."""
-        size = page.namespace.slot_nbytes
-        lru = self._lists[size]
+        lru: SizeOrder = page.order
         lru.unlink(page)
         page.order = None
         if not lru.count:
+            size = page.namespace.slot_nbytes
             del self._lists[size]
             self._ages.discard(size)
 
@@ -226,9 +234,18 @@ class EvictionPool:
         lru = self._lists.get(slot_nbytes)
         return lru.oldest(self._budget) if lru is not None else None
 
+    def oldest_run(self, slot_nbytes: int, count: int) -> list[Page]:
+        """Return the next pages of a slot size to evict; see `LruList.oldest_run`."""
+        lru = self._lists.get(slot_nbytes)
+        return lru.oldest_run(self._budget, count) if lru is not None else []
+
+    def is_only(self, slot_nbytes: int) -> bool:
+        """Return whether there are no pages of other sizes."""
+        return not self._lists or (len(self._lists) == 1 and slot_nbytes in self._lists)
+
     def is_younger(self, slot_nbytes: int) -> bool:
         """Return whether another size has an older page than this size's oldest."""
-        if not self._lists or (len(self._lists) == 1 and slot_nbytes in self._lists):
+        if self.is_only(slot_nbytes):
             return False
         ours = self.oldest(slot_nbytes)
         return ours is None or bool(self._ages.older(rank_ms(ours), slot_nbytes, 1))
@@ -261,7 +278,7 @@ class EvictionPool:
 
     def older_sizes(self, than_ms: int | None, but: int, count: int) -> list[int]:
         """Return other sizes with an older evictable page (None: any; 0: a copy), oldest first."""
-        if not self._lists or (len(self._lists) == 1 and but in self._lists):
+        if self.is_only(but):
             return []
         return self._ages.older(than_ms, but, count)
 

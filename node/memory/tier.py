@@ -210,11 +210,11 @@ class RamTier:
                 f"pages of {page_nbytes} bytes; namespace {digest.hex()} has {index.page_nbytes}"
             )
         self._order.expire_pins(now_ms)
-        here = self.live_all(index, prefix_hashes)
-        known = [page for page in here if page is not None]
-        self._offer(self.eviction.own_copies([p for p in known if p.prefix_hash not in copies]))
-        self._order.touch(reversed(here), now_ms)
-        self.hold_all(known)  # making room for the batch must not evict the batch
+        known = [page for page in self.live_all(index, prefix_hashes) if page is not None]
+        if known:
+            self._offer(self.eviction.own_copies([p for p in known if p.prefix_hash not in copies]))
+            self._order.touch(reversed(known), now_ms)
+            self.hold_all(known)  # making room for the batch must not evict the batch
         index.busy += 1
         result = Reservation(index, prefix_hashes, copies, now_ms)
         try:

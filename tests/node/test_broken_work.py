@@ -91,7 +91,7 @@ def test_failed_put_while_evicting_keeps_no_slot(
     old, new = pages.keys(*range(COUNT)), pages.keys(*range(COUNT, COUNT + 12))
     box.put(pages, old)
     with monkeypatch.context() as patch:
-        fails_at(patch, box.tier.eviction, "_succeed_oldest", number)
+        fails_at(patch, box.tier.eviction, "_forget", number)
         with pytest.raises(MemoryError):
             box.reserve(pages, new)
     tier = box.tier
