@@ -10,7 +10,7 @@ import collections
 import contextlib
 import itertools
 import select
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from kvstore.buffers import Pieces, chunks, segments_nbytes
@@ -62,12 +62,12 @@ class AsyncConnection:
         )
         return parse_reply(op, await self._recv(header_nbytes)), payload_nbytes
 
-    async def begin_payload(self, nbytes: int) -> None:
-        """Announce a payload of so many bytes, which follows."""
+    async def send_pages(self, nbytes: int, pages: Iterable[Pieces]) -> list[bytes]:
+        """Send pages of so many bytes as a payload; return the leaves of each one's sent bytes."""
         await self._send_frame(b"", nbytes)
+        return [await self._send_page(page) for page in pages]
 
-    async def send_page(self, page: Pieces) -> bytes:
-        """Send a page; return the leaves of the sent bytes."""
+    async def _send_page(self, page: Pieces) -> bytes:
         running = Leaves(segments_nbytes(page))
         for chunk in chunks(page, itertools.repeat(CHUNK_NBYTES)):
             for piece in chunk:

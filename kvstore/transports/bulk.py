@@ -8,12 +8,12 @@ import itertools
 import socket
 import ssl
 import types
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvstore.buffers import Pieces, chunks, segments_nbytes
-from kvstore.checksum import CHUNK_NBYTES, Leaves, root
+from kvstore.checksum import CHUNK_NBYTES, Leaves, joined_leaves, root
 from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
@@ -37,6 +37,9 @@ from kvstore.transports.view_stream import FrameViews
 # Bytes of a page that one system call sends: sixteen calls of 256 KiB cost more than hashing 4 MiB
 # that have left the cache (docs/decisions/0003).
 SEND_NBYTES = 4 << 20
+# Several pages that one call sends: more bytes would leave the cache before the node has them, and
+# small pages are hashed with the GIL held
+GROUP_NBYTES, GROUP_PAGES = 1 << 20, 16
 
 Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
 Result = TypeVar("Result")
@@ -405,13 +408,9 @@ class PageStream(NamedTuple):
         """Send a request; return (reply, bytes of the payload behind it)."""
         return exchange(self.connection, op, request)
 
-    def begin_payload(self, nbytes: int) -> Any:
-        """Announce a payload of so many bytes, which follows."""
-        self.connection.send_frame(b"", nbytes)
-
-    def send_page(self, page: Pieces) -> Any:
-        """Send a page; return the leaves of the sent bytes."""
-        return _send_page(self.connection, page)
+    def send_pages(self, nbytes: int, pages: Iterable[Pieces]) -> Any:
+        """Send pages of so many bytes as a payload; return the leaves of each one's sent bytes."""
+        return _send_pages(self.connection, nbytes, pages)
 
     def recv_page(self, page: Pieces) -> Any:
         """Receive a page; return the leaves of the received bytes."""
@@ -434,11 +433,9 @@ def put_steps(
     if not wanted:
         return verdicts
     # The leaves follow the bytes, in the commit.
-    yield stream.begin_payload(sum(segments_nbytes(pages[i]) + _hmac_nbytes(hmacs) for i in wanted))
-    leaves = []
-    for i in wanted:
-        page = with_hmacs(pages[i], request.prefix_hashes[i], hmacs)
-        leaves.append((yield stream.send_page(page)))
+    nbytes = sum(segments_nbytes(pages[i]) + _hmac_nbytes(hmacs) for i in wanted)
+    payload = (with_hmacs(pages[i], request.prefix_hashes[i], hmacs) for i in wanted)
+    leaves = yield stream.send_pages(nbytes, payload)
     sent = zip(wanted, leaves, strict=True)
     unchanged = (
         [is_unchanged(request.prefix_hashes[i], of) for i, of in sent] if is_unchanged else []
@@ -504,6 +501,35 @@ def _part_of(request: Request, part: slice) -> Request:
 def _hmac_nbytes(hmacs: PageHmacs | None) -> int:
     """Return the bytes of the HMACs that follow each page."""
     return hmacs.nbytes if hmacs else 0
+
+
+def _send_pages(connection: FrameSocket, nbytes: int, pages: Iterable[Pieces]) -> list[bytes]:
+    """Send pages as a frame's payload; return the leaves of each one's sent bytes."""
+    leaves: list[bytes] = []
+    head = [memoryview(connection.begun(b"", nbytes))]
+    for group in _sent_together(pages):
+        is_large = segments_nbytes(group[0]) > GROUP_NBYTES
+        connection.send_all(head if is_large else itertools.chain(head, *group))
+        head = []
+        leaves += [
+            _send_page(connection, page) if is_large else joined_leaves(page, segments_nbytes(page))
+            for page in group
+        ]
+    return leaves
+
+
+def _sent_together(pages: Iterable[Pieces]) -> Iterator[list[Pieces]]:
+    """Group pages that one system call sends; a larger page is alone."""
+    group: list[Pieces] = []
+    room = GROUP_NBYTES
+    for page in pages:
+        page_nbytes = segments_nbytes(page)
+        if group and (page_nbytes > room or len(group) == GROUP_PAGES):
+            yield group
+            group, room = [], GROUP_NBYTES
+        group.append(page)
+        room -= page_nbytes
+    yield group
 
 
 def _send_page(connection: FrameSocket, page: Pieces) -> bytes:

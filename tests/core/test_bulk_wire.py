@@ -297,3 +297,46 @@ def test_large_page_is_sent_by_several_calls(
         sender.arm(60.0)
         assert bulk._send_page(sender, tuple(pieces)) == leaves(page)
         assert other.recv(len(page), socket.MSG_WAITALL) == page
+
+
+@pytest.mark.parametrize(
+    ("sizes", "calls"),
+    [
+        ([400] * 5, 3),  # two pages a call
+        ([10] * 40, 3),  # sixteen
+        ([400, 5001, 400, 600, 1000, 7], 10),  # a large page is alone, in six
+        ([1000], 1),
+        ([1001], 3),
+    ],
+)
+def test_small_pages_are_sent_together(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], calls: int
+) -> None:
+    monkeypatch.setattr(bulk, "SEND_NBYTES", 1000)
+    monkeypatch.setattr(bulk, "GROUP_NBYTES", 1000)
+    pages, sent = [os.urandom(size) for size in sizes], list[bytes]()
+    sender, other = sending_to(sent)
+    with contextlib.closing(sender), other:
+        halves = [(memoryview(page)[:3], memoryview(page)[3:]) for page in pages]
+        assert bulk._send_pages(sender, sum(sizes), halves) == [leaves(page) for page in pages]
+        told = pack_fixed(0, sum(sizes)) + b"".join(pages)
+        assert b"".join(sent) == told == other.recv(len(told) + 1, socket.MSG_DONTWAIT)
+    assert len(sent) == calls
+
+
+def sending_to(sent: list[bytes]) -> tuple[FrameSocket, socket.socket]:
+    """Return a connection that notes what each call sends, and its other end."""
+    one, other = socket.socketpair()
+
+    class Noting(FrameSocket):
+        def send(self, data: bytes | memoryview, at_once: bool = False) -> None:
+            sent.append(bytes(data))
+            super().send(data, at_once)
+
+        def _send_some(self, views: list[memoryview]) -> int:
+            sent.append(b"".join(views))
+            return super()._send_some(views)
+
+    sender = Noting(one)
+    sender.arm(60.0)
+    return sender, other

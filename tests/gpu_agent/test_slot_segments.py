@@ -335,7 +335,7 @@ def test_abandoned_save_reads_no_slot_later_and_stores_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The node is stopped in the middle of the save, and its slots are reused before it resumes."""
-    send, stopped = bulk._send_page, list[bool]()
+    send, stopped = bulk._send_pages, list[bool]()
     with NodeProcess("--ram-bytes", "128MiB", "--extent-bytes", "64MiB") as node:
         config = ClientConfig(
             address=node.address, wire="bulk", timeout_s=WAIT_S, backoff_s_max=0.1
@@ -344,13 +344,13 @@ def test_abandoned_save_reads_no_slot_later_and_stores_nothing(
             host = Host(client, k_and_v(2 << 20), parts=1)
             assert host.pages.save(HASHES[:1], SOURCE[:1], WAIT_S) == [True]
 
-            def stopping(*arguments: Any) -> bytes:
+            def stopping(*arguments: Any) -> list[bytes]:
                 if not stopped:
                     stop(node.pid)
                     stopped.append(True)
                 return send(*arguments)
 
-            monkeypatch.setattr(bulk, "_send_page", stopping)
+            monkeypatch.setattr(bulk, "_send_pages", stopping)
             try:
                 assert host.pages.save(HASHES, SOURCE, TIME_S) == [False] * COUNT
                 assert stopped

@@ -293,15 +293,15 @@ def test_interrupt_while_a_thread_starts_ends_its_share(
     keys, reused, send, start = (
         pages.keys(*range(6)),
         threading.Event(),
-        bulk._send_page,
+        bulk._send_pages,
         threading.Thread.start,
     )
     client.open(pages.namespace)
 
-    def slow(connection: Any, page: Any) -> None:
+    def slow(*arguments: Any) -> list[bytes]:
         if threading.current_thread() is not threading.main_thread():
             reused.wait(1.0)
-        send(connection, page)
+        return send(*arguments)
 
     def interrupted(thread: threading.Thread) -> None:
         start(thread)
@@ -310,7 +310,7 @@ def test_interrupt_while_a_thread_starts_ends_its_share(
 
     buffers = [bytearray(pages.content(key)) for key in keys]
     with monkeypatch.context() as patch:
-        patch.setattr(bulk, "_send_page", slow)
+        patch.setattr(bulk, "_send_pages", slow)
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             client.put(pages.namespace, keys, buffers)
