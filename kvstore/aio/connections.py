@@ -75,8 +75,11 @@ class AsyncConnection:
                 running.update(piece)
         return running.digest()
 
-    async def recv_page(self, page: Pieces) -> bytes:
-        """Receive a page; return the leaves of the received bytes."""
+    async def recv_pages(self, pages: Iterable[Pieces]) -> list[bytes]:
+        """Receive pages; return the leaves of each one's received bytes."""
+        return [await self._recv_page(page) for page in pages]
+
+    async def _recv_page(self, page: Pieces) -> bytes:
         running = Leaves(segments_nbytes(page))
         for chunk in chunks(page, itertools.repeat(CHUNK_NBYTES)):
             for piece in chunk:

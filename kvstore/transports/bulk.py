@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvstore.buffers import Pieces, chunks, segments_nbytes
-from kvstore.checksum import CHUNK_NBYTES, Leaves, joined_leaves, root
+from kvstore.checksum import CHUNK_NBYTES, Leaves, joined_leaves, leaves, root
 from kvstore.config import MESSAGE_NBYTES_MAX, PROTOCOL_VERSION, ClientConfig
 from kvstore.deadline import Deadline
 from kvstore.errors import Exhausted, InvalidRequest, KVStoreError, ProtocolError, Unavailable
@@ -412,9 +412,9 @@ class PageStream(NamedTuple):
         """Send pages of so many bytes as a payload; return the leaves of each one's sent bytes."""
         return _send_pages(self.connection, nbytes, pages)
 
-    def recv_page(self, page: Pieces) -> Any:
-        """Receive a page; return the leaves of the received bytes."""
-        return _recv_page(self.connection, page)
+    def recv_pages(self, pages: Sequence[Pieces]) -> Any:
+        """Receive pages; return the leaves of each one's received bytes."""
+        return _recv_pages(self.connection, pages)
 
 
 def put_steps(
@@ -435,14 +435,14 @@ def put_steps(
     # The leaves follow the bytes, in the commit.
     nbytes = sum(segments_nbytes(pages[i]) + _hmac_nbytes(hmacs) for i in wanted)
     payload = (with_hmacs(pages[i], request.prefix_hashes[i], hmacs) for i in wanted)
-    leaves = yield stream.send_pages(nbytes, payload)
-    sent = zip(wanted, leaves, strict=True)
+    sums = yield stream.send_pages(nbytes, payload)
+    sent = zip(wanted, sums, strict=True)
     unchanged = (
         [is_unchanged(request.prefix_hashes[i], of) for i, of in sent] if is_unchanged else []
     )
     if not all(unchanged):
         raise InvalidRequest("a page's bytes changed in memory while it was sent")
-    yield stream.exchange("commit", pb.CommitRequest(leaves=leaves))
+    yield stream.exchange("commit", pb.CommitRequest(leaves=sums))
     return verdicts
 
 
@@ -470,16 +470,18 @@ def get_steps(
         raise ProtocolError("the reply to a get does not fit its request")
     arrived: list[Arrived | None] = [None] * len(hits)
     ttls_ms = reply.ttls_ms or [0] * len(found)
-    for i, expected, ttl_ms in zip(found, reply.checksums, ttls_ms, strict=True):
-        target = receive_buffers(buffers[i], hmacs)
-        leaves = yield stream.recv_page(target)
-        intact = root(leaves, seeds[i]) == expected
-        if not (intact and hmacs) or hmacs.verify(
-            request.prefix_hashes[i], target[:-1], target[-1]
-        ):
-            page = arrived[i] = Arrived(leaves if intact else b"", expected, ttl_ms)
-            if on_page:
-                on_page(i, page)
+    targets = [receive_buffers(buffers[i], hmacs) for i in found]
+    told = zip(found, targets, reply.checksums, ttls_ms, strict=True)
+    for group in _together(targets, CHUNK_NBYTES):
+        for of_leaves in (yield stream.recv_pages(group)):
+            i, target, expected, ttl_ms = next(told)
+            intact = root(of_leaves, seeds[i]) == expected
+            if not (intact and hmacs) or hmacs.verify(
+                request.prefix_hashes[i], target[:-1], target[-1]
+            ):
+                page = arrived[i] = Arrived(of_leaves if intact else b"", expected, ttl_ms)
+                if on_page:
+                    on_page(i, page)
     return arrived
 
 
@@ -505,31 +507,42 @@ def _hmac_nbytes(hmacs: PageHmacs | None) -> int:
 
 def _send_pages(connection: FrameSocket, nbytes: int, pages: Iterable[Pieces]) -> list[bytes]:
     """Send pages as a frame's payload; return the leaves of each one's sent bytes."""
-    leaves: list[bytes] = []
+    found: list[bytes] = []
     head = [memoryview(connection.begun(b"", nbytes))]
-    for group in _sent_together(pages):
+    for group in _together(pages, GROUP_NBYTES):
         is_large = segments_nbytes(group[0]) > GROUP_NBYTES
         connection.send_all(head if is_large else itertools.chain(head, *group))
         head = []
-        leaves += [
-            _send_page(connection, page) if is_large else joined_leaves(page, segments_nbytes(page))
-            for page in group
-        ]
-    return leaves
+        found += [_send_page(connection, page) if is_large else _leaves(page) for page in group]
+    return found
 
 
-def _sent_together(pages: Iterable[Pieces]) -> Iterator[list[Pieces]]:
-    """Group pages that one system call sends; a larger page is alone."""
+def _recv_pages(connection: FrameSocket, pages: Sequence[Pieces]) -> list[bytes]:
+    """Receive pages; return the leaves of each one's received bytes."""
+    if len(pages) == 1:
+        return [_recv_page(connection, pages[0])]
+    connection.recv_all(itertools.chain(*pages))
+    return [_leaves(page) for page in pages]
+
+
+def _together(pages: Iterable[Pieces], nbytes_max: int) -> Iterator[list[Pieces]]:
+    """Group pages that one system call moves; a larger page is alone."""
     group: list[Pieces] = []
-    room = GROUP_NBYTES
+    room = nbytes_max
     for page in pages:
         page_nbytes = segments_nbytes(page)
         if group and (page_nbytes > room or len(group) == GROUP_PAGES):
             yield group
-            group, room = [], GROUP_NBYTES
+            group, room = [], nbytes_max
         group.append(page)
         room -= page_nbytes
-    yield group
+    if group:
+        yield group
+
+
+def _leaves(page: Pieces) -> bytes:
+    """Return the leaves of a page in segments."""
+    return leaves(page[0]) if len(page) == 1 else joined_leaves(page, segments_nbytes(page))
 
 
 def _send_page(connection: FrameSocket, page: Pieces) -> bytes:

@@ -286,6 +286,27 @@ def test_connection_with_unexpected_bytes_is_not_reused(
     wire.close()
 
 
+@pytest.mark.parametrize("nbytes", [1, 1000, 100_000])  # 16, 16 and 2 pages a call
+def test_small_pages_that_arrive_together_are_verified_one_by_one(
+    bulk_port: ServeBulk, nbytes: int
+) -> None:
+    stored = [os.urandom(nbytes) for _ in range(37)]
+    sums = [checksum(page, seed) for seed, page in enumerate(stored)]
+    sums[21] = sums[22]
+    there = [number for number in range(37) if number % 5]
+    reply: Any = pb.GetReply(
+        hits=[number in there for number in range(37)], checksums=[sums[n] for n in there]
+    )
+    answer = frame(get=reply, payload=b"".join(stored[number] for number in there))
+    wire = BulkWire("127.0.0.1", bulk_port(scripted(answer)).port, ClientConfig())
+    buffers = [bytearray(nbytes) for _ in stored]
+    halves = [(memoryview(b)[: nbytes // 2], memoryview(b)[nbytes // 2 :]) for b in buffers]
+    hits, wrong = wire.get(GET, halves, range(37), Deadline(60.0))
+    assert (hits, wrong) == ([number in there and number != 21 for number in range(37)], [21])
+    assert all(buffers[number] == stored[number] for number in there)
+    wire.close()
+
+
 @pytest.mark.parametrize("cuts", [(), (1,), (999, 1000, 1001), (4000,)])
 def test_large_page_is_sent_by_several_calls(
     monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...]

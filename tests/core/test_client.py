@@ -310,7 +310,7 @@ def test_page_with_a_wrong_checksum_is_a_miss_and_dropped(
 ) -> None:
     with monkeypatch.context() as patch:
         if client.config.wire == "bulk":
-            patch.setattr("kvstore.transports.bulk.joined_leaves", lambda page, nbytes: b"c" * 8)
+            patch.setattr("kvstore.transports.bulk._leaves", lambda page: b"c" * 8)
         elif client.config.wire == "shm":
             patch.setattr("kvstore.transports.shm._write_page", lambda slot, page: b"c" * 8)
         else:
