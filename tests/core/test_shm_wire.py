@@ -256,7 +256,15 @@ def test_put_and_get_copy_to_the_offsets_and_check_the_copy(unix_node: ServeShm)
 
 
 @pytest.mark.parametrize(
-    "nbytes", [1, HELD_NBYTES_MAX + 1, STEP_NBYTES, 2 * STEP_NBYTES + 7, 9 * STEP_NBYTES + 1]
+    "nbytes",
+    [
+        1,
+        HELD_NBYTES_MAX,
+        HELD_NBYTES_MAX + 1,
+        STEP_NBYTES,
+        2 * STEP_NBYTES + 7,
+        9 * STEP_NBYTES + 1,
+    ],
 )
 def test_pages_of_many_steps_and_parts_are_copied_and_hashed_exactly(nbytes: int) -> None:
     page = memoryview(os.urandom(nbytes))
