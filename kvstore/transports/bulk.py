@@ -37,9 +37,8 @@ from kvstore.transports.view_stream import FrameViews
 # Bytes of a page that one system call sends: sixteen calls of 256 KiB cost more than hashing 4 MiB
 # that have left the cache (docs/decisions/0003).
 SEND_NBYTES = 4 << 20
-# Several pages that one call sends: more bytes would leave the cache before the node has them, and
-# small pages are hashed with the GIL held
-GROUP_NBYTES, GROUP_PAGES = 1 << 20, 16
+# Pages that one call moves, of CHUNK_NBYTES together: small ones are hashed with the GIL held
+GROUP_PAGES = 16
 
 Request = TypeVar("Request", pb.PutRequest, pb.GetRequest)
 Result = TypeVar("Result")
@@ -471,10 +470,10 @@ def get_steps(
     arrived: list[Arrived | None] = [None] * len(hits)
     ttls_ms = reply.ttls_ms or [0] * len(found)
     targets = [receive_buffers(buffers[i], hmacs) for i in found]
-    told = zip(found, targets, reply.checksums, ttls_ms, strict=True)
-    for group in _together(targets, CHUNK_NBYTES):
+    replies = zip(found, targets, reply.checksums, ttls_ms, strict=True)
+    for group in _together(targets):
         for of_leaves in (yield stream.recv_pages(group)):
-            i, target, expected, ttl_ms = next(told)
+            i, target, expected, ttl_ms = next(replies)
             intact = root(of_leaves, seeds[i]) == expected
             if not (intact and hmacs) or hmacs.verify(
                 request.prefix_hashes[i], target[:-1], target[-1]
@@ -509,8 +508,8 @@ def _send_pages(connection: FrameSocket, nbytes: int, pages: Iterable[Pieces]) -
     """Send pages as a frame's payload; return the leaves of each one's sent bytes."""
     found: list[bytes] = []
     head = [memoryview(connection.begun(b"", nbytes))]
-    for group in _together(pages, GROUP_NBYTES):
-        is_large = segments_nbytes(group[0]) > GROUP_NBYTES
+    for group in _together(pages):
+        is_large = segments_nbytes(group[0]) > CHUNK_NBYTES
         connection.send_all(head if is_large else itertools.chain(head, *group))
         head = []
         found += [_send_page(connection, page) if is_large else _leaves(page) for page in group]
@@ -525,15 +524,15 @@ def _recv_pages(connection: FrameSocket, pages: Sequence[Pieces]) -> list[bytes]
     return [_leaves(page) for page in pages]
 
 
-def _together(pages: Iterable[Pieces], nbytes_max: int) -> Iterator[list[Pieces]]:
+def _together(pages: Iterable[Pieces]) -> Iterator[list[Pieces]]:
     """Group pages that one system call moves; a larger page is alone."""
     group: list[Pieces] = []
-    room = nbytes_max
+    room = CHUNK_NBYTES
     for page in pages:
         page_nbytes = segments_nbytes(page)
         if group and (page_nbytes > room or len(group) == GROUP_PAGES):
             yield group
-            group, room = [], nbytes_max
+            group, room = [], CHUNK_NBYTES
         group.append(page)
         room -= page_nbytes
     if group:

@@ -334,7 +334,7 @@ def test_small_pages_are_sent_together(
     monkeypatch: pytest.MonkeyPatch, sizes: list[int], calls: int
 ) -> None:
     monkeypatch.setattr(bulk, "SEND_NBYTES", 1000)
-    monkeypatch.setattr(bulk, "GROUP_NBYTES", 1000)
+    monkeypatch.setattr(bulk, "CHUNK_NBYTES", 1000)
     pages, sent = [os.urandom(size) for size in sizes], list[bytes]()
     sender, other = sending_to(sent)
     with contextlib.closing(sender), other:
