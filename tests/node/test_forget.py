@@ -2,6 +2,7 @@
 later.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,19 +106,22 @@ def test_page_put_after_a_forget_stays(fleet: Start, etcd: FakeEtcd, connect: Co
     client, etcd.late_s = connect(nodes[0], timeout_s=20.0), 0.3
     gone = Pages("gone", tenant="gone")
     keys = gone.keys(*NUMBERS)
+    removed = f"/kvstore/fleet/removed/{gone.namespace.digest.hex()}".encode()
+
+    def is_newer(number: int) -> bool:
+        return removed in etcd.kvs and etcd.kvs[removed].mod_revision > number
+
+    def has_applied(node: Node, number: int) -> bool:
+        return node.registry is not None and node.registry._identity.applied >= number
+
     for _ in range(2):
+        before = etcd.revision
         gone.put(client, keys)
         assert client.forget("gone", 30.0).left == 0
         gone.put(client, keys)
-        revisions = [entry.mod_revision for key, entry in etcd.kvs.items() if b"/removed/" in key]
+        wait_until(partial(is_newer, before))
         for node in nodes:
-            registry = node.registry
-            assert registry is not None
-            wait_until(
-                lambda registry=registry, revisions=revisions: (
-                    registry._identity.applied >= max(revisions)
-                )
-            )  # type: ignore[misc]
+            wait_until(partial(has_applied, node, etcd.kvs[removed].mod_revision))
         assert gone.get(client, keys) == [True] * len(keys)
 
 

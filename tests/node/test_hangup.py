@@ -15,7 +15,7 @@ import pytest
 from gateway_processes import gateways
 from known_pages import Pages
 from local_nodes import StartNode
-from waiting import wait_until
+from waiting import PATIENT, wait_until
 
 import kvstore
 from kvstore import Client, ClientConfig, Unauthenticated
@@ -29,12 +29,12 @@ PAGE = 4096
 
 
 def put(address: str, pages: Pages, *numbers: int) -> None:
-    with Client(ClientConfig(address=address, timeout_s=20.0)) as client:
+    with Client(ClientConfig(address=address, **PATIENT)) as client:
         pages.put(client, pages.keys(*numbers))
 
 
 def assert_kept(address: str, pages: Pages, *numbers: int) -> None:
-    with Client(ClientConfig(address=address, timeout_s=20.0)) as client:
+    with Client(ClientConfig(address=address, **PATIENT)) as client:
         assert pages.get(client, pages.keys(*numbers)) == [True] * len(numbers)
 
 
@@ -105,10 +105,10 @@ def test_service_reloads_its_files_and_reports_its_state(service: Service) -> No
     assert service.audit.exists()
     assert "node.toml: restart the node to apply sessions-max" in service.node.log_text
     pages, address = Pages("hangup", PAGE, tenant="team-a"), service.node.address
-    with Client(ClientConfig(address, token=other, timeout_s=20.0)) as client:
+    with Client(ClientConfig(address, token=other, **PATIENT)) as client:
         pages.put(client, pages.keys(0))
         assert not sum(end.count for end in client.node_status().gateway_ends)
-    gone = Client(ClientConfig(address, token=service.token, timeout_s=20.0))
+    gone = Client(ClientConfig(address, token=service.token, **PATIENT))
     with gone, pytest.raises(Unauthenticated):
         gone.node_status()
 
@@ -119,7 +119,7 @@ def test_service_reloads_its_files_and_reports_its_state(service: Service) -> No
     assert "unknown setting log-levle; did you mean log-level?" in failed
     assert "is open to others (mode 0666)" in failed
     assert f": {failed}\n" in service.node.log_text
-    with Client(ClientConfig(address, token=other, timeout_s=20.0)) as client:
+    with Client(ClientConfig(address, token=other, **PATIENT)) as client:
         assert pages.get(client, pages.keys(0)) == [True]
     assert json.loads(service.audit.read_text().splitlines()[-1])["what"] == "refused"
 
@@ -145,15 +145,18 @@ def test_node_serves_after_its_terminal_was_closed() -> None:
     with subprocess.Popen(
         command, stdin=terminal, stdout=subprocess.PIPE, stderr=terminal, text=True
     ) as process:
-        os.close(terminal)
-        assert process.stdout is not None
-        address = process.stdout.readline().split("grpc=")[1].split()[0]
-        put(address, pages, 0, 1)
-        os.close(ours)
-        put(address, pages, 2)
-        assert_kept(address, pages, 0, 1, 2)
-        process.terminate()
-        assert process.wait(30.0) == 0
+        try:
+            os.close(terminal)
+            assert process.stdout is not None
+            address = process.stdout.readline().split("grpc=")[1].split()[0]
+            put(address, pages, 0, 1)
+            os.close(ours)
+            put(address, pages, 2)
+            assert_kept(address, pages, 0, 1, 2)
+            process.terminate()
+            assert process.wait(30.0) == 0
+        finally:
+            process.kill()
 
 
 def test_sigterm_and_sighup_together_are_one_stop(tmp_path: Path) -> None:

@@ -68,9 +68,10 @@ def test_member_with_an_expired_lease_leaves_and_rejoins(fleet: Start, etcd: Fak
     etcd.delete("/kvstore/fleet/members/n2")
     wait_until(lambda: ["n1"] in seen)
     wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
+    lost = {*etcd.leases}
     etcd.lose_leases()
-    wait_until(lambda: members(one) == [] or registered(etcd) == 0)
-    wait_until(lambda: members(one) == members(two) == ["n1", "n2"] and registered(etcd) == 2)
+    wait_until(lambda: registered(etcd) == 2 and not lost & {*etcd.leases})
+    wait_until(lambda: members(one) == members(two) == ["n1", "n2"])
 
 
 def test_member_state_reaches_other_members(fleet: Start) -> None:
