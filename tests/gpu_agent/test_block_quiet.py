@@ -193,7 +193,8 @@ def begin_save() -> tuple[BlockScheduler, int, int]:
     return side.scheduler, second.step, order.job
 
 
-def test_engine_steps_until_the_last_save_is_counted() -> None:
+def test_engine_steps_until_the_last_save_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "COUNTS_WAIT_S", 60.0)
     scheduler, step, job = begin_save()
     scheduler.ran(Report(step, acknowledged={job: 1}, uncounted=1))
     assert scheduler.busy
