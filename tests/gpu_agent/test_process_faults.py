@@ -55,12 +55,13 @@ TorchTransfer.scatter = behind_gate(TorchTransfer.scatter)
 main(int(sys.argv[2]))
 """
 # A stand-in for an agents' process that sends its arguments but the last one, in hex: one after the
-# setup, one after the first orders. Then it sends and reads nothing.
+# frame of the setup, one after that of the first order. Then it sends and reads nothing.
 TALKER = """
-import socket, sys, time
+import socket, struct, sys, time
 channel = socket.socket(fileno=int(sys.argv[-1]))
+frames = channel.makefile("rb")
 for data in sys.argv[1:-1]:
-    channel.recv(1 << 20)
+    frames.read(struct.unpack("<IB", frames.read(5))[0])
     channel.sendall(bytes.fromhex(data))
 time.sleep(600)
 """
