@@ -55,13 +55,16 @@ TorchTransfer.scatter = behind_gate(TorchTransfer.scatter)
 main(int(sys.argv[2]))
 """
 # A stand-in for an agents' process that sends its arguments but the last one, in hex: one after the
-# frame of the setup, one after that of the first order. Then it sends and reads nothing.
+# frame of the setup, one after that of the first save. Then it sends and reads nothing.
 TALKER = """
 import socket, struct, sys, time
 channel = socket.socket(fileno=int(sys.argv[-1]))
 frames = channel.makefile("rb")
-for data in sys.argv[1:-1]:
-    frames.read(struct.unpack("<IB", frames.read(5))[0])
+for data, awaited in zip(sys.argv[1:-1], (1, 3)):  # SETUP, SAVE; an ADD is between them
+    kind = 0
+    while kind != awaited:
+        nbytes, kind = struct.unpack("<IB", frames.read(5))
+        frames.read(nbytes)
     channel.sendall(bytes.fromhex(data))
 time.sleep(600)
 """
