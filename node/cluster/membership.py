@@ -53,8 +53,9 @@ class Identity:
     """A node's identity in its data directory.
 
     `applied` is the newest view number whose removals were carried out here; `to_erase` lists
-    removed namespaces whose rows and keys are still to be erased. Without a data directory the node
-    has a new identity after each start. Raises ConfigError.
+    removed namespaces whose rows and keys are still to be erased; `settings_id` is that of the
+    cluster's settings in etcd at that time. Without a data directory the node has a new identity
+    after each start. Raises ConfigError.
     """
 
     def __init__(self, data_dir: str, cluster: str, member: str) -> None:
@@ -64,6 +65,7 @@ class Identity:
         self.token = str(known.get("token") or secrets.token_hex(TOKEN_NBYTES))
         self.applied = int(known.get("applied") or 0)
         self.to_erase = [bytes.fromhex(text) for text in known.get("to_erase", ())]
+        self.settings_id = str(known.get("settings_id") or "")
         own = str(known.get("member") or "")
         if member and own and member != own:
             raise ConfigError(
@@ -112,9 +114,9 @@ class Identity:
             )
         return known
 
-    def save(self, applied: int, to_erase: Sequence[bytes] = ()) -> None:
+    def save(self, applied: int, to_erase: Sequence[bytes] = (), settings_id: str = "") -> None:
         """Save the identity, and note that this node is present now. Raises OSError."""
-        self.applied, self.to_erase = applied, list(to_erase)
+        self.applied, self.to_erase, self.settings_id = applied, list(to_erase), settings_id
         if self._path is None:
             return
         known: dict[str, Any] = {
@@ -126,6 +128,7 @@ class Identity:
             "saved_s": int(time.time()),
             "applied": applied,
             "to_erase": [digest.hex() for digest in self.to_erase],
+            "settings_id": settings_id,
         }
         write_whole(self._path, json.dumps(known).encode(), 0o600)
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import random
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -23,13 +24,21 @@ from kvstore.deadline import Deadline
 from kvstore.errors import ConfigError, InvalidRequest, KVStoreError, Unavailable
 from kvstore.log_rate import LogRate
 from node.cluster.etcd import Entry, Etcd, EtcdCredentials
-from node.cluster.membership import ETCD_SCHEME, Identity, LostMember, Membership, instance_at
+from node.cluster.membership import (
+    ETCD_SCHEME,
+    TOKEN_NBYTES,
+    Identity,
+    LostMember,
+    Membership,
+    instance_at,
+)
 from node.cluster.registry_state import (
     BASE_MAX,
     NamespaceTombstones,
     Registered,
     RegistryState,
     Settings,
+    is_reset,
     parse_member,
     parse_settings,
 )
@@ -179,8 +188,9 @@ class Registry:
                     log.warning("waiting for etcd: %s", error)
                     say = time.monotonic() + SAY_S
             self._sleep(PAUSE_S, pulse)
+        state = self._registry_state
         try:
-            self._removals.catch_up(self._registry_state.removals(), self._number(), anew)
+            self._removals.catch_up(state.removals(), self._number(), state.settings_id, anew)
         except (KVStoreError, OSError) as error:  # an error of the disk, which is stopped then
             log.error("pages removed meanwhile may return at the next start: %s", error)
 
@@ -196,17 +206,19 @@ class Registry:
         while True:
             self._settle()
             self._registry_state.reset(self._etcd.read(self._registry_state.prefix))
-            # Beyond BASE_MAX it can not be raised
-            if self._number() >= applied or (anew and applied > BASE_MAX):
-                return anew
-            if not anew:
+            settings_id = self._registry_state.settings_id
+            is_lost = self._number() < applied or is_reset(self._identity.settings_id, settings_id)
+            if is_lost and not anew:
                 log.warning(
                     "etcd has lost its data of the cluster %s, so removals that this node missed "
                     "while it was away are unknown; if a tenant was forgotten meanwhile, forget it "
                     "again (kvstore forget)",
                     self._identity.cluster,
                 )
-            anew = True
+            anew = anew or is_lost
+            # Beyond BASE_MAX it can not be raised
+            if self._number() >= applied or applied > BASE_MAX:
+                return anew
             self._raise_number(applied)
 
     def join(self, about: Registering, pulse: Callable[[], None]) -> None:
@@ -335,7 +347,7 @@ class Registry:
         self._keep_expected(self._self.member)
         if known := self._membership.view:
             # The view may be of an etcd that was reset already; the known removals are older.
-            self._raise_number(max(known.number, self._removals.seen, self._identity.applied))
+            self._raise_number(max(known.number, self._removals.highest, self._identity.applied))
         self._clear_trouble()
         self._tell()
         self._wake.wait(self._lease_s / KEEPS)
@@ -363,7 +375,7 @@ class Registry:
                 self._registry_state.member_key(self._identity.member)
             )
             self._removals.receive(
-                self._registry_state.removals(self._removals.seen), self._number()
+                self._registry_state.removals, self._number(), self._registry_state.settings_id
             )
             registered = self._registry_state.registered()
         # The entry was removed or replaced, or the lease ended
@@ -396,9 +408,12 @@ class Registry:
         """
         wanted = self._terms.replicas
         known = self._membership.view
-        made = Settings(wanted or (known.replicas if known else 1), 0)
-        there, _ = self._etcd.swap(self._registry_state.config_key, made.value(), 0, 0)
+        own_id, key = secrets.token_hex(TOKEN_NBYTES), self._registry_state.config_key
+        made = Settings(wanted or (known.replicas if known else 1), 0, own_id)
+        there, _ = self._etcd.swap(key, made.value(), 0, 0)
         settings = parse_settings(there.value) if there else made
+        if there and not settings.id:  # an older node wrote them
+            self._etcd.swap(key, settings._replace(id=own_id).value(), 0, there.revision)
         if wanted and wanted != settings.replicas:
             raise ConfigError(
                 f"replicas={wanted}, but the cluster {self._identity.cluster} has "

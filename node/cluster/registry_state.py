@@ -1,6 +1,6 @@
 """Interpret a cluster's keys in etcd, and derive the view from them, without any I/O.
 
-/kvstore/NAME/config            {"replicas": 2, "base": 0}
+/kvstore/NAME/config            {"replicas": 2, "base": 0, "id": "5c.."}
 /kvstore/NAME/members/ID        {"address": "10.0.0.1:7440", "bulk_port": 7441,
                                  "state": "SERVING", "protocol": 4, ...}
 /kvstore/NAME/removed/DIGEST    {"removal": "9f..", "by": "n1", "erasure": "03.."}
@@ -26,6 +26,7 @@ from node.cluster.etcd import Change, Entry, Etcd, KeysAtRevision
 from node.cluster.membership import REMOVALS_KEPT_S, Identity, LostMember
 
 BASE_MAX = 1 << 62  # a view's number has 64 bits, and etcd's revision 63
+ID_CHARS_MAX = 64
 LOST_S_MAX = 1 << 37  # in the year 6325; in milliseconds it fits an event
 
 
@@ -62,11 +63,13 @@ class Settings(NamedTuple):
     """Settings of a whole cluster.
 
     `base`: added to etcd's revision for a view's number, which must rise even after etcd lost all
-    data and counts from the beginning.
+    data and counts from the beginning. `id`: random, another one after such a loss; empty if an
+    older node wrote the settings.
     """
 
     replicas: int
     base: int
+    id: str = ""
 
     def value(self) -> bytes:
         """Serialise the settings."""
@@ -148,6 +151,12 @@ class RegistryState:
         entry = self.entries.get(self.config_key)
         return parse_settings(entry.value) if entry else None
 
+    @property
+    def settings_id(self) -> str:
+        """Return the id of the cluster's settings; empty if there is none."""
+        settings = self.settings()
+        return settings.id if settings else ""
+
     def view(self) -> View | None:
         """Return the view; None if there is none yet."""
         settings = self.settings()
@@ -196,21 +205,33 @@ class RegistryState:
         return sorted(found, key=lambda some: some.number)
 
 
+def is_reset(known_id: str, settings_id: str) -> bool:
+    """Return whether etcd lost its data between two ids of the settings.
+
+    Then it numbers from the beginning, and may have come past the numbers that were known. An empty
+    id tells nothing.
+    """
+    return bool(known_id and settings_id) and known_id != settings_id
+
+
 def parse_settings(value: bytes) -> Settings:
     """Parse the settings. Raises ConfigError."""
     fields = _fields(value)
     replicas, base = fields.get("replicas"), fields.get("base", 0)
+    settings_id = fields.get("id", "")
     if (
         not isinstance(replicas, int)
         or not isinstance(base, int)
+        or not isinstance(settings_id, str)
         or not 1 <= replicas <= REPLICAS_MAX
         or not 0 <= base <= BASE_MAX
+        or len(settings_id) > ID_CHARS_MAX
     ):
         raise ConfigError(
             f"the cluster's config in etcd says {value[:200]!r}; replicas must be in "
-            f"1..{REPLICAS_MAX}, base in 0..{BASE_MAX}"
+            f"1..{REPLICAS_MAX}, base in 0..{BASE_MAX}, id a text"
         )
-    return Settings(replicas, base)
+    return Settings(replicas, base, settings_id)
 
 
 @functools.lru_cache(2 * MEMBERS_MAX)
@@ -320,12 +341,15 @@ class NamespaceTombstones:
         self._done: OrderedDict[bytes, None] = OrderedDict()  # ids of removals
         self._records: list[_Record] = []
         self._heard: list[Removal] = []
-        self._number = identity.applied
-        self._seen = identity.applied  # number of the newest removal that was received
+        self._number, self._settings_id = identity.applied, identity.settings_id
+        # Numbers of the newest removal that was received, and of the newest ever
+        self._seen = self._highest = identity.applied
         self._saved_at = 0.0
         self._closed = False
 
-    def catch_up(self, removals: Sequence[Removal], number: int, anew: bool = False) -> None:
+    def catch_up(
+        self, removals: Sequence[Removal], number: int, settings_id: str = "", anew: bool = False
+    ) -> None:
         """Apply missed removals at the start, before requests are served.
 
         `anew`: etcd was reset while this node was away, so numbers do not tell which removals it
@@ -341,8 +365,9 @@ class NamespaceTombstones:
                 len(missed),
             )
             self._settle()
-        self._save(number)
-        self._seen = max(self._seen, number)
+        self._settings_id = settings_id or self._settings_id
+        self._save(number, self._settings_id)
+        self._seen = self._highest = max(self._seen, number)
 
     def record(self, digest: bytes, removal: bytes, erasure: bytes = b"") -> None:
         """Record a removal of this node for the others, and wait briefly until etcd has it.
@@ -374,19 +399,28 @@ class NamespaceTombstones:
             self._note(erasure)
 
     @property
-    def seen(self) -> int:
-        """Return the number of the newest removal that was received."""
-        return self._seen
+    def highest(self) -> int:
+        """Return the highest number of a received removal, also from before etcd was reset."""
+        return self._highest
 
-    def receive(self, removals: Sequence[Removal], number: int) -> None:
-        """Take the removals that etcd has; must not block."""
+    def receive(
+        self, removals: Callable[[int], list[Removal]], number: int, settings_id: str
+    ) -> None:
+        """Take the removals that etcd has; must not block.
+
+        `removals` returns those after a number, in their order.
+        """
         with self._wake:
-            fresh = [some for some in removals if some.number > self._seen]
+            if is_reset(self._settings_id, settings_id):
+                self._seen = -1
+            fresh = removals(self._seen)
             if fresh:
                 self._seen = fresh[-1].number
+                self._highest = max(self._highest, self._seen)
                 self._heard += fresh
                 self._wake.notify_all()
             self._number = max(self._number, number)
+            self._settings_id = settings_id or self._settings_id
 
     def close(self) -> None:
         """End the work."""
@@ -403,17 +437,17 @@ class NamespaceTombstones:
             if self._closed:
                 return
             heard, number, records = list(self._heard), self._number, list(self._records)
-            to_erase = list(self._to_erase)
+            to_erase, settings_id = list(self._to_erase), self._settings_id
         with contextlib.ExitStack() as both:
             both.callback(self._record_all, records, etcd, registry_state)
-            self._apply(heard, number)
+            self._apply(heard, number, settings_id)
         if to_erase:  # removals that arrive meanwhile wait
             self._erase(to_erase)
             with self._wake:
                 del self._to_erase[: len(to_erase)]
-            self._save(self._identity.applied)
+            self._save(self._identity.applied, self._identity.settings_id)
 
-    def _apply(self, heard: list[Removal], number: int) -> None:
+    def _apply(self, heard: list[Removal], number: int, settings_id: str) -> None:
         for some in heard:
             if some.removal not in self._done and some.erasure not in self._done:
                 log.info("namespace %s was removed from the cluster", some.digest.hex())
@@ -425,7 +459,7 @@ class NamespaceTombstones:
         with self._wake:
             del self._heard[: len(heard)]
         if heard or time.monotonic() - self._saved_at >= TOUCH_S:
-            self._save(number)
+            self._save(number, settings_id)
 
     def _record_all(
         self, records: list[_Record], etcd: Etcd, registry_state: RegistryState
@@ -462,6 +496,6 @@ class NamespaceTombstones:
             if len(self._done) > DONE_MAX:
                 self._done.popitem(last=False)
 
-    def _save(self, number: int) -> None:
-        self._identity.save(max(number, self._identity.applied), self._to_erase)
+    def _save(self, number: int, settings_id: str) -> None:
+        self._identity.save(max(number, self._identity.applied), self._to_erase, settings_id)
         self._saved_at = time.monotonic()
