@@ -65,11 +65,11 @@ def test_hanging_owner_costs_only_its_pages(
     with hanging() as address:
         hung = replace(view.members[1], address=address)
         tell(cluster, replace(view, number=2, members=(view.members[0], hung, view.members[2])))
-        client = connect(cluster[0], "auto", near="n0", timeout_s=3.0, connect_timeout_s=3.0)
+        client = connect(cluster[0], "auto", near="n0", timeout_s=8.0, connect_timeout_s=3.0)
         client.open(pages.namespace)
         began = time.monotonic()
         hits = pages.get(client, keys)
-        assert time.monotonic() - began < 9.0
+        assert time.monotonic() - began < 24.0
     assert hits == [key not in owned(view, pages, keys, "n1") for key in keys]
     assert client.stats.failures == 0  # must not count as a failure of the near node
 
@@ -89,11 +89,11 @@ def test_owner_hanging_in_a_get_costs_only_its_pages(
     monkeypatch.setattr(
         cluster[1].service, "begin_get", lambda *arguments: (go_on.wait(60.0), begin(*arguments))[1]
     )
-    client = connect(cluster[0], "auto", near="n0", timeout_s=3.0)
+    client = connect(cluster[0], "auto", near="n0", timeout_s=8.0)
     client.open(pages.namespace)
     began = time.monotonic()
     hits = pages.get(client, keys)
-    assert time.monotonic() - began < 9.0
+    assert time.monotonic() - began < 24.0
     go_on.set()
     assert hits == [key not in owned(view_of(cluster), pages, keys, "n1") for key in keys]
     assert client.stats.failures == 0
@@ -108,7 +108,7 @@ def test_hanging_near_node_leaves_time_for_the_owners(
 ) -> None:
     keys = pages.keys(*NUMBERS)
     pages.put(far(cluster), keys)
-    client = connect(cluster[0], "auto", near="n0", timeout_s=3.0)
+    client = connect(cluster[0], "auto", near="n0", timeout_s=8.0)
     client.open(pages.namespace)
     go_on = threading.Event()
     begin = cluster[0].service.begin_get
@@ -117,7 +117,7 @@ def test_hanging_near_node_leaves_time_for_the_owners(
     )
     began = time.monotonic()
     hits = pages.get(client, keys)
-    assert time.monotonic() - began < 9.0
+    assert time.monotonic() - began < 24.0
     go_on.set()
     assert hits == [key not in owned(view_of(cluster), pages, keys, "n0") for key in keys]
 
