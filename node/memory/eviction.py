@@ -373,8 +373,9 @@ class Eviction:
         if (is_full and account.is_over) or self.order.pins.nbytes:
             return 0
         pool = account.pool if is_full else self._accounts.first(account)
-        # otherwise the next page to evict may be in another order
-        in_a_row = pool.is_only(size) and not (pool.has_layers or self._accounts.any_limited)
+        # otherwise a quota may be reached, or the next page to evict be in another order
+        limited = account.nbytes_max or self._accounts.any_limited
+        in_a_row = pool.is_only(size) and not (limited or pool.has_layers)
         if pool.has_layers:
             pool = self.order.layers(pool, size)[0]
         count = 0

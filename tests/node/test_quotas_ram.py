@@ -27,10 +27,12 @@ def test_tenant_at_its_quota_evicts_its_own_oldest_page() -> None:
 
 
 @pytest.mark.parametrize("there", [0, 5, 32])
-def test_batch_larger_than_the_quota_is_cut(there: int) -> None:
+@pytest.mark.parametrize("others", [0, 128])  # pages: none, or as many as there are slots
+def test_batch_larger_than_the_quota_is_cut(there: int, others: int) -> None:
     box = Sandbox(8 * EXTENT, EXTENT)
     box.limit(loud=32 * PAGE)
-    loud = box.open("m", PAGE, tenant="loud")
+    loud, free = box.open("m", PAGE, tenant="loud"), box.open("m", PAGE, tenant="free")
+    fill(box, free, *range(others))
     old = fill(box, loud, *range(there))
     keys = loud.keys(*range(1000, 1050))
     assert box.put(loud, keys) == [PutStatus.WRITE] * 32 + [PutStatus.FULL] * 18
