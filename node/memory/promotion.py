@@ -21,6 +21,7 @@ from kvstore.checksum import cuts, hashed_nbytes, parts_of
 from kvstore.deadline import Deadline
 from kvstore.keys import Namespace
 from kvstore.layout import SLOT_ALIGN_NBYTES
+from node.memory.eviction import Eviction
 from node.memory.lower_tier import Load, LocalTier, LowerTier, Query, Source
 from node.memory.page import Counters, NamespaceIndex, Page, PageNamespace, State
 
@@ -123,9 +124,9 @@ class Promotion:
     """The promoting part of the RAM tier.
 
     `lower` returns the tiers below it, in order. Takes the RAM tier's `lock` where documented.
-    `place` makes pages with slots, as far as possible; `allocate_temporary` gives pages temporary
-    slots. `finish_load` makes a page visible if it has arrived, and removes it if not. `offer`
-    offers pages to the lower tiers.
+    `place` makes pages with slots, as far as possible; `eviction` gives pages temporary slots.
+    `finish_load` makes a page visible if it has arrived, and removes it if not. `offer` offers
+    pages to the lower tiers.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Promotion:
         lock: threading.Lock,
         lower: Callable[[], Sequence[LowerTier]],
         place: Callable[[NamespaceIndex, Sequence[bytes], int, bool], list[Page]],
-        allocate_temporary: Callable[[Sequence[Page]], int],
+        eviction: Eviction,
         finish_load: Callable[[Page, bool], None],
         offer: Callable[[list[Page]], object],
         clock_ms: Callable[[], int],
@@ -142,7 +143,7 @@ class Promotion:
         self._over = threading.Condition(lock)
         self._lower = lower
         self._place = place
-        self._allocate_temporary = allocate_temporary
+        self._eviction = eviction
         self._clock_ms = clock_ms
         self._finish_load = finish_load
         self._offer = offer
@@ -316,9 +317,8 @@ class Promotion:
         if is_private:
             page = Page(space, prefix_hash, now_ms)
             page.state = State.DOOMED
-            if not self._allocate_temporary([page]):
+            if not self._eviction.allocate([page], temporary=True):
                 return None
-            acquired.private[prefix_hash] = page
         else:
             placed = self._place(acquired.index, [prefix_hash], now_ms, source.is_copy)
             if not placed:
@@ -327,12 +327,13 @@ class Promotion:
             page.state = State.LOADING
             page.is_fetched = True
         try:
-            if not is_private:
+            if is_private:
+                acquired.private[prefix_hash] = page
+            else:
                 self._tiers[page] = source.tier
             acquired.loads.append(Load(page, source))
         except BaseException:  # otherwise all who want it would wait for a read that nobody makes
-            if not is_private:
-                self.forget(page)
+            (self._eviction.release if is_private else self.forget)(page)
             raise
         del acquired.sources[prefix_hash]
         return page

@@ -68,13 +68,12 @@ class RamTier:
         self._copy = copy
         self.miss_reasons = MissReasons()
         self.eviction = Eviction(slots, self.forget, self.hold_all, zero)
-        allocate_temporary = partial(self.eviction.allocate, temporary=True)
 
         def lower() -> Sequence[LowerTier]:
             return (self.below, *self.remote)
 
         self.promotion = Promotion(
-            self.lock, lower, self._place, allocate_temporary, self._end_load, self._offer, clock_ms
+            self.lock, lower, self._place, self.eviction, self._end_load, self._offer, clock_ms
         )
         self._order = self.eviction.order  # evictable pages, and pins
         namespaces.account_of = self._order.accounts.of

@@ -257,11 +257,13 @@ def test_failing_tier_leaves_no_page_behind(shelves: Any, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize("written", [0, 8])  # then the read's slot is for one caller
 def test_page_whose_read_could_not_be_noted_is_no_longer_loading(
-    shelves: Any, monkeypatch: pytest.MonkeyPatch, near: bool
+    shelves: Any, monkeypatch: pytest.MonkeyPatch, near: bool, written: int
 ) -> None:
     """Regression: each later get of the page waited ten seconds for a read that nobody made."""
     box, pages, keys, below, far = shelves
+    puts = [box.reserve(pages, keys[:written])] if written else []
     (far if near else below).keys, made = set(keys), list[Load]()
 
     def failing(page: Page, source: Source) -> Load:
@@ -275,6 +277,8 @@ def test_page_whose_read_could_not_be_noted_is_no_longer_loading(
         with pytest.raises(MemoryError):
             get(box, pages, keys, near)
     tier = box.tier
+    for put in puts:
+        tier.abort(put)
     assert (tier.held_count, tier.writing_count, tier.slots.used_nbytes) == (0, 0, 0)
     assert tier.check() == []
     assert get(box, pages, keys, near) == [True] * len(keys)
