@@ -258,6 +258,15 @@ def test_views_arrive_intact(pair: tuple[FrameSocket, socket.socket], sizes: lis
     thread.join()
 
 
+def test_empty_views_receive_nothing(pair: tuple[FrameSocket, socket.socket]) -> None:
+    ours, peer = pair
+    peer.sendall(b"page")
+    came = bytearray(4)
+    ours.recv_all(in_views(came, [0] * 1500 + [4, 0]))  # more than one system call takes
+    assert came == b"page"
+    ours.recv_all([memoryview(b"")])
+
+
 def test_views_received_in_pieces_are_joined(
     pair: tuple[FrameSocket, socket.socket],
 ) -> None:
