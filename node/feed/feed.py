@@ -178,9 +178,9 @@ class Feed:
             time.sleep(min(GATHER_S, request.wait_ms / 1000))
         begins = False
         while True:
-            if caller.has_left() or self._stops():
-                raise Unavailable("the caller has left, or the node stops")
+            self._check_wanted(caller)
             self._read_ahead(cursor)
+            self._check_wanted(caller)  # otherwise the next call gets what was read
             with self._lock:
                 self._used_s = time.monotonic()
                 self._pump()
@@ -193,6 +193,10 @@ class Feed:
                 return reply
             cursor = read_cursor(reply.head.cursor)
             time.sleep(TICK_S)
+
+    def _check_wanted(self, caller: Caller) -> None:
+        if caller.has_left() or self._stops():
+            raise Unavailable("the caller has left, or the node stops")
 
     def _has_few(self, cursor: Cursor) -> bool:
         log = self._change_log

@@ -1,6 +1,5 @@
 """The feed of a node: what each reader is told, by each wire, and what it costs others."""
 
-import contextlib
 import heapq
 import threading
 import time
@@ -19,7 +18,6 @@ from told_blocks import ToldBlocks
 
 from kvstore import (
     Client,
-    Exhausted,
     Forbidden,
     InvalidRequest,
     PutOutcome,
@@ -420,74 +418,11 @@ def test_feed_of_a_closed_client_ends(
         told_so_far.until_kind("never")
 
 
-def test_snapshots_are_limited_and_forgotten(
-    start_node: StartNode, monkeypatch: pytest.MonkeyPatch, connect: Connect, pages: Pages
-) -> None:
-    node = start_node()
-    pages.put(connect(node), pages.keys(1))
-    monkeypatch.setattr(module, "SNAPSHOTS_MAX", 4)
-    first, others = Reader(), [Reader() for _ in range(2)]
-    first.poll(node)
-    Reader().poll(node)
-    with pytest.raises(Exhausted, match="2 of them to this peer"):
-        Reader().poll(node)
-    monkeypatch.setattr(Caller, "peer", "another")
-    for reader in others:
-        reader.poll(node)
-    monkeypatch.setattr(Caller, "peer", "a third")
-    with pytest.raises(Exhausted, match="4 snapshots"):
-        Reader().poll(node)
-    monkeypatch.setattr(module, "SNAPSHOT_IDLE_S", -1.0)
-    node.service.feed.look()
-    others[0].catch_up(node)
-    first.catch_up(node)  # its snapshot is forgotten, so it begins anew
-    assert first.now() == others[0].now()
-    assert (first.begins, others[0].begins) == (2, 2)
-
-
 def test_periodic_look_does_not_wait_for_a_reader_that_hangs(node: Node) -> None:
     """It shares a thread with the look at the identities."""
     Reader().catch_up(node)
     with node.service.feed._lock:
         node.service.feed.look()
-
-
-def test_snapshot_that_could_not_be_read_begins_anew_for_all_calls(
-    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client may have repeated a call that waits for the disk."""
-    pages.put(connect(node, "bulk"), pages.keys(1))
-    reader, read, fails = Reader(), threading.Event(), threading.Event()
-    name, replies = pages.namespace.model, list[pb.FeedReply]()
-    assert reader.poll(node, name).begin
-    request = pb.FeedRequest(cursor=reader.cursor, model=name)
-
-    def below(*_: object) -> list[bytes]:
-        read.set()
-        fails.wait(60.0)
-        raise Exhausted("the disk hangs")
-
-    def call() -> None:
-        with contextlib.suppress(Exhausted):
-            replies.append(node.service.feed.poll(request, Caller(), lambda model: True).head)
-
-    monkeypatch.setattr(module.Feed, "_below", below)
-    calls = [threading.Thread(target=call) for _ in range(2)]
-    calls[0].start()
-    assert read.wait(60.0)
-    calls[1].start()
-    fails.set()
-    for one in calls:
-        one.join()
-    assert [reply.begin for reply in replies] == [True]
-
-
-def test_snapshot_of_an_unknown_model_visits_no_pages(
-    node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pages.put(connect(node), pages.keys(1))
-    monkeypatch.setattr(module.Feed, "_below", None)
-    assert Reader().catch_up(node, "unknown") == {}
 
 
 def test_changes_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
