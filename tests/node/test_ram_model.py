@@ -95,6 +95,8 @@ class Simulation:
         before = set(self.model.visible)
         within = {name for name in self.spaces if self.is_within(TENANTS[name])}
         operation()
+        over = {TENANTS[name] for name in within if not self.is_within(TENANTS[name])}
+        assert not over, "a tenant exceeds its quota"
         lost = {name for name, _ in before - self.present()} & within
         if operation == self.reserve:
             assert {TENANTS[name] for name in lost} <= {self.asking}, (
