@@ -176,26 +176,29 @@ class Feed:
 
         if request.wait_ms and not cursor.snapshot and self._has_few(cursor):
             time.sleep(min(GATHER_S, request.wait_ms / 1000))
-        begins = False
+        self._check_wanted(caller)
+        begun = b""  # a snapshot's name
         while True:
-            self._check_wanted(caller)
             self._read_ahead(cursor)
-            self._check_wanted(caller)  # otherwise the next call gets what was read
             with self._lock:
+                self._check_wanted(caller, begun)  # otherwise the next call gets what was read
                 self._used_s = time.monotonic()
                 self._pump()
                 reply = self._reply(cursor, wanted)
                 if reply is None:
-                    cursor, begins = self._begin(cursor, wanted, caller.peer), True
+                    cursor = self._begin(cursor, wanted, caller.peer)
+                    begun = cursor.snapshot
                     continue
-            reply.head.begin = begins
-            if begins or reply.changes or cursor.snapshot or time.monotonic() >= end:
+            reply.head.begin = bool(begun)
+            if begun or reply.changes or cursor.snapshot or time.monotonic() >= end:
                 return reply
             cursor = read_cursor(reply.head.cursor)
             time.sleep(TICK_S)
 
-    def _check_wanted(self, caller: Caller) -> None:
+    def _check_wanted(self, caller: Caller, begun: bytes = b"") -> None:
+        """Raise if nobody waits for a reply; nobody knows of a snapshot that the call has begun."""
         if caller.has_left() or self._stops():
+            self._snapshots.pop(begun, None)
             raise Unavailable("the caller has left, or the node stops")
 
     def _has_few(self, cursor: Cursor) -> bool:

@@ -94,6 +94,21 @@ def test_part_that_was_read_too_late_is_for_the_next_call(
     assert only(reader.now(), pages.namespace) == set(pages.keys(1))
 
 
+def test_snapshot_of_a_call_that_was_given_up_is_forgotten(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: readers of a slow disk that came back had too many snapshots."""
+    feed, left = start_node().service.feed, Caller()
+
+    def read(*_: object) -> None:
+        monkeypatch.setattr(left, "has_left", lambda: True)
+
+    monkeypatch.setattr(feed, "_read_ahead", read)
+    with pytest.raises(Unavailable):
+        feed.poll(pb.FeedRequest(), left, lambda model: True)
+    assert feed._snapshots == {}
+
+
 def test_snapshot_of_an_unknown_model_visits_no_pages(
     node: Node, connect: Connect, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
