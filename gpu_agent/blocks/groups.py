@@ -314,12 +314,16 @@ class TrackedRequest:
         return found, 0
 
     def plan_tail(
-        self, groups: Sequence[BlockGroup], computed_tokens: int, table_of: Callable[[], Tables]
+        self,
+        groups: Sequence[BlockGroup],
+        step_tokens: int,
+        computed_tokens: int,
+        table_of: Callable[[], Tables],
     ) -> tuple[list[Sequence[int]], Tables]:
-        """Return each group's unsaved blocks that windows need at the end of the prompt.
+        """Return each group's unsaved blocks of the prompt's end that leave its window now.
 
-        None before they are computed. They leave the window while the answer is generated. As in
-        `plan` they count as planned, and so do those before them.
+        Only those that a hit needs, once all are computed. As in `plan` they count as planned, and
+        so do those before them.
         """
         tables: Tables = ()
         found: list[Sequence[int]] = [()] * len(groups)
@@ -327,15 +331,14 @@ class TrackedRequest:
             if group.is_state or not group.needs_tail_only:
                 continue
             tokens, prompt = group.block_tokens, self.request.num_prompt_tokens
-            end = prompt // tokens
-            if self.planned[number] < end <= computed_tokens // tokens:
+            last, planned = prompt // tokens, self.planned[number]
+            end = min(last, group.first_block(computed_tokens))
+            if planned < end and last <= computed_tokens // tokens:
                 tables = tables or table_of()
                 # A hit may have to leave the last token to be computed
-                first = group.first_block((prompt - 1) // tokens * tokens)
+                first = group.first_block((prompt - 1) // step_tokens * step_tokens)
                 there = self.present[number] if self.present else b""
-                found[number] = unsaved_blocks(
-                    tables[number], there, max(first, self.planned[number]), end
-                )
+                found[number] = unsaved_blocks(tables[number], there, max(first, planned), end)
                 self.planned[number] = end
         return found, tables
 

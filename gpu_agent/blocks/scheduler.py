@@ -311,12 +311,12 @@ class BlockScheduler:
                 prompts.append((computed - tokens, tokens))
             elif tokens > 1:
                 short = True
-            due = not tracked.never_saved and computed >= (
+            due = not (tracked.never_saved or tracked.loading) and computed >= (
                 tracked.next_tokens if scarce else tracked.due_tokens
             )
             table = partial(table_of, request_id)
             if due and (not self._plan.room or self._stage(tracked, computed, table())):
-                found, tables = tracked.plan_tail(self._groups, computed, table)
+                found, tables = tracked.plan_tail(self._groups, self._step_tokens, computed, table)
                 if tables:
                     self._defer(tracked, found, tables)
             if not tracked.never_saved:

@@ -42,3 +42,13 @@ def test_draft_tokens_and_unallocated_blocks_are_not_saved(
     """A draft token counts as computed and has a block, but no hash."""
     state = TrackedRequest(FakeRequest("r", list(range(40))), [0])
     assert state.plan([BlockGroup(16)], 16, computed, [table], 8) == ([range(blocks)], 0)
+
+
+def test_window_of_a_hit_is_given_up_block_by_block_as_it_leaves() -> None:
+    """A hit of 100 tokens ends with 64 of them, and needs two blocks of the window before."""
+    groups, tables = [BlockGroup(64), BlockGroup(16, window_tokens=32)], [[1], [*range(2, 10)]]
+    state = TrackedRequest(FakeRequest("r", list(range(100))), [0, 0])
+    left = [state.plan_tail(groups, 64, computed, lambda: tables)[0] for computed in (90, 100, 116)]
+    assert left == [[(), ()], [(), range(2, 4)], [(), range(4, 5)]]
+    assert state.plan_tail(groups, 64, 500, lambda: tables)[0] == [(), range(5, 6)]
+    assert state.planned == [0, 6]

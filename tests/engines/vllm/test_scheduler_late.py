@@ -81,6 +81,36 @@ def test_window_that_the_answer_leaves_behind_is_saved(make: Engines, overlap: b
     assert_loads(make, LONG, 896, **shape)
 
 
+def test_window_of_the_last_state_is_saved(make: Engines) -> None:
+    """A hit ends with a state, up to two blocks before the end of the prompt."""
+    shape, prompt = {"window": 40, "states": 32}, tokens(7, 890)
+    engine = make(blocks=128, batch_tokens=128, **shape)
+    serve_holding(engine, prompt, 8)
+    release(engine)
+    engine.run()
+    assert_loads(make, prompt, 864, **shape)
+
+
+def test_window_is_saved_from_the_table_as_long_as_it_is_there(make: Engines) -> None:
+    """In a full engine, a block that has left the window is soon another one."""
+    shape = {"window": 200}
+    engine = make(blocks=160, batch_tokens=128, **shape)
+    for rank in engine.ranks:
+        rank.held = []
+        rank.connector._rank.save = rank.held.extend
+    engine.add("r", LONG, 40)
+    while engine.requests["r"].num_output_tokens < 2:
+        engine.step()
+    taken = list[Any]()
+    release(engine)
+    while not engine.requests["r"].is_finished():
+        taken += engine.pool.get_new_blocks(max(0, engine.pool.get_num_free_blocks() - 4))
+        engine.step()
+    engine.pool.free_blocks(taken)
+    engine.run()
+    assert_loads(make, LONG, 896, **shape)
+
+
 def test_blocks_that_vllm_evicted_meanwhile_are_counted_and_not_saved(make: Engines) -> None:
     engine = make(blocks=64)
     serve_holding(engine, LONG)
