@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from cli_runner import Kvstore
@@ -166,3 +167,28 @@ def test_ctrl_c_ends_it(shared_node: NodeProcess, publish: tuple[str, ...]) -> N
         assert json.loads(process.stdout.readline())["kind"] == "listening"
         process.send_signal(signal.SIGINT)
         assert process.wait(WAIT_S) == 130
+
+
+@with_zmq
+def test_router_that_is_named_twice_gets_one_stream(
+    kvstore: Kvstore, shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two would clear what the other has told, and look like gaps."""
+    import zmq
+
+    found = []
+
+    def publish(client: Client, model: str, tenant: str, make: Any, *rest: Any) -> None:
+        with zmq.Context() as context:
+            for publisher in make(context):
+                found.append(publisher)
+                publisher.close()
+
+    monkeypatch.setattr("kvstore.bridge.bridge.publish", publish)
+    before, router = signal.getsignal(signal.SIGTERM), ("--router", "tcp://127.0.0.1:9")
+    try:
+        options = ("--model", "m", "--endpoint", "none", "-a", shared_node.address)
+        assert kvstore("events", *options, *router, *router).code == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(found) == 1

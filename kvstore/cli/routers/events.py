@@ -115,7 +115,7 @@ def events(
                 also = "" if replay == NONE else publisher.check_endpoint(replay)
                 at = publisher.check_endpoint(endpoint)
                 made.append(publisher.Publisher(context, wire, at, also, refresh_s))
-            for router in routers or ():
+            for router in dict.fromkeys(routers or ()):  # twice, it would see gaps in its stream
                 wire = wires.VllmWire(pool, model, hashes, medium)
                 at = publisher.check_endpoint(router)
                 made.append(publisher.Publisher(context, wire, at, "", refresh_s, connect=True))
