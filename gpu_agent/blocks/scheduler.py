@@ -114,6 +114,7 @@ class BlockScheduler:
         self._counts = MatchCounts()
         self._can_load, self._can_save = loads, saves
         self._groups = groups
+        self._has_windows = any(group.needs_tail_only and not group.is_state for group in groups)
         self._last_tokens = int(not full_hits or any(group.is_state for group in groups))
         self._shards = shards
         units = (hash_tokens, step_tokens, self._last_tokens)
@@ -314,9 +315,15 @@ class BlockScheduler:
             due = not (tracked.never_saved or tracked.loading) and computed >= (
                 tracked.next_tokens if scarce else tracked.due_tokens
             )
-            table = partial(table_of, request_id)
-            if due and (not self._plan.room or self._stage(tracked, computed, table())):
-                found, tables = tracked.plan_tail(self._groups, self._step_tokens, computed, table)
+            # In most steps nothing is due, and most engines have no windows
+            if (
+                due
+                and (not self._plan.room or self._stage(tracked, computed, table_of(request_id)))
+                and self._has_windows
+            ):
+                found, tables = tracked.plan_tail(
+                    self._groups, self._step_tokens, computed, partial(table_of, request_id)
+                )
                 if tables:
                     self._defer(tracked, found, tables)
             if not tracked.never_saved:
