@@ -85,13 +85,13 @@ class Publisher:
         most: int,
         connect: bool = False,
     ) -> Any:
-        socket = context.socket(kind)
-        self.sockets.append(socket)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, most)
-        socket.setsockopt(zmq.MAXMSGSIZE, ASKED_NBYTES_MAX)
-        socket.setsockopt(zmq.TCP_MAXRT, round(1000 * UNREAD_S))
         try:
+            socket = context.socket(kind)  # a context has 1,023 at most
+            self.sockets.append(socket)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, most)
+            socket.setsockopt(zmq.MAXMSGSIZE, ASKED_NBYTES_MAX)
+            socket.setsockopt(zmq.TCP_MAXRT, round(1000 * UNREAD_S))
             if "[" in endpoint:
                 socket.setsockopt(zmq.IPV6, 1)
             path = endpoint.removeprefix(IPC)

@@ -152,6 +152,14 @@ def test_address_in_use_is_one_error(context: Any) -> None:
             Publisher(context, VllmWire("p", "m"), "tcp://127.0.0.1:*", address)
 
 
+def test_too_many_routers_are_one_error(context: Any) -> None:
+    context.set(zmq.MAX_SOCKETS, 1)
+    made = [Publisher(context, VllmWire("p", "m"), "tcp://127.0.0.1:9", connect=True)]
+    with pytest.raises(ConfigError, match="Too many open files"):
+        Publisher(context, VllmWire("p", "m"), "tcp://127.0.0.1:9", connect=True)
+    made[0].close()
+
+
 def test_path_in_use_is_one_error(context: Any, tmp_path: Path) -> None:
     """ZMQ itself would take it: the readers of the bridge there would wait without end."""
     path = tmp_path / "events.sock"
