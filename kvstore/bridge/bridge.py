@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 IDLE_S = 1.0
 POLL_MS = 50
 WAITING_MAX = 64  # events that the feed is ahead
+END_S = 0.5  # for the sockets to end
+NewContext = Callable[[], "zmq.Context[Any]"]
 Say = Callable[..., None]  # (kind, fields): reports to operators
 
 
@@ -141,22 +143,38 @@ def publish(
     client: Client,
     model: str,
     tenant: str,
-    make: Callable[["zmq.Context[Any]"], Sequence[Publisher]],
+    make: Callable[[NewContext], Sequence[Publisher]],
     say: Say,
     safe_point: Callable[[], None],
 ) -> None:
-    """Publish a model's feed by the publishers that `make` makes, without end."""
+    """Publish a model's feed by the publishers that `make` makes, without end.
+
+    ZMQ looks names up in a context's own thread, and meanwhile that thread sends nothing and does
+    not end. So each router that may have a name needs a context of its own.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # refused where the system allows fewer now
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each reader
-    context: zmq.Context[Any] = zmq.Context()
+    contexts: list[zmq.Context[Any]] = []
+
+    def new_context() -> "zmq.Context[Any]":
+        contexts.append(zmq.Context())
+        return contexts[-1]
+
     publishers: Sequence[Publisher] = ()
     try:
-        publishers = make(context)
+        publishers = make(new_context)
         if listening := [address for one in publishers for address in one.addresses]:
             say("listening", addresses=listening)
         Bridge(client, model, tenant, publishers, say).run(safe_point)
     finally:
         for one in publishers:
             one.close()
+        ending = threading.Thread(target=_end, args=(contexts,), daemon=True)
+        ending.start()
+        ending.join(END_S)
+
+
+def _end(contexts: "Sequence[zmq.Context[Any]]") -> None:
+    for context in contexts:
         context.destroy(linger=0)

@@ -180,7 +180,7 @@ def test_router_that_is_named_twice_gets_one_stream(
 
     def publish(client: Client, model: str, tenant: str, make: Any, *rest: Any) -> None:
         with zmq.Context() as context:
-            for publisher in make(context):
+            for publisher in make(lambda: context):
                 found.append(publisher)
                 publisher.close()
 

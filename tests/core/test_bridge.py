@@ -1,8 +1,10 @@
 """The bridge's streams: their bytes, what they forget and what they refuse."""
 
 import socket
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvstore.bridge import publisher as module
 from kvstore.bridge import wires
+from kvstore.bridge.bridge import publish
 from kvstore.bridge.publisher import Publisher, check_endpoint
 from kvstore.bridge.stored_blocks import StoredBlocks
 from kvstore.bridge.wires import FORMS, MooncakeWire, VllmWire
@@ -152,12 +155,37 @@ def test_address_in_use_is_one_error(context: Any) -> None:
             Publisher(context, VllmWire("p", "m"), "tcp://127.0.0.1:*", address)
 
 
-def test_too_many_routers_are_one_error(context: Any) -> None:
+def test_too_many_sockets_are_one_error(context: Any) -> None:
     context.set(zmq.MAX_SOCKETS, 1)
     made = [Publisher(context, VllmWire("p", "m"), "tcp://127.0.0.1:9", connect=True)]
     with pytest.raises(ConfigError, match="Too many open files"):
         Publisher(context, VllmWire("p", "m"), "tcp://127.0.0.1:9", connect=True)
     made[0].close()
+
+
+def test_end_does_not_wait_for_a_name_that_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZMQ's thread is in the resolver for seconds, and a context ends after its thread."""
+    found, destroy, made = threading.Event(), zmq.Context.destroy, list[Any]()
+
+    def late(context: Any, linger: int) -> None:
+        found.wait(60)
+        destroy(context, linger)
+
+    def make(new_context: Callable[[], Any]) -> Sequence[Publisher]:
+        made.extend(new_context() for _ in range(2))
+        return []
+
+    monkeypatch.setattr(zmq.Context, "destroy", late)
+    client: Any = SimpleNamespace(feed=lambda model, idle_s: iter([]))
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        publish(client, "m", "", make, print, interrupted)
+    assert [context.closed for context in made] == [False, False]
+    found.set()
+    wait_until(lambda: all(context.closed for context in made))
 
 
 def test_path_in_use_is_one_error(context: Any, tmp_path: Path) -> None:

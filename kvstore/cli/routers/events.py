@@ -108,8 +108,8 @@ def events(
                 time.sleep(INTERRUPT_S)
         bridge, publisher, wires = _with_zmq()
 
-        def make(context: Any) -> "Sequence[Publisher]":
-            made = []
+        def make(new_context: Any) -> "Sequence[Publisher]":
+            made, context = [], new_context()
             if endpoint != NONE:
                 wire = wires.VllmWire(pool, model, hashes, medium)
                 also = "" if replay == NONE else publisher.check_endpoint(replay)
@@ -117,8 +117,8 @@ def events(
                 made.append(publisher.Publisher(context, wire, at, also, refresh_s))
             for router in dict.fromkeys(routers or ()):  # twice, it would see gaps in its stream
                 wire = wires.VllmWire(pool, model, hashes, medium)
-                at = publisher.check_endpoint(router)
-                made.append(publisher.Publisher(context, wire, at, "", refresh_s, connect=True))
+                at, own = publisher.check_endpoint(router), new_context()
+                made.append(publisher.Publisher(own, wire, at, "", refresh_s, connect=True))
             if mooncake != NONE:
                 wire = wires.MooncakeWire(pool, model, client.tenant, objects or OBJECTS, group)
                 at = publisher.check_endpoint(mooncake)
