@@ -322,24 +322,24 @@ class TrackedRequest:
     ) -> tuple[list[Sequence[int]], Tables]:
         """Return each group's unsaved blocks of the prompt's end that leave its window now.
 
-        Only those that a hit needs, once all are computed. As in `plan` they count as planned, and
-        so do those before them.
+        Only those that a hit needs. As in `plan` they count as planned, and so do those before
+        them.
         """
         tables: Tables = ()
         found: list[Sequence[int]] = [()] * len(groups)
         for number, group in enumerate(groups):
             if group.is_state or not group.needs_tail_only:
                 continue
-            tokens, prompt = group.block_tokens, self.request.num_prompt_tokens
-            last, planned = prompt // tokens, self.planned[number]
-            end = min(last, group.first_block(computed_tokens))
-            if planned < end and last <= computed_tokens // tokens:
+            prompt = self.request.num_prompt_tokens
+            # A hit may have to leave the last token to be computed
+            first = group.first_block((prompt - 1) // step_tokens * step_tokens)
+            first = max(first, self.planned[number])
+            end = min(prompt // group.block_tokens, group.first_block(computed_tokens))
+            if first < end:
                 tables = tables or table_of()
-                # A hit may have to leave the last token to be computed
-                first = group.first_block((prompt - 1) // step_tokens * step_tokens)
                 there = self.present[number] if self.present else b""
-                found[number] = unsaved_blocks(tables[number], there, max(first, planned), end)
-                self.planned[number] = end
+                found[number] = unsaved_blocks(tables[number], there, first, end)
+            self.planned[number] = max(self.planned[number], end)
         return found, tables
 
     def wants_state(self, number: int, block: int, end_tokens: int) -> bool:

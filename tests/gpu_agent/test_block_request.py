@@ -49,6 +49,6 @@ def test_window_of_a_hit_is_given_up_block_by_block_as_it_leaves() -> None:
     groups, tables = [BlockGroup(64), BlockGroup(16, window_tokens=32)], [[1], [*range(2, 10)]]
     state = TrackedRequest(FakeRequest("r", list(range(100))), [0, 0])
     left = [state.plan_tail(groups, 64, computed, lambda: tables)[0] for computed in (90, 100, 116)]
-    assert left == [[(), ()], [(), range(2, 4)], [(), range(4, 5)]]
+    assert left == [[(), range(2, 3)], [(), range(3, 4)], [(), range(4, 5)]]
     assert state.plan_tail(groups, 64, 500, lambda: tables)[0] == [(), range(5, 6)]
     assert state.planned == [0, 6]

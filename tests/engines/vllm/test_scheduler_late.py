@@ -102,6 +102,7 @@ def test_window_is_saved_from_the_table_as_long_as_it_is_there(make: Engines) ->
     while engine.requests["r"].num_output_tokens < 2:
         engine.step()
     taken = list[Any]()
+    engine.reads_at_once = True
     release(engine)
     while not engine.requests["r"].is_finished():
         taken += engine.pool.get_new_blocks(max(0, engine.pool.get_num_free_blocks() - 4))
