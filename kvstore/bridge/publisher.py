@@ -232,12 +232,15 @@ class Publisher:
                 router.send_multipart((frames[0], b"", topic, number, batch))
 
 
-def check_endpoint(endpoint: str) -> str:
-    """Return an endpoint that a socket can listen at. Raises InvalidRequest."""
-    port = re.fullmatch(r"tcp://.+:(\*|[0-9]{1,5})", endpoint)  # of others ZMQ takes a part
-    tcp = port is not None and (port[1] == "*" or int(port[1]) < 1 << 16)
-    if not (tcp or endpoint.startswith(IPC)):
-        raise InvalidRequest(f"{endpoint[:80]!r} is no address to listen at: tcp://HOST:PORT")
+def check_endpoint(endpoint: str, connect: bool = False) -> str:
+    """Return an endpoint to listen at, or to connect to. Raises InvalidRequest."""
+    found = re.fullmatch(r"tcp://(.+):(\*|[0-9]{1,5})", endpoint)  # of others ZMQ takes a part
+    host, port = found.groups() if found else ("", "")
+    is_any = port in ("*", "0") or host == "*"
+    is_tcp = bool(port) and (port == "*" or int(port) < 1 << 16) and not (connect and is_any)
+    if not (endpoint.startswith(IPC) or (is_tcp and (host[0] == "[") == (host[-1] == "]"))):
+        aim = "connect to" if connect else "listen at"
+        raise InvalidRequest(f"{endpoint[:80]!r} is no address to {aim}: tcp://HOST:PORT")
     return endpoint
 
 

@@ -126,6 +126,8 @@ def test_missing_extra_is_one_error(kvstore: Kvstore) -> None:
         pytest.param(("--endpoint", "tcp://127.0.0.1:70000"), marks=with_zmq),
         pytest.param(("--router", "router:5557"), marks=with_zmq),
         pytest.param(("--router", "tcp://router:*"), marks=with_zmq),
+        pytest.param(("--router", "tcp://router:0"), marks=with_zmq),
+        ("--router", "tcp://router:1", "--endpoint", "none", "--replay", "tcp://*:5558"),
         pytest.param(("--model", "\udcff"), marks=with_zmq),
         pytest.param(
             ("--endpoint", "none", "--mooncake", ANYWHERE, "--pool", "\udcff"), marks=with_zmq

@@ -141,6 +141,9 @@ def test_block_has_the_name_that_dynamo_looks_up(prefix: str) -> None:
         lambda: check_endpoint("*:5557"),
         lambda: check_endpoint("tcp://*:5557x"),
         lambda: check_endpoint("tcp://*:65536"),
+        lambda: check_endpoint("tcp://[::1:5557"),
+        lambda: check_endpoint("tcp://router:0", connect=True),
+        lambda: check_endpoint("tcp://*:5557", connect=True),
     ],
 )
 def test_wrong_settings_are_refused(make: Callable[[], object]) -> None:

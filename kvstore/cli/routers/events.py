@@ -89,8 +89,7 @@ def events(
       kvstore events --model llama-3-8b --endpoint none --http 8090
     """
     signal.signal(signal.SIGTERM, _leave)
-    if {endpoint, mooncake, http} == {NONE} and not routers:
-        raise InvalidRequest("nothing to publish: give --endpoint, --router, --mooncake or --http")
+    _check_publishers(endpoint, replay, bool(routers) or {mooncake, http} != {NONE})
     if not model:  # the feed would tell of all models
         raise InvalidRequest("--model must not be empty")
     if not refresh_s >= 0:
@@ -117,7 +116,7 @@ def events(
                 made.append(publisher.Publisher(context, wire, at, also, refresh_s))
             for router in dict.fromkeys(routers or ()):  # twice, it would see gaps in its stream
                 wire = wires.VllmWire(pool, model, hashes, medium)
-                at, own = publisher.check_endpoint(router), new_context()
+                at, own = publisher.check_endpoint(router, connect=True), new_context()
                 made.append(publisher.Publisher(own, wire, at, "", refresh_s, connect=True))
             if mooncake != NONE:
                 wire = wires.MooncakeWire(pool, model, client.tenant, objects or OBJECTS, group)
@@ -127,6 +126,13 @@ def events(
 
         bridge.publish(client, model, client.tenant, make, report, safe_point)
     return ExitCode.OK
+
+
+def _check_publishers(endpoint: str, replay: str, has_others: bool) -> None:
+    if endpoint == NONE and not has_others:
+        raise InvalidRequest("nothing to publish: give --endpoint, --router, --mooncake or --http")
+    if endpoint == NONE != replay:
+        raise InvalidRequest("--replay needs --endpoint: it repeats what that published")
 
 
 def _serve(client: "Client", listen: str, pool: str, hashing: Hashing, report: "_Reporter") -> None:
