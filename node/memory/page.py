@@ -102,7 +102,7 @@ class Counters:
 
 
 class PageNamespace(Protocol):
-    """What a page needs of its namespace: a `NamespaceIndex`, or a `PartialPage` for parts only."""
+    """Provide what a page needs: a `NamespaceIndex`, or a `PartialPage` for parts only."""
 
     value: Namespace
     digest: bytes
